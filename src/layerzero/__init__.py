@@ -1,0 +1,96 @@
+"""LayerZero: for every call of a PyTorch model, the fastest kernel that is proven correct here.
+
+    import layerzero as lz
+    out = lz.attention(q, k, v, is_causal=True)
+    print(lz.explain("attention", q, k, v, is_causal=True))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .runtime import catalog as _catalog
+from .runtime import dispatch as _dispatch
+from .runtime import torch_face as _torch_face
+from .runtime import world as _world
+from .runtime.events import subscribe
+from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
+from .runtime.inspection import select_kernel as select
+from .runtime.settings import (
+    configure,
+    disabled,
+    get_locks,
+    load_config,
+    lock,
+    prefer,
+    reload,
+    unlock,
+)
+from .select.policy import PolicyRule
+from .spec.device import Device
+from .spec.errors import (
+    AmbiguousLayoutWarning,
+    CausalAlignmentWarning,
+    ConfigError,
+    DataError,
+    DeviceLost,
+    FallbackWarning,
+    InvalidCall,
+    KernelFailed,
+    LayerZeroError,
+    NamedKernelRefused,
+    NoKernel,
+    RegistrationError,
+    SpecError,
+)
+from .spec.kernel import Const, Kernel, direct
+from .spec.op import Op, Tolerance
+from .spec.plan import Plan
+from .spec.reason import Code, Reason
+
+__version__ = "0.1.0"
+
+_ops = _catalog.builtin_ops()
+globals().update({name: _dispatch.function(op) for name, op in _ops.items()})
+_torch_face.install(list(_ops.values()))
+
+
+def op(name: str) -> Op:
+    """The declaration of an operation."""
+    return _world.current().catalog.ops[name] if name not in _ops else _ops[name]
+
+
+def register(item: Op | Kernel) -> Any:
+    """Add an operation (returns its public function, also lz.<name>) or a kernel of one."""
+    _world.register(item)
+    if isinstance(item, Op):
+        fn = _dispatch.function(item)
+        _torch_face.define(item)
+        return fn
+    return item
+
+
+def unregister(name: str) -> None:
+    """Remove an operation or a kernel that was registered."""
+    _world.unregister(name)
+
+
+def clear_cache() -> None:
+    """Drop every remembered choice."""
+    _world.forget()
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_") and name in _world.current().catalog.ops:
+        return _dispatch.function(_world.current().catalog.ops[name])
+    raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+
+
+__all__ = [
+    "AmbiguousLayoutWarning", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError", "Device",
+    "DeviceLost", "FallbackWarning", "InvalidCall", "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused",
+    "NoKernel", "Op", "Plan", "PolicyRule", "Reason", "RegistrationError", "SpecError", "Tolerance", "add_rms_norm",
+    "attention", "clear_cache", "configure", "direct", "disabled", "doctor", "explain", "get_config", "get_locks",
+    "layer_norm", "list_kernels", "load_config", "lock", "op", "prefer", "register", "reload", "rms_norm", "select",
+    "stats", "subscribe", "unlock", "unregister", "validate", "varlen_attention", "which",
+]

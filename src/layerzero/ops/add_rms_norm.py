@@ -1,0 +1,58 @@
+"""Residual add and RMS norm in one: h = x + residual; returns (rms_norm(h), h).
+
+The sum is rounded to the input's dtype before it is normed, as when the two are called one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code
+from ..spec.rules import at_least, dtypes, one_of
+from .formulas import FLOATS, random_rows, rms_normalize
+
+
+def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), over the last dimension."""
+    total = x + residual
+    return rms_normalize(total, weight, eps), total
+
+
+def meta(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, torch.empty_like(out)
+
+
+def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6, stride: str = "",
+           weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
+    gen = torch.Generator("cpu").manual_seed(seed)
+    x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
+    residual = random_rows(gen, rows, hidden, "", dtype, device)
+    weight = torch.randn(hidden, generator=gen).to(device=device, dtype=getattr(torch, weight_dtype or str(dtype)[6:]))
+    return {"x": x, "residual": residual, "weight": weight if affine else None, "eps": eps}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)}, {"rows": (3, 2, 5), "hidden": 96},
+    {"hidden": 1}, {"hidden": 17}, {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
+    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"}, {"eps": 1e-3},
+    {"extreme": True},
+)
+
+
+OP = Op(
+    name="add_rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
+                         "float64": (1e-10, 1e-10)}),
+    shapes={"x": "*rows hidden", "residual": "*rows hidden", "weight": "hidden"},
+    returns=("*rows hidden", "*rows hidden"), same_dtype=("x", "residual"), exact=("hidden",),
+    requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+              at_least("hidden", 1), at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE)),
+    flops="5 * rows * hidden", bytes="4 * itemsize * rows * hidden", differentiable=("x", "residual", "weight"),
+    outputs="Tensor[]",
+)

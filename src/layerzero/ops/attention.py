@@ -1,0 +1,257 @@
+"""Scaled dot-product attention.
+
+`layout="bhsd"` is torch's (batch, heads, seq, dim) and the default; `"bshd"` is (batch, seq, heads, dim).
+The query may have a multiple of the key's heads (GQA, MQA). The *diagonal* is where query i meets key
+i + offset; the offset is 0 for `causal_align="top_left"` (torch's) and seq_k - seq_q for "bottom_right"
+(FlashAttention's; the last query sees every key). Causality, windows and ALiBi all measure from it.
+A query row that may see no key at all gives zeros, and -inf as its log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import AmbiguousLayoutWarning, CausalAlignmentWarning, InvalidCall
+from ..spec.op import Op, Redirect, Tolerance
+from ..spec.reason import Code, Reason
+from ..spec.rules import absent, any_of, at_least, at_most, dtypes, equals, off, on, one_of
+from .formulas import FLOATS, attend
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = True, *,
+    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1, window_right: int = -1,
+    alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
+    layout: Literal["bhsd", "bshd", "auto"] = "bhsd",
+) -> Any:
+    """Scaled dot-product attention.
+
+    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
+    window_left, window_right: how many keys left and right of the diagonal are seen, -1 for all.
+    alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
+    return_lse: also return the log-sum-exp of each query row, (batch, heads, seq_q), natural log.
+    """
+    if layout == "bshd":
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    out, lse = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, causal_align, window_left,
+                      window_right, alibi_slopes, softcap)
+    out = out.transpose(1, 2) if layout == "bshd" else out
+    return (out, lse) if return_lse else out
+
+
+def meta(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = True, *,
+         causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+         alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
+         layout: str = "bhsd") -> Any:
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    if not return_lse:
+        return out
+    heads, seq = (1, 2) if layout == "bhsd" else (2, 1)
+    lse_dtype = torch.promote_types(query.dtype, torch.float32)
+    return out, query.new_empty((query.shape[0], query.shape[heads], query.shape[seq]), dtype=lse_dtype)
+
+
+def inputs(
+    b: int = 2, hq: int = 4, hkv: int = 4, sq: int = 64, sk: int = 64, d: int = 64, dv: int = 0, mask: str = "",
+    causal: bool = False, align: str | None = None, window: tuple[int, int] = (-1, -1), alibi: bool = False,
+    softcap: float = 0.0, scale: float | None = None, lse: bool = False, layout: str = "bhsd", stride: str = "",
+    extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    """Random arguments for one case. `stride`: "transposed" storage, "padded" rows, "sparse" last dim."""
+    gen = torch.Generator("cpu").manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen).to(device=device, dtype=dtype)
+
+    def tensor(heads: int, seq: int, dim: int) -> Tensor:
+        shape = (b, heads, seq, dim) if layout == "bhsd" else (b, seq, heads, dim)
+        if stride == "transposed":
+            return rand(shape[0], shape[2], shape[1], dim).transpose(1, 2)
+        if stride == "padded":
+            return rand(*shape[:-1], dim + 8)[..., :dim]
+        if stride == "sparse":
+            return rand(*shape[:-1], dim * 2)[..., ::2]
+        return rand(*shape)
+
+    q, k, v = tensor(hq, sq, d), tensor(hkv, sk, d), tensor(hkv, sk, dv or d)
+    if extreme:
+        q, k = q * 30, k * 3
+    shape = {"bool": (b, 1, sq, sk), "bool2d": (sq, sk), "float": (b, 1, sq, sk), "float2d": (sq, sk),
+             "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk), "dead_rows": (b, 1, sq, sk)}.get(mask)
+    attn_mask = None
+    if shape and mask in ("float", "float2d", "full"):
+        attn_mask = rand(*shape)
+    elif shape:
+        attn_mask = (torch.rand(shape, generator=gen) > 0.3).to(device)
+        if mask == "dead_rows":
+            attn_mask[:, :, 0, :] = False
+        else:
+            attn_mask[..., 0] = True
+    slopes = torch.tensor([2.0 ** (-8.0 * (i + 1) / hq) for i in range(hq)], device=device) if alibi else None
+    return {"query": q, "key": k, "value": v, "attn_mask": attn_mask, "is_causal": causal, "scale": scale,
+            "causal_align": align, "window_left": window[0], "window_right": window[1], "alibi_slopes": slopes,
+            "softcap": softcap, "return_lse": lse, "layout": layout}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"causal": True}, {"hkv": 2}, {"hkv": 1, "causal": True}, {"lse": True}, {"lse": True, "hkv": 2},
+    {"sq": 1, "sk": 257, "hkv": 2}, {"sq": 1, "sk": 1}, {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
+    {"sq": 1, "sk": 129, "hq": 8, "hkv": 2, "causal": True, "align": "bottom_right", "lse": True},
+    {"sq": 5, "sk": 9, "causal": True, "align": "top_left"}, {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
+    {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"sq": 192, "sk": 192, "causal": True},
+    {"sq": 37, "sk": 141}, {"d": 72}, {"d": 84}, {"d": 80, "dv": 48}, {"d": 320, "sq": 17, "sk": 33}, {"d": 8}, {"d": 1},
+    {"mask": "bool"}, {"mask": "bool2d"}, {"mask": "float"}, {"mask": "float2d", "hkv": 2}, {"mask": "full"},
+    {"mask": "padding", "sq": 33, "sk": 65}, {"mask": "dead_rows"}, {"mask": "bool", "lse": True},
+    {"window": (16, 0), "causal": True}, {"window": (8, 8)}, {"window": (0, 0)},
+    {"window": (5, -1), "sq": 20, "sk": 50, "align": "bottom_right"},
+    {"window": (16, 0), "causal": True, "sq": 1, "sk": 100, "align": "bottom_right", "hkv": 2},
+    {"alibi": True, "causal": True}, {"alibi": True, "sq": 3, "sk": 40, "align": "bottom_right", "hkv": 2},
+    {"softcap": 20.0}, {"softcap": 5.0, "causal": True, "hkv": 2}, {"scale": 0.3}, {"scale": 1.0, "causal": True},
+    {"layout": "bshd"}, {"layout": "bshd", "causal": True, "hkv": 2}, {"layout": "bshd", "lse": True},
+    {"layout": "bshd", "mask": "bool"}, {"stride": "transposed"}, {"stride": "padded", "causal": True},
+    {"stride": "sparse"}, {"stride": "sparse", "mask": "float"}, {"extreme": True}, {"extreme": True, "causal": True},
+    {"sq": 0, "sk": 8}, {"sq": 8, "sk": 0}, {"b": 0}, {"b": 1, "hq": 1, "hkv": 1, "sq": 3, "sk": 3, "d": 16},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    mask = facts["attn_mask.dtype"]
+    if mask not in (None, "bool", facts["dtype"]):
+        raise InvalidCall.of("attention", Reason(
+            Code.MASK_TYPE_INVALID, f"bool, or {facts['dtype']} like the query", mask, "attn_mask"))
+    measured = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0 \
+        or facts["alibi_slopes.dtype"] is not None
+    if measured and facts["causal_align"] is None and facts["seq_q"] != facts["seq_k"]:
+        warnings.warn(
+            f"lz.attention: query and key lengths differ ({facts['seq_q']} and {facts['seq_k']}) and causal_align is "
+            "not given: torch's 'top_left' is used. Decoding with a KV cache wants causal_align='bottom_right'.",
+            CausalAlignmentWarning, stacklevel=6)
+
+
+def canonical(values: dict[str, Any]) -> Redirect | None:
+    """Nested tensors, inputs without or with extra batch dimensions, and layout="auto"."""
+    query, key, value = values["query"], values["key"], values["value"]
+    if any(t.is_nested for t in (query, key, value)):
+        return _nested(values)
+    if values["layout"] == "auto":
+        layout = detect_layout(query, key, value)
+        return Redirect("attention", {**values, "layout": layout}, lambda result: result)
+    if query.dim() == 4 or not query.dim() == key.dim() == value.dim() >= 2 or values["layout"] != "bhsd":
+        return None
+    batch = query.shape[:-3]
+    if key.shape[:-3] != batch or value.shape[:-3] != batch:
+        return None
+    flat = {name: t.reshape(-1, *t.shape[-3:]) if t.dim() > 3 else t.reshape(1, *([1] * (3 - t.dim())), *t.shape)
+            for name, t in (("query", query), ("key", key), ("value", value))}
+    mask = values["attn_mask"]
+    if mask is not None and mask.dim() > 3 and len(batch) > 1:
+        mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    lead = query.shape[:-1]
+
+    def restore(result: Any) -> Any:
+        if isinstance(result, tuple):
+            return result[0].reshape(*lead, -1), result[1].reshape(lead)
+        return result.reshape(*lead, value.shape[-1])
+
+    return Redirect("attention", {**values, **flat, "attn_mask": mask}, restore)
+
+
+def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """From shapes where they decide, from strides with a warning, else a typed error. Never a silent guess."""
+    if query.dim() != 4 or key.dim() != 4:
+        raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, query.dim(), "query"))
+
+    def fits(heads: int, seq: int) -> bool:
+        return (query.shape[heads] % max(key.shape[heads], 1) == 0 and key.shape[heads] == value.shape[heads]
+                and key.shape[seq] == value.shape[seq] and key.shape[heads] > 0)
+
+    as_bhsd, as_bshd = fits(1, 2), fits(2, 1)
+    if as_bhsd != as_bshd:
+        return "bhsd" if as_bhsd else "bshd"
+    orders = {_storage_order(t) for t in (query, key, value)}
+    shapes = tuple(str(tuple(t.shape)) for t in (query, key, value))
+    if as_bhsd and orders == {"swapped"}:
+        warnings.warn(f"lz.attention: layout='auto' took {shapes[0]} for 'bhsd' because its storage is a transposed "
+                      "(batch, seq, heads, dim); pass layout= to be sure.", AmbiguousLayoutWarning, stacklevel=6)
+        return "bhsd"
+    raise InvalidCall.of("attention", Reason(Code.LAYOUT_AMBIGUOUS, "an unambiguous shape", " ".join(shapes), "layout"))
+
+
+def _storage_order(t: Tensor) -> str:
+    return "swapped" if t.stride(1) < t.stride(2) else "plain"
+
+
+def _nested(values: dict[str, Any]) -> Redirect:
+    """Jagged nested tensors become one packed call of varlen_attention."""
+    query, key, value = values["query"], values["key"], values["value"]
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not t.is_nested or t.layout != torch.jagged or t.dim() != 4:
+            raise InvalidCall.of("attention", Reason(
+                Code.RAGGED_UNSUPPORTED, "all dense, or all 4-D jagged nested (layout=torch.jagged)",
+                f"{name} of type {'nested' if t.is_nested else 'dense'} {t.layout}", name))
+    for name, default in (("attn_mask", None), ("alibi_slopes", None), ("return_lse", False)):
+        if values[name] is not default:
+            raise InvalidCall.of("attention", Reason(
+                Code.RAGGED_UNSUPPORTED, f"{name}={default} with nested", "a value", name))
+    ragged = 2 if values["layout"] == "bhsd" else 1
+
+    def packed(t: Tensor) -> Tensor:
+        return (t.transpose(1, 2) if ragged == 2 else t).values()  # type: ignore[no-untyped-call]
+
+    def restore(out: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor_from_jagged(out, query.offsets())
+        return nested.transpose(1, 2) if ragged == 2 else nested
+
+    offsets_q, offsets_k = query.offsets(), key.offsets()
+    lengths_q, lengths_k = offsets_q.diff(), offsets_k.diff()
+    return Redirect("varlen_attention", {
+        "query": packed(query), "key": packed(key), "value": packed(value),
+        "cu_seqlens_q": offsets_q.to(torch.int32), "cu_seqlens_k": offsets_k.to(torch.int32),
+        "max_seqlen_q": int(lengths_q.max()) if len(lengths_q) else 0,
+        "max_seqlen_k": int(lengths_k.max()) if len(lengths_k) else 0,
+        "is_causal": values["is_causal"], "scale": values["scale"],
+        "causal_align": values["causal_align"] or ("top_left" if values["is_causal"] else None),
+        "window_left": values["window_left"], "window_right": values["window_right"], "softcap": values["softcap"],
+        "dropout_p": values["dropout_p"]}, restore)
+
+
+OP = Op(
+    name="attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
+                         "float64": (1e-8, 1e-8)}),
+    variant="layout",
+    shapes={
+        "bhsd": {"query": "batch heads seq_q head_dim", "key": "batch kv_heads seq_k head_dim",
+                 "value": "batch kv_heads seq_k head_dim_v", "attn_mask": "~batch ~heads ~seq_q ~seq_k",
+                 "alibi_slopes": "heads"},
+        "bshd": {"query": "batch seq_q heads head_dim", "key": "batch seq_k kv_heads head_dim",
+                 "value": "batch seq_k kv_heads head_dim_v", "attn_mask": "~batch ~heads ~seq_q ~seq_k",
+                 "alibi_slopes": "heads"},
+    },
+    returns={"bhsd": ("batch heads seq_q head_dim_v", "batch heads seq_q"),
+             "bshd": ("batch seq_q heads head_dim_v", "batch heads seq_q")},
+    same_dtype=("query", "key", "value"),
+    derived={"causal_offset": "seq_k - seq_q", "batch_heads": "batch * heads", "group": "heads // kv_heads",
+             "group_rest": "heads % kv_heads", "elements": "batch * heads * seq_q * seq_k"},
+    exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
+    requires=(
+        dtypes(*FLOATS),
+        equals("group_rest", 0, Code.HEADS_NOT_DIVISIBLE),
+        any_of(on("enable_gqa"), equals("group", 1, Code.GQA_UNSUPPORTED)),
+        any_of(absent("attn_mask.dtype"), off("is_causal", Code.MASK_WITH_CAUSAL)),
+        one_of("attn_mask.dtype", None, "bool", *FLOATS, code=Code.MASK_TYPE_INVALID),
+        at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE), at_least("window_right", -1, Code.VALUE_OUT_OF_RANGE),
+        at_least("dropout_p", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("dropout_p", 1.0, Code.VALUE_OUT_OF_RANGE),
+        at_least("softcap", 0.0, Code.VALUE_OUT_OF_RANGE),
+    ),
+    flops="2 * batch * heads * seq_q * seq_k * (head_dim + head_dim_v)",
+    bytes="itemsize * (batch * heads * seq_q * (head_dim + head_dim_v) + batch * kv_heads * seq_k * (head_dim + head_dim_v))",
+    differentiable=("query", "key", "value"), autocast="lower", canonical=canonical, extra_check=extra_check,
+    outputs="Tensor[]",
+)

@@ -1,0 +1,80 @@
+"""Formulas that several operations share, in plain torch: no op of its own, and no kernel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, causal_align: str | None, window_left: int, window_right: int,
+    alibi_slopes: Tensor | None, softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over (batch, heads, seq, dim), spelled out; also its log-sum-exp."""
+    group = query.shape[1] // max(key.shape[1], 1)
+    if group != 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    bias, hidden = position_terms(scores.shape[-2], scores.shape[-1], is_causal, causal_align, window_left,
+                                  window_right, alibi_slopes, scores.device)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    weights = torch.softmax(scores, -1)
+    weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    if dropout_p > 0.0:
+        weights = torch.nn.functional.dropout(weights, dropout_p)
+    lse = torch.logsumexp(scores.to(torch.promote_types(scores.dtype, torch.float32)), -1)
+    return weights @ value, lse
+
+
+def position_terms(
+    seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None, window_left: int, window_right: int,
+    alibi_slopes: Tensor | None, device: torch.device,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The ALiBi bias (1, heads, seq_q, seq_k) and the mask of hidden keys (seq_q, seq_k), each or None."""
+    if not is_causal and window_left < 0 and window_right < 0 and alibi_slopes is None:
+        return None, None
+    offset = seq_k - seq_q if causal_align == "bottom_right" else 0
+    diagonal = torch.arange(seq_q, device=device)[:, None] + offset
+    distance = torch.arange(seq_k, device=device)[None, :] - diagonal      # > 0 is the future
+    bias = None if alibi_slopes is None else -alibi_slopes[None, :, None, None] * distance.abs()
+    right = 0 if is_causal else window_right
+    hidden = None
+    if right >= 0:
+        hidden = distance > right
+    if window_left >= 0:
+        hidden = distance < -window_left if hidden is None else hidden | (distance < -window_left)
+    return bias, hidden
+
+
+def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm over the last dimension with at least float32 accumulation; the result has x's dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)
+
+
+def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str, dtype: torch.dtype,
+                device: str) -> Tensor:
+    """Test inputs of the norms: (*rows, hidden), stored "padded", "sparse", "transposed" or plainly."""
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen).to(device=device, dtype=dtype)
+
+    if stride == "padded":
+        return rand(*rows, hidden + 8)[..., :hidden]
+    if stride == "sparse":
+        return rand(*rows, hidden * 2)[..., ::2]
+    if stride == "transposed":
+        return rand(rows[1], rows[0], *rows[2:], hidden).transpose(0, 1)
+    return rand(*rows, hidden)

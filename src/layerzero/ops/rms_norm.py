@@ -1,0 +1,50 @@
+"""RMS norm over the last dimension. Accumulates in float32 or wider; the result has the input's dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code
+from ..spec.rules import at_least, dtypes, one_of
+from .formulas import FLOATS, random_rows, rms_normalize
+
+
+def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    return rms_normalize(x, weight, eps)
+
+
+def meta(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6, stride: str = "",
+           weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
+    gen = torch.Generator("cpu").manual_seed(seed)
+    x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
+    weight = torch.randn(hidden, generator=gen).to(device=device, dtype=getattr(torch, weight_dtype or str(dtype)[6:]))
+    return {"x": x, "weight": weight if affine else None, "eps": eps}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)}, {"rows": (3, 2, 5), "hidden": 96},
+    {"hidden": 1}, {"hidden": 17}, {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
+    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"}, {"eps": 1e-3},
+    {"extreme": True},
+)
+
+
+OP = Op(
+    name="rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
+                         "float64": (1e-10, 1e-10)}),
+    shapes={"x": "*rows hidden", "weight": "hidden"}, returns=("*rows hidden",), exact=("hidden",),
+    requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+              at_least("hidden", 1), at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE)),
+    flops="4 * rows * hidden", bytes="2 * itemsize * rows * hidden", differentiable=("x", "weight"),
+)

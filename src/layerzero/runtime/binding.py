@@ -1,0 +1,111 @@
+"""From a step of a plan to something callable with the op's arguments, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..spec.kernel import Const, Direct, Kernel, accepted_params
+from ..spec.op import Op
+from ..spec.plan import Transform
+
+
+@dataclass(frozen=True)
+class Binding:
+    """`run` takes all the op's parameters by position. `call` is the same without a Python frame, if it can be."""
+
+    run: Callable[..., Any]
+    call: Direct | None
+
+
+def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms: Sequence[Transform],
+         variant: str) -> Binding:
+    accepted = accepted_params(kernel.id, op, loaded)
+    call = loaded if isinstance(loaded, Direct) else Direct(
+        loaded, tuple(n for n in accepted if _positional(loaded, n)), {n: n for n in accepted if not _positional(loaded, n)})
+    names = ", ".join(p.name for p in op.params)
+    scope: dict[str, Any] = {"FN": call.fn}
+    lines: list[str] = []
+    target = variant
+    for t in transforms:
+        if t.kind == "layout":
+            target = t.target
+            lines += _permute_inputs(op, variant, target)
+        elif t.kind == "contiguous":
+            lines.append(f"if {t.target} is not None: {t.target} = {t.target}.contiguous()")
+        else:
+            scope["DTYPE"] = _torch_dtype(t.target)
+            first = op.tensors[0]
+            lines.append(f"was = {first}.dtype")
+            lines += [f"if {n} is not None: {n} = {n}.to(DTYPE)" for n in op.same_dtype or op.tensors[:1]]
+    if target != variant:
+        lines.append(f"{op.variant} = {target!r}")
+    arguments = [_argument(a, scope) for a in call.args]
+    arguments += [f"{k}={_argument(a, scope)}" for k, a in call.kwargs.items()]
+    result = f"FN({', '.join(arguments)})"
+    if call.item is not None:
+        result += f"[{call.item}]"
+    elif call.first is not None:
+        result += f"[:{call.first}]"
+    lines.append(f"out = {result}" if transforms else f"return {result}")
+    if transforms:
+        lines += _restore(op, transforms, variant, target, scope)
+        lines.append("return out")
+    exec(f"def run({names}):\n    " + "\n    ".join(lines), scope)  # text made above from declarations only
+    return Binding(scope["run"], None if transforms else call)
+
+
+def _positional(fn: Callable[..., Any], name: str) -> bool:
+    import inspect
+    p = inspect.signature(fn).parameters[name]
+    return p.kind is not p.KEYWORD_ONLY
+
+
+def _argument(value: Any, scope: dict[str, Any]) -> str:
+    if not isinstance(value, Const):
+        return str(value)
+    name = f"CONST{len(scope)}"
+    scope[name] = value.value
+    return name
+
+
+def permutation(source: Sequence[str], target: Sequence[str]) -> tuple[int, ...] | None:
+    """Axes that turn `source` order into `target` order; None when they are equal or not reorderings."""
+    if tuple(source) == tuple(target) or sorted(source) != sorted(target):
+        return None
+    return tuple(source.index(token) for token in target)
+
+
+def _move(name: str, axes: tuple[int, ...]) -> str:
+    swapped = [i for i, a in enumerate(axes) if a != i]
+    if len(swapped) == 2:
+        return f"{name}.transpose({swapped[0]}, {swapped[1]})"
+    return f"{name}.permute({axes})"
+
+
+def _permute_inputs(op: Op, source: str, target: str) -> list[str]:
+    lines = []
+    for name, tokens in op.patterns[source].items():
+        axes = permutation(tokens, op.patterns[target][name])
+        if axes:
+            prefix = f"if {name} is not None: " if op.by_name[name].optional else ""
+            lines.append(f"{prefix}{name} = {_move(name, axes)}")
+    return lines
+
+
+def _restore(op: Op, transforms: Sequence[Transform], source: str, target: str, scope: dict[str, Any]) -> list[str]:
+    """Results back in the caller's layout and dtype."""
+    lines = []
+    if target != source:
+        moves = [permutation(t, s) for s, t in zip(op.result_patterns[source], op.result_patterns[target])]
+        scope["MOVE"] = lambda i, t: t if i >= len(moves) or moves[i] is None else t.permute(moves[i])
+        lines.append("out = tuple(MOVE(i, t) for i, t in enumerate(out)) if type(out) is tuple else MOVE(0, out)")
+    if any(t.kind == "cast" for t in transforms):
+        lines.append("out = (out[0].to(was), *out[1:]) if type(out) is tuple else out.to(was)")
+    return lines
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+    return getattr(torch, name)

@@ -1,0 +1,105 @@
+"""Which ops and kernels there are: our own files, plugins by entry point, and what a program registers.
+
+A plugin that does not fit is refused by name and mismatch; the rest of the library goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+from ..backends import CATALOG as BACKENDS
+from ..ops import CATALOG as OPS
+from ..spec.errors import LayerZeroError, RegistrationError
+from ..spec.event import BackendUnavailable, Event
+from ..spec.kernel import Kernel
+from ..spec.op import Op
+from ..spec.reason import Code, Reason
+from .loading import LOAD_ERRORS
+
+ENTRY_POINTS = ("layerzero.ops", "layerzero.backends")
+
+
+@dataclass(frozen=True)
+class Catalog:
+    ops: Mapping[str, Op]
+    kernels: tuple[Kernel, ...]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _by_op(self) -> Mapping[str, tuple[Kernel, ...]]:
+        table: dict[str, list[Kernel]] = {name: [] for name in self.ops}
+        for kernel in self.kernels:
+            table[kernel.op.name].append(kernel)
+        return MappingProxyType({name: tuple(kernels) for name, kernels in table.items()})
+
+    @cached_property
+    def by_id(self) -> Mapping[str, Kernel]:
+        return MappingProxyType({k.id: k for k in self.kernels})
+
+    def kernels_of(self, op: str) -> tuple[Kernel, ...]:
+        return self._by_op.get(op, ())
+
+    def adding(self, item: Op | Kernel, origin: str) -> Catalog:
+        if isinstance(item, Op):
+            if item.name in self.ops and self.ops[item.name] is not item:
+                raise RegistrationError(f"op {item.name!r} from {origin} is already registered by "
+                                        f"{self.origins.get(item.name, 'layerzero')}")
+            return Catalog({**self.ops, item.name: item}, self.kernels, {**self.origins, item.name: origin})
+        known = self.ops.get(item.op.name)
+        if known is None:
+            raise RegistrationError(f"kernel {item.id!r} from {origin} is for the op {item.op.name!r}, which is not "
+                                    f"registered; known ops: {', '.join(sorted(self.ops))}")
+        if known is not item.op:
+            raise RegistrationError(f"kernel {item.id!r} from {origin} was declared for another op called "
+                                    f"{item.op.name!r}; declare it with the registered one: lz.op({item.op.name!r})")
+        if item.id in self.by_id:
+            raise RegistrationError(f"kernel {item.id!r} from {origin} is already registered by "
+                                    f"{self.origins.get(item.id, 'layerzero')}; unregister it first")
+        return Catalog(self.ops, (*self.kernels, item), {**self.origins, item.id: origin})
+
+    def without(self, name: str) -> Catalog:
+        if name not in self.ops and name not in self.by_id:
+            raise RegistrationError(f"nothing is registered as {name!r}")
+        kernels = tuple(k for k in self.kernels if k.id != name and k.op.name != name)
+        return Catalog({n: o for n, o in self.ops.items() if n != name}, kernels,
+                       {n: o for n, o in self.origins.items() if n != name})
+
+
+def builtin_ops() -> dict[str, Op]:
+    return {name: importlib.import_module(f"layerzero.ops.{name}").OP for name in OPS}
+
+
+def discover() -> tuple[Catalog, list[Event]]:
+    """Our own ops and kernels, then the plugins that fit; events for those that do not."""
+    kernels = [k for name in BACKENDS for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS]
+    catalog = Catalog(builtin_ops(), tuple(kernels))
+    problems: list[Event] = []
+    for group in ENTRY_POINTS:
+        for entry in importlib.metadata.entry_points(group=group):
+            origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.name
+            try:
+                for item in _items(entry.load(), origin):
+                    catalog = catalog.adding(item, origin)
+            except (LayerZeroError, *LOAD_ERRORS) as e:
+                problems.append(BackendUnavailable(kernel=entry.name, reason=Reason(
+                    Code.IMPORT_FAILED, f"plugin {entry.name} of {origin}", f"{type(e).__name__}: {e}")))
+    return catalog, problems
+
+
+def _items(plugin: object, origin: str) -> Iterable[Op | Kernel]:
+    """A plugin is an Op, a Kernel, a list of those, or a module with OP or KERNELS."""
+    if isinstance(plugin, (Op, Kernel)):
+        return (plugin,)
+    found = plugin if isinstance(plugin, (tuple, list)) else (
+        *((plugin.OP,) if hasattr(plugin, "OP") else ()), *getattr(plugin, "KERNELS", ()))
+    for item in found:
+        if not isinstance(item, (Op, Kernel)):
+            raise RegistrationError(f"plugin {origin} offers a {type(item).__name__}; wanted are Op and Kernel")
+    if not found:
+        raise RegistrationError(f"plugin {origin} offers {type(plugin).__name__} without OP or KERNELS")
+    return found

@@ -1,0 +1,90 @@
+"""Overrides for one task or thread: `with lz.prefer(...)`, `with lz.disabled()`, `backend=` in a call.
+
+They live in a ContextVar, never in a process global. An override is interned by what it says, so
+entering the same one again finds the same remembered choices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ..select.policy import Layer, PolicyRule
+from ..spec.errors import ConfigError
+from .config import programmatic_layer
+
+_MAX_INTERNED = 4096
+
+
+class Override:
+    """A pair of layers above the world's policy. Compared by identity: it is part of the cache key."""
+
+    __slots__ = ("call", "context")
+
+    def __init__(self, context: Layer | None, call: Layer | None) -> None:
+        self.context = context
+        self.call = call
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in (self.context, self.call) if layer is not None)
+
+
+current: ContextVar[Override | None] = ContextVar("layerzero_override", default=None)
+_interned: OrderedDict[Hashable, Override] = OrderedDict()
+_lock = threading.Lock()
+
+
+def intern(context: Layer | None, call: Layer | None) -> Override | None:
+    if context is None and call is None:
+        return None
+    key = tuple(None if layer is None else (tuple(sorted(layer.settings.items(), key=str)), layer.rules, layer.expires_at)
+                for layer in (context, call))
+    with _lock:
+        found = _interned.get(key)
+        if found is None:
+            found = _interned[key] = Override(context, call)
+            if len(_interned) > _MAX_INTERNED:
+                _interned.popitem(last=False)
+    return found
+
+
+@contextmanager
+def overriding(settings: Mapping[str, Any] | None = None, rules: tuple[PolicyRule, ...] = (),
+               expires_at: float | None = None) -> Iterator[Override]:
+    """Say something for the length of the block, on top of the blocks around it."""
+    outer = current.get()
+    layer = programmatic_layer(outer.context if outer else None, settings, rules, name="context", expires_at=expires_at)
+    inner = intern(layer, None)
+    assert inner is not None
+    token = current.set(inner)
+    try:
+        yield inner
+    finally:
+        current.reset(token)
+
+
+def for_call(backend: str | None, policy: Any) -> Override | None:
+    """The override of one call: the context's, and `backend=` and `policy=` above it."""
+    outer = current.get()
+    context = outer.context if outer else None
+    if backend is None and policy is None:
+        return outer
+    settings: Mapping[str, Any] = {}
+    rules: tuple[PolicyRule, ...] = ()
+    if isinstance(policy, Layer):
+        settings, rules = policy.settings, policy.rules
+    elif isinstance(policy, Mapping):
+        settings = policy
+    elif policy is not None:
+        raise ConfigError(f"policy= must be a mapping of settings or a Layer, got {type(policy).__name__}")
+    if backend is not None:
+        if not isinstance(backend, str) or not backend:
+            raise ConfigError(f"backend= must be a kernel id or backend name, got {backend!r}")
+        pattern = backend if "." in backend or "*" in backend else f"{backend}.*"
+        rules = (PolicyRule("lock", (pattern,), origin="backend="), *rules)
+    return intern(context, Layer("call", settings, rules))

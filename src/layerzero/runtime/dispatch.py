@@ -1,0 +1,396 @@
+"""The call path. One dispatcher per op; `public` is what users call.
+
+hit     generated code (hotpath.py) or its native twin finds the entry and calls it; nothing here runs
+miss    read the facts, plan, bind, remember, run
+slow    anything unusual: nested or 3-D inputs, autocast, subclasses, tracing, backend= and policy=
+recover the kernel threw: say whose fault it was, and let the next one of the same plan serve
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..select.key import KeyProgram
+from ..spec.errors import DeviceLost, InvalidCall, KernelFailed, NamedKernelRefused, NoKernel
+from ..spec.event import Adapted, BackendUnavailable, Evicted, Fallback, HealthChanged, Selected
+from ..spec.kernel import Kernel
+from ..spec.op import Op
+from ..spec.plan import Plan, Step
+from ..spec.reason import Code, Reason
+from . import clock, context, events, faults, health, hotpath, loading, native, tracing
+from . import facts as reading
+from . import world as worlds
+from .binding import Binding, bind
+from .cache import Entry, OpCache
+from .context import Override
+from .world import World
+
+dispatchers: dict[str, Dispatcher] = {}
+_loaded: dict[str, Any] = {}
+_loading = threading.RLock()
+
+
+class _ProbeBusy(RuntimeError):
+    """Another call is probing a half-open breaker; this one goes to the next kernel."""
+
+
+class Dispatcher:
+    """All that belongs to one op: its public function, its generated code, its cache in this world."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.names = tuple(p.name for p in op.params)
+        self.cache = OpCache(1)
+        self.program: KeyProgram | None = None
+        self.key_of: Callable[..., Any] = lambda *values: None
+        self.world: World | None = None
+        self.past_hits: dict[str, int] = {}
+        self.globals = hotpath.namespace(context.current.get, faults.FAULTS)
+        self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
+        exec(hotpath.stub(op), self.globals)
+        self.twin: Callable[..., Any] = self.globals["call"]
+        self.twin.__name__ = self.twin.__qualname__ = op.name
+        self.twin.__doc__ = op.reference.__doc__
+        self.twin.__module__ = "layerzero"
+        self.native = native.dispatcher(op, self.native_miss, self.native_recover)
+        self.public: Callable[..., Any] = self.twin if self.native is None else self.native.call
+
+    # a new world: new cache, and new code where the key changed
+
+    def install(self, world: World) -> None:
+        old_hits = self.hits()
+        program = world.program(self.op)
+        self.past_hits = old_hits
+        cache = OpCache(world.policy.setting("cache_size"), self._evicted)
+        if self.program is None or program.id != self.program.id:
+            scope = dict(self.globals)
+            exec(hotpath.source(program, torch.version.cuda is not None), scope)
+            key_of = scope["key_of"].__code__
+            self.key_of = type(self.twin)(key_of, self.globals)
+            self.twin.__code__ = scope["call"].__code__
+            self.program = program
+        self.world, self.cache = world, cache
+        self.globals["TABLE"] = cache.table
+        if self.native is not None:
+            self.native.install(program, world.epoch, world.policy.setting("cache_size"))
+
+    def _evicted(self, entries: int) -> None:
+        events.emit(Evicted(op=self.op.name, entries=entries))
+
+    def _ready(self) -> World:
+        now = time.monotonic()
+        if clock.due(now):
+            worlds.pass_time(now)
+        world = worlds.current()
+        if self.world is None:
+            with _loading:
+                if self.world is None:
+                    self.install(world)
+        return self.world or world
+
+    # miss
+
+    def miss(self, key: Any, values: tuple[Any, ...]) -> Any:
+        return self.serve(self.obtain(key, values), values)
+
+    def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None = None) -> Entry:
+        world = self._ready()
+        assert self.program is not None
+        if key is None or key[0][0] != self.program.id:
+            key = self.key_of(*values)          # the key was made by code of an older world
+        if override is None:
+            override = context.current.get()
+        cache = self.cache
+        if key is None:
+            facts = self.facts(values)
+            key = ("facts", override, *facts.values())
+            return cache.obtain(key, lambda: self.entry(world, facts, override))
+        return cache.obtain(key, lambda: self.entry(world, self.facts(values), override))
+
+    def native_miss(self, *args: Any, **kwargs: Any) -> Any:
+        """The native table does not know this call: serve it, and tell the table if it is an ordinary one."""
+        if kwargs.keys() & set(hotpath.EXTRAS):
+            return self.twin(*args, **kwargs)
+        values = self.bound(args, kwargs)
+        world = self._ready()
+        key = self.key_of(*values)
+        if key is None:
+            return self.slow(values, None, None)
+        entry = self.cache.table.get(key) or self.obtain(key, values)
+        entry.tick()
+        if self.native is not None and self.world is world:
+            self.native.put(entry, world.epoch, values)
+        return self.serve(entry, values)
+
+    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: BaseException) -> Any:
+        return self.recover(entry, self.bound(args, kwargs), fault)
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        values: tuple[Any, ...] = self.globals["values_of"](*args, **kwargs)
+        return values
+
+    # facts, contract, plan, entry
+
+    def facts(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """The facts of a call that keeps the contract; InvalidCall for one that does not."""
+        named = dict(zip(self.names, values))
+        facts = reading.read(self.op, named, self.program.needed if self.program else None)
+        broken = [r for rule in self.op.requires if (r := rule.check(facts)) is not None]
+        if broken:
+            raise InvalidCall.of(self.op.name, *broken)
+        if self.op.extra_check is not None:
+            self.op.extra_check(named, facts)
+        return facts
+
+    def entry(self, world: World, facts: Mapping[str, Any], override: Override | None) -> Entry:
+        """Select, load and bind. A library that fails to load leaves the world, and the choice is made again."""
+        began = time.perf_counter()
+        while True:
+            plan = world.plan(self.op, facts, override)
+            if not plan.steps:
+                raise refusal(world, self.op, facts, override)
+            step = plan.steps[0]
+            kernel = world.catalog.by_id[step.kernel]
+            try:
+                binding = self.binding(kernel, step, facts)
+                break
+            except loading.LoadFailed as e:
+                world = mark_unloadable(kernel, e.reason)
+        watched = world.health.get(kernel.health)
+        run = binding.run if watched is None else self.watched(kernel, binding, watched)
+        micros = (time.perf_counter() - began) * 1e6
+        events.emit(Selected(self.op.name, kernel.id, len(plan.steps) + len(plan.rejected), micros,
+                             tuple(map(str, step.transforms))))
+        return Entry(plan, binding if watched is None else Binding(run, None), run)
+
+    def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any]) -> Binding:
+        return bind(self.op, kernel, loaded(kernel), step.transforms, facts[self.op.variant] if self.op.variant else "")
+
+    def watched(self, kernel: Kernel, binding: Binding, state: health.Health) -> Callable[..., Any]:
+        """A kernel that failed lately: the first success clears it; a half-open one is tried by one call at a time."""
+        token = threading.Lock()
+        probing = state.state == "half_open"
+
+        def run(*values: Any) -> Any:
+            if probing and not token.acquire(blocking=False):
+                raise _ProbeBusy(f"{kernel.id} is being probed")
+            try:
+                out = binding.run(*values)
+            finally:
+                if probing:
+                    token.release()
+            change_health(kernel.health, None)
+            return out
+
+        return run
+
+    # run
+
+    def serve(self, entry: Entry, values: tuple[Any, ...]) -> Any:
+        try:
+            return entry.run(*values)
+        except faults.FAULTS as fault:
+            return self.recover(entry, values, fault)
+
+    def recover(self, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
+        """The kernel of `entry` threw `fault`. Whose fault is it, and who serves instead?"""
+        if isinstance(fault, InvalidCall):
+            raise fault
+        try:
+            facts = self.facts(values)
+        except InvalidCall as mistake:
+            raise mistake from fault
+        world = worlds.current()
+        failures: list[tuple[str, Reason]] = []
+        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name)
+        for step in entry.plan.steps[1:]:
+            kernel = world.catalog.by_id.get(step.kernel)
+            if kernel is None:
+                continue
+            try:
+                out = self.binding(kernel, step, facts).run(*values)
+            except loading.LoadFailed as e:
+                mark_unloadable(kernel, e.reason)
+                failures.append((kernel.id, e.reason))
+                continue
+            except faults.FAULTS as next_fault:
+                blame(world, kernel, next_fault, failures, self.op.name)
+                continue
+            entry.fallbacks[kernel.id] = entry.fallbacks.get(kernel.id, 0) + 1
+            events.emit(Fallback(self.op.name, failures[0][0], kernel.id, failures[0][1]))
+            return out
+        lines = [f"  {name}: {reason.message}" for name, reason in failures]
+        named = f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked else ""
+        raise KernelFailed(f"lz.{self.op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
+                           [reason for _, reason in failures]) from fault
+
+    # unusual calls
+
+    def slow(self, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
+        self._ready()
+        override = context.for_call(backend, policy)
+        learn(override)
+        named = dict(zip(self.names, values))
+        tensors = reading.check_types(self.op, named)
+        first = next(iter(tensors.values()), None)
+        if first is not None and self.op.autocast and torch.is_autocast_enabled(first.device.type):
+            return self._under_autocast(named, first, backend, policy)
+        if self.op.canonical is not None:
+            redirect = self.op.canonical(named)
+            if redirect is not None:
+                target = dispatchers[redirect.op]
+                filled = tuple(redirect.values.get(p.name, p.default) for p in target.op.params)
+                return redirect.restore(target.slow(filled, backend, policy))
+        if tracing.is_traced(list(tensors.values())):
+            return self.traced(values, override)
+        try:
+            key = None
+            if override is None or override is context.current.get():
+                key = self.key_of(*values)
+            entry = self.obtain(key, values) if key is not None else self._by_facts(values, override)
+        except InvalidCall as e:
+            cast = self._adapted(named, e, override)
+            if cast is None:
+                raise
+            return self.slow(cast, backend, policy)
+        entry.tick()
+        return self.serve(entry, values)
+
+    def _by_facts(self, values: tuple[Any, ...], override: Override | None) -> Entry:
+        world, facts = self._ready(), self.facts(values)
+        key = ("facts", override, *facts.values())
+        return self.cache.table.get(key) or self.cache.obtain(key, lambda: self.entry(world, facts, override))
+
+    def _under_autocast(self, named: dict[str, Any], first: torch.Tensor, backend: str | None, policy: Any) -> Any:
+        """As torch does for its own op: the inputs in the autocast dtype, and no autocast inside."""
+        kind = first.device.type
+        dtype = torch.get_autocast_dtype(kind)
+        cast = {n: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and n in self.op.differentiable
+                else t for n, t in named.items()}
+        mask = cast.get("attn_mask")
+        if mask is not None and mask.is_floating_point():
+            cast["attn_mask"] = mask.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return self.slow(tuple(cast[n] for n in self.names), backend, policy)
+
+    def _adapted(self, named: dict[str, Any], error: InvalidCall, override: Override | None) -> tuple[Any, ...] | None:
+        """Mixed dtypes cast to the first tensor's, where the policy allows it."""
+        around = worlds.current().surroundings("cpu", override)
+        if error.codes != (Code.MIXED_DTYPES,) or not around.policy.setting("allow_adaptation"):
+            return None
+        if around.policy.setting("strict_mode"):
+            return None
+        first = named[self.op.same_dtype[0]]
+        changed = [n for n in self.op.same_dtype if named[n] is not None and named[n].dtype != first.dtype]
+        events.emit(Adapted(op=self.op.name, transforms=tuple(f"cast({n})" for n in changed)))
+        return tuple(named[n].to(first.dtype) if n in changed else named[n] for n in self.names)
+
+    def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
+        """Under torch.compile or export: choose for symbolic sizes, and run what was chosen so that it is inlined."""
+        world, facts = self._ready(), self.facts(values)
+        step, kernel = tracing.choose(world, self.op, facts, override)
+        return self.binding(kernel, step, facts).run(*values)
+
+    # what happened
+
+    def hits(self) -> dict[str, int]:
+        total = dict(self.past_hits)
+        if self.native is not None:
+            self.native.collect()
+        for kernel, n in self.cache.hits().items():
+            total[kernel] = total.get(kernel, 0) + n
+        return total
+
+
+def loaded(kernel: Kernel) -> Any:
+    run = _loaded.get(kernel.id)
+    if run is None or run[0] is not kernel:
+        with _loading:
+            run = _loaded[kernel.id] = (kernel, loading.load(kernel))
+    return run[1]
+
+
+def learn(override: Override | None) -> None:
+    """Numbers that an override compares must be in the key before it is used."""
+    if override is None:
+        return
+    leaves = {leaf for layer in override.layers for rule in layer.rules for test in rule.when for leaf in test.leaves()}
+    if not leaves <= worlds.current().extra_leaves:
+        worlds.publish(lambda w: w.but(extra_leaves=w.extra_leaves | leaves), "override")
+
+
+def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
+    events.emit(BackendUnavailable(kernel.op.name, kernel.id, reason))
+    return worlds.publish(lambda w: w.but(unloadable={**w.unloadable, kernel.id: reason}), f"unloadable:{kernel.id}")
+
+
+def change_health(group: str, new: health.Health | None) -> None:
+    def change(world: World) -> World:
+        rest = {k: h for k, h in world.health.items() if k != group}
+        if new is not None:
+            rest[group] = new
+        return world if rest == world.health else world.but(health=rest)
+
+    before = worlds.current().health.get(group)
+    worlds.publish(change, f"health:{group}")
+    if (before.state if before else "closed") != (new.state if new else "closed"):
+        events.emit(HealthChanged(kernel=group, state=new.state if new else "closed", reason=new.reason if new else None))
+
+
+def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[tuple[str, Reason]], op: str) -> None:
+    """Record what went wrong and count it against the kernel if it was the kernel."""
+    if kernel is None:
+        failures.append(("(unregistered)", faults.reason_of(fault, "kernel")))
+        return
+    kind = faults.classify(fault)
+    reason = faults.reason_of(fault, kind)
+    failures.append((kernel.id, reason))
+    if kind == "sticky":
+        change_health(kernel.health, health.disabled(reason))
+        raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}.", [reason]) from fault
+    if kind in ("kernel", "timeout") and not isinstance(fault, _ProbeBusy):
+        setting = world.policy.setting
+        old = worlds.current().health.get(kernel.health)
+        change_health(kernel.health, health.failed(
+            old, reason, time.monotonic(), setting("breaker_threshold"), setting("breaker_cooldown")))
+
+
+def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernel:
+    """The error for a call nothing can serve: every kernel, every reason."""
+    plan: Plan = world.plan(op, facts, override, thorough=True)
+    reasons = [r for rejected in plan.rejected for r in rejected.reasons]
+    if plan.locked:
+        lock = world.surroundings(facts["device"], override).policy.lock(op.name, facts)
+        patterns = lock.kernels if lock else ()
+        ours = [r for r in plan.rejected if lock and lock.covers(r.kernel)]
+        lines = [f"  {r.kernel}: {'; '.join(map(str, r.reasons))}" for r in ours] or [
+            f"  no kernel of lz.{op.name} matches; there are {', '.join(k.id for k in world.kernels(op.name))}"]
+        return NamedKernelRefused(
+            f"lz.{op.name}: {', '.join(patterns)} was asked for by {plan.locked} and cannot serve this call:\n"
+            + "\n".join(lines), [x for r in ours for x in r.reasons])
+    return NoKernel(f"lz.{op.name}: no kernel can serve this call\n{plan}", reasons)
+
+
+def function(op: Op) -> Callable[..., Any]:
+    """The public function of an op; made once."""
+    found = dispatchers.get(op.name)
+    if found is None or found.op is not op:
+        found = dispatchers[op.name] = Dispatcher(op)
+        if worlds._current is not None and op.name in worlds._current.catalog.ops:
+            found.install(worlds._current)
+    return found.public
+
+
+def _follow(world: World) -> None:
+    for name, op in world.catalog.ops.items():
+        if name in dispatchers and dispatchers[name].op is op and dispatchers[name].world is not None:
+            dispatchers[name].install(world)
+    clock.follow(world)
+
+
+worlds.listen(_follow)

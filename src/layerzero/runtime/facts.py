@@ -1,0 +1,192 @@
+"""What a call is, read from its arguments as the op declares it.
+
+This is the careful reader of the slow path: it names every mistake of the caller. The hot path reads
+the same facts without naming them (`key.py`), and comes here when anything looks unusual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.expr import parse
+from ..spec.op import Op
+from ..spec.reason import Code, Reason
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int, torch.SymInt),
+                                       "float": (float, int, torch.SymFloat), "str": (str,)}
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = None) -> dict[str, Any]:
+    """All facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming the argument."""
+    tensors = check_types(op, values)
+    facts: dict[str, Any] = {p.name: values[p.name] for p in op.params if p.kind != "tensor"}
+    variant = facts[op.variant] if op.variant else ""
+    patterns = op.patterns.get(variant)
+    if patterns is None:
+        raise InvalidCall.of(op.name, Reason(Code.LAYOUT_UNKNOWN, tuple(op.patterns), variant, op.variant))
+    dims = bind_sizes(op, patterns, tensors, facts)
+    if not tensors:
+        facts.update(device="cpu", dtype=None, itemsize=0, tensor_kind="plain")
+    else:
+        first = next(iter(tensors.values()))
+        facts["dtype"], facts["itemsize"] = dtype_name(first.dtype), first.dtype.itemsize
+        facts["device"] = first.device.type
+        facts["tensor_kind"] = tensor_kind(tensors.values())
+        _same_home(op, tensors, first)
+    facts.update(dims)
+    for name, text in op.derived.items():
+        facts[name] = parse(text)(facts)
+    for name in op.tensors:
+        tensor = tensors.get(name)
+        for fact, get in TENSOR_READERS.items():
+            full = f"{name}.{fact}"
+            if fact != "broadcast" and (needed is None or full in needed):
+                facts[full] = None if tensor is None else get(tensor)
+    grad = torch.is_grad_enabled()
+    facts["grad"] = grad and any(t.requires_grad for t in tensors.values())
+    facts["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    facts["graph"] = facts["device"] == "cuda" and torch.cuda.is_current_stream_capturing()
+    return facts
+
+
+def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that were given; each argument must have its declared type."""
+    tensors: dict[str, Tensor] = {}
+    for p in op.params:
+        value = values[p.name]
+        if value is None:
+            if not p.optional:
+                raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, "None", p.name))
+        elif p.kind == "tensor":
+            if not isinstance(value, Tensor):
+                raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, "a Tensor", type(value).__name__, p.name))
+            tensors[p.name] = value
+        elif not isinstance(value, _KINDS[p.kind]) or (p.kind != "bool" and isinstance(value, bool)):
+            raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, type(value).__name__, p.name))
+        elif p.choices and value not in p.choices:
+            raise InvalidCall.of(op.name, Reason(
+                Code.LAYOUT_UNKNOWN if p.name == op.variant else Code.VALUE_OUT_OF_RANGE,
+                tuple(c for c in p.choices if c), value, p.name))
+    return tensors
+
+
+def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],
+               facts: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by name; a size named twice must agree. Broadcast patterns are noted in `facts`."""
+    dims: dict[str, Any] = {}
+    lead: dict[str, tuple[Any, ...]] = {}
+    for name, tokens in patterns.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            if tokens[0].startswith("~"):
+                facts[f"{name}.broadcast"] = None
+            continue
+        if tokens[0].startswith("~"):
+            facts[f"{name}.broadcast"] = _broadcast(op, name, tokens, tensor, dims)
+            continue
+        shape = tuple(tensor.shape)
+        if tokens[0].startswith("*"):
+            if len(shape) < len(tokens) - 1:
+                raise InvalidCall.of(op.name, Reason(Code.WRONG_NDIM, f"at least {len(tokens) - 1}", len(shape), name))
+            head, shape = shape[:len(shape) - len(tokens) + 1], shape[len(shape) - len(tokens) + 1:]
+            label, tokens = tokens[0][1:], tokens[1:]
+            if lead.setdefault(label, head) != head:
+                raise InvalidCall.of(op.name, Reason(
+                    Code.DIM_MISMATCH, f"{lead[label]} like the other tensors", head, f"{name}'s leading shape"))
+            rows = 1
+            for n in head:
+                rows = rows * n
+            dims[label] = rows
+        if len(shape) != len(tokens):
+            raise InvalidCall.of(op.name, Reason(
+                Code.WRONG_NDIM, f"{len(tokens)} ({' '.join(tokens)})", len(shape), name))
+        for axis, (token, size) in enumerate(zip(tokens, shape)):
+            if token.isdigit():
+                if size != int(token):
+                    raise InvalidCall.of(op.name, Reason(Code.DIM_MISMATCH, token, size, f"{name}.shape[{axis}]"))
+            elif dims.setdefault(token, size) != size:
+                raise InvalidCall.of(op.name, Reason(
+                    Code.DIM_MISMATCH, f"{dims[token]} ({token})", f"{size} in {tuple(tensor.shape)}",
+                    f"{name}.shape[{axis - len(tokens)}]"))
+    for label in op.dims:
+        dims.setdefault(label, None)
+    return dims
+
+
+def _broadcast(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor, dims: Mapping[str, Any]) -> str:
+    """Which of the named axes the tensor is spread over, comma separated; "" when it has them all."""
+    shape = tuple(tensor.shape)
+    want = tuple(dims[t[1:]] for t in tokens)
+    spread = [t[1:] for t in tokens[:len(tokens) - len(shape)]]
+    fits = len(shape) <= len(tokens)
+    for token, size, full in zip(tokens[len(tokens) - len(shape):], shape, want[len(tokens) - len(shape):]):
+        if size == full:
+            continue
+        if size != 1:
+            fits = False
+        spread.append(token[1:])
+    if not fits:
+        raise InvalidCall.of(op.name, Reason(Code.MASK_BROADCAST_INVALID, str(want), str(shape), name))
+    return ",".join(spread)
+
+
+def _same_home(op: Op, tensors: Mapping[str, Tensor], first: Tensor) -> None:
+    for name, t in tensors.items():
+        if t.device != first.device:
+            raise InvalidCall.of(op.name, Reason(Code.MIXED_DEVICES, str(first.device), str(t.device), name))
+    for name in op.same_dtype:
+        if name in tensors and tensors[name].dtype != first.dtype:
+            raise InvalidCall.of(op.name, Reason(
+                Code.MIXED_DTYPES, dtype_name(first.dtype), dtype_name(tensors[name].dtype), name))
+
+
+def tensor_kind(tensors: Collection[Tensor]) -> str:
+    """"plain", or what stands in the way of reading the storage directly."""
+    for t in tensors:
+        if type(t) not in PLAIN_TYPES:
+            return type(t).__name__
+        if t.is_nested:
+            return "nested"
+        if t.layout != torch.strided:
+            return str(t.layout).removeprefix("torch.")
+    level = torch._C._functorch.maybe_current_level()
+    return "plain" if level is None else "functorch"
+
+
+def stride_last(t: Tensor) -> Any:
+    return 1 if t.dim() == 0 or t.layout != torch.strided or t.shape[-1] == 1 else t.stride(-1)
+
+
+def alignment(t: Tensor) -> int | None:
+    """The largest power of two up to 128 that divides the address and every outer stride in bytes."""
+    if type(t) not in PLAIN_TYPES or t.device.type == "meta":
+        return None
+    bits = 128 | t.data_ptr()
+    for stride in t.stride()[:-1]:
+        bits |= stride * t.element_size()
+    return bits & -bits
+
+
+TENSOR_READERS: dict[str, Callable[[Tensor], Any]] = {
+    "dtype": lambda t: dtype_name(t.dtype),
+    "device": lambda t: t.device.type,
+    "stride_last": stride_last,
+    "contiguous": lambda t: t.layout == torch.strided and t.is_contiguous(),
+    "alignment": alignment,
+    "requires_grad": lambda t: torch.is_grad_enabled() and t.requires_grad,
+    "ndim": lambda t: t.dim(),
+}

@@ -1,0 +1,48 @@
+"""Errors have a class. What a failed kernel call means, and so what happens next.
+
+caller   the arguments break the contract: raised at once, trips nothing
+memory   out of memory: the next kernel of the plan is tried, trips nothing
+kernel   the kernel's own fault: the next is tried, and it counts against the breaker
+timeout  the kernel gave up waiting: as kernel
+sticky   the device context is gone: the backend is disabled and DeviceLost is raised
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..spec.errors import InvalidCall
+from ..spec.reason import Code, Reason
+
+# What a kernel may throw. KeyboardInterrupt, SystemExit and warnings turned into errors pass through.
+FAULTS: tuple[type[BaseException], ...] = (
+    RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, ArithmeticError, OSError,
+    ImportError, MemoryError)
+
+OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
+
+_STICKY = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address",
+           "illegal instruction", "an illegal address", "uncorrectable ecc", "cuda error: launch timed out",
+           "hardware stack error", "device lost")
+_MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
+
+
+def classify(error: BaseException) -> str:
+    text = str(error).lower()
+    if isinstance(error, InvalidCall):
+        return "caller"
+    if isinstance(error, OUT_OF_MEMORY) or (isinstance(error, RuntimeError) and any(m in text for m in _MEMORY)):
+        return "memory"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if isinstance(error, RuntimeError) and any(m in text for m in _STICKY):
+        return "sticky"
+    return "kernel"
+
+
+def reason_of(error: BaseException, kind: str) -> Reason:
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    code = {"memory": Code.OUT_OF_MEMORY, "timeout": Code.KERNEL_TIMEOUT, "sticky": Code.DEVICE_FAULT}.get(
+        kind, Code.KERNEL_FAILED)
+    return Reason(code, None, text)

@@ -1,0 +1,256 @@
+"""Questions about the choice, answered by the same code that makes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..select.engine import select
+from ..spec.device import Device
+from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
+from ..spec.kernel import Kernel
+from ..spec.op import Op
+from ..spec.plan import Plan
+from ..spec.reason import Reason
+from . import context, events, hardware, loading, native
+from . import world as worlds
+from .dispatch import Dispatcher, dispatchers, function, learn, refusal
+
+
+def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
+    """By name or by public function."""
+    if isinstance(op, str):
+        worlds.current()
+        if op not in dispatchers and op in worlds.current().catalog.ops:
+            function(worlds.current().catalog.ops[op])
+        if op in dispatchers:
+            return dispatchers[op]
+        from ..select.policy import suggest
+        raise ConfigError(f"there is no op {op!r}{suggest(op, worlds.current().catalog.ops)}; "
+                          f"known: {', '.join(sorted(worlds.current().catalog.ops))}")
+    for found in dispatchers.values():
+        if op in (found.public, found.twin):
+            return found
+    raise ConfigError(f"{op!r} is not an lz operation; pass its name or lz.<op> itself")
+
+
+def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, policy: Any = None,
+            on: Device | None = None, **kwargs: Any) -> Plan:
+    """The whole decision for this call: every kernel, accepted or rejected, every reason. Runs nothing.
+
+    `on` asks for another device than the tensors' own, so that a choice can be examined anywhere.
+    """
+    found = dispatcher_of(op)
+    found._ready()
+    override = context.for_call(backend, policy)
+    learn(override)
+    values = found.bound(args, kwargs)
+    named = dict(zip(found.names, values))
+    if found.op.canonical is not None:
+        redirect = found.op.canonical(named)
+        if redirect is not None:
+            return explain(redirect.op, backend=backend, policy=policy, on=on, **redirect.values)
+    facts = found.facts(values)
+    world = worlds.current()
+    if on is not None:
+        world = replace(world, devices={**world.devices, on.type: on}, memo={})
+        facts = {**facts, "device": on.type}
+    plan = world.plan(found.op, facts, override, thorough=True)
+    key = found.key_of(*values) if on is None and override is context.current.get() else None
+    entry = found.cache.table.get(key) if key is not None else None
+    if entry is None:
+        return plan
+    notes = {k: f"served {n} calls as a fallback" for k, n in entry.fallbacks.items()}
+    steps = tuple(replace(s, note=notes.get(s.kernel, s.note)) for s in plan.steps)
+    return replace(plan, steps=steps, from_cache=True)
+
+
+def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
+    """As explain, but an error if nothing can serve the call."""
+    plan = explain(op, *args, **kwargs)
+    if not plan.steps:
+        found = dispatcher_of(op)
+        raise refusal(worlds.current(), found.op, plan.facts,
+                      context.for_call(kwargs.get("backend"), kwargs.get("policy")))
+    return plan
+
+
+def which(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
+    """The id of the kernel that would serve this call."""
+    kernel = select_kernel(op, *args, **kwargs).kernel
+    assert kernel is not None
+    return kernel
+
+
+def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
+    """Why `kernel` may not serve this call; empty if it may. The caller's own mistakes are reasons too."""
+    known = worlds.current().catalog.by_id
+    if kernel not in known:
+        from ..select.policy import suggest
+        raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, known)}")
+    try:
+        plan = explain(op, *args, **kwargs)
+    except InvalidCall as e:
+        return e.reasons
+    return plan.why_not(kernel)
+
+
+@dataclass(frozen=True)
+class KernelInfo:
+    """One row of `lz list`."""
+
+    id: str
+    op: str
+    status: str                                # ready | not warmed | untested on hardware | unavailable | ...
+    reasons: tuple[Reason, ...]
+    requires: tuple[str, ...]
+    package: str
+    note: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "reasons": [r.to_json() for r in self.reasons], "requires": list(self.requires)}
+
+
+def list_kernels(op: str | None = None, device: str | None = None) -> list[KernelInfo]:
+    """Every kernel and how it stands on this machine's device (the first accelerator, else the CPU)."""
+    world = worlds.current()
+    if op is not None:
+        dispatcher_of(op)
+    kind = device or hardware.present()[0]
+    around = world.surroundings(kind, None)
+    rows = []
+    for o in world.catalog.ops.values():
+        if op is not None and o.name != op:
+            continue
+        crew = world.roster(o, kind, around)
+        refused = {r.kernel: r.reasons for r in crew.rejected}
+        rows += [KernelInfo(k.id, o.name, status_of(k, refused.get(k.id, ()), world), refused.get(k.id, ()),
+                            tuple(map(str, k.requires)), k.package, k.note) for k in world.kernels(o.name)]
+    return rows
+
+
+def status_of(kernel: Kernel, refused: tuple[Reason, ...], world: worlds.World) -> str:
+    if refused:
+        return refused[0].code.value.lower().replace("_", " ")
+    if kernel.untested:
+        return "untested on hardware"
+    if kernel.jit and kernel.id not in world.warmed:
+        return "ready, compiles on first use"
+    return "ready"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor."""
+
+    name: str
+    ok: bool
+    found: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    checks: tuple[Check, ...]
+    devices: tuple[Device, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return all(c.ok for c in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, "checks": [dict(c.__dict__) for c in self.checks], "versions": dict(self.versions),
+                "devices": [d.to_json() for d in self.devices]}
+
+    def __str__(self) -> str:
+        lines = [f"{d.type}:{d.index} {d.name}" for d in self.devices]
+        for c in self.checks:
+            lines.append(f"{'ok ' if c.ok else '!! '} {c.name:<28}{c.found}")
+            if c.hint:
+                lines.append(f"     hint: {c.hint}")
+        return "\n".join(lines)
+
+
+def doctor(deep: bool = False) -> Diagnosis:
+    """What is here, what is broken, and what to do. `deep` imports each library in a process of its own."""
+    checks: list[Check] = []
+    try:
+        devices = hardware.all_devices()
+    except LayerZeroError as e:
+        devices = (hardware.probe("cpu"),)
+        checks.append(Check("devices", False, str(e)))
+    try:
+        world = worlds.current()
+    except ConfigError as e:
+        return Diagnosis((*checks, Check("configuration", False, str(e), "nothing of it was applied")), devices)
+    checks.append(Check("configuration", True, f"policy {world.policy.hash}, "
+                        f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
+    state = native.status()
+    checks.append(Check("native fast path", state.ok or not state.wanted, state.text, state.hint))
+    for event, n in events.counts().items():
+        if event[0] == "unavailable":
+            checks.append(Check(event[2], False, f"could not be loaded ({n}x)"))
+    seen: set[str] = set()
+    for kernel in world.catalog.kernels:
+        if not kernel.package or kernel.package in seen:
+            continue
+        seen.add(kernel.package)
+        reason = world.availability().get(kernel.id)
+        if reason is None and deep:
+            reason = loading.import_in_subprocess(kernel.package)
+        distribution = kernel.distribution or kernel.package.replace("_", "-")
+        missing = reason is not None and reason.code.value == "NOT_INSTALLED"
+        found = reason.message if reason else f"{distribution} {loading.installed_version(distribution) or ''}".strip()
+        checks.append(Check(f"library {kernel.package}", reason is None or missing, found,
+                            reason.code.advice if reason and not missing else ""))
+    for name, health in world.health.items():
+        checks.append(Check(f"health of {name}", health.blocks is None, f"{health.state}, {health.failures} faults",
+                            str(health.reason.message) if health.reason else ""))
+    for name, reason in world.unloadable.items():
+        checks.append(Check(f"loading {name}", False, reason.message, reason.code.advice))
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "layerzero": _version()}
+    return Diagnosis(tuple(checks), devices, versions)
+
+
+def _version() -> str:
+    return loading.installed_version("layerzero") or "unknown"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What ran so far, by op and kernel; events by name."""
+
+    calls: Mapping[str, Mapping[str, int]]
+    events: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"calls": {k: dict(v) for k, v in self.calls.items()}, "events": dict(self.events)}
+
+
+def stats() -> Stats:
+    calls = {name: {k: n for k, n in d.hits().items() if n} for name, d in dispatchers.items() if d.world is not None}
+    totals: dict[str, int] = {}
+    for (name, _, _), n in events.counts().items():
+        totals[name] = totals.get(name, 0) + n
+    return Stats(calls, totals)
+
+
+def get_config() -> dict[str, Any]:
+    """Every setting with its value and where it comes from, and the rules in force."""
+    policy = worlds.current().policy
+    outer = context.current.get()
+    for layer in outer.layers if outer else ():
+        policy = policy.with_layer(layer)
+    source = {name: layer.name for layer in reversed(policy.layers) for name in layer.settings}
+    return {"settings": dict(policy.settings), "source": {n: source.get(n, "default") for n in policy.settings},
+            "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)} for layer in policy.layers for r in layer.rules],
+            "policy_hash": policy.hash, "policy_file": str(worlds.current().policy_file or "")}
+
+
+__all__ = ["Check", "Diagnosis", "KernelInfo", "Op", "Stats", "doctor", "explain", "get_config", "list_kernels", "select",
+           "select_kernel", "stats", "validate", "which"]

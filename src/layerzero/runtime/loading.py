@@ -1,0 +1,110 @@
+"""Is a kernel's library here, is it the right one, and, on first selection, load it.
+
+`availability` looks without importing. `load` imports; whatever goes wrong there becomes a reason,
+so that a broken library costs its own kernels and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from ..spec.kernel import Direct, Kernel, accepted_params
+from ..spec.reason import Code, Reason
+
+# What importing a broken library has been seen to raise, beyond ImportError: one calls os.exit, one
+# lacks a C++ symbol, one exits the interpreter.
+LOAD_ERRORS: tuple[type[BaseException], ...] = (
+    ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError, LookupError, AssertionError,
+    NameError, SyntaxError, SystemExit)
+
+_ABI = ("undefined symbol", "symbol not found", "cannot open shared object", "abi", "_c.so", "glibcxx")
+
+
+class LoadFailed(Exception):
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@lru_cache(maxsize=None)
+def installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=None)
+def findable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def availability(kernel: Kernel) -> Reason | None:
+    """Why the kernel cannot be loaded, as far as can be told without importing anything."""
+    if kernel.torch and not satisfies(torch.__version__, kernel.torch):
+        return Reason(Code.VERSION_CONFLICT, f"torch {kernel.torch}", torch.__version__)
+    if not kernel.package:
+        return None
+    distribution = kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
+    version = installed_version(distribution)
+    if not findable(kernel.package):
+        return Reason(Code.NOT_INSTALLED, distribution)
+    if kernel.version and version is not None and not satisfies(version, kernel.version):
+        return Reason(Code.VERSION_CONFLICT, f"{distribution} {kernel.version}", version)
+    return None
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    try:
+        return SpecifierSet(wanted).contains(Version(version.partition("+")[0]), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def load(kernel: Kernel) -> Callable[..., Any] | Direct:
+    """Import the library and return what to call; LoadFailed says what stood in the way."""
+    try:
+        run = kernel.load()
+        accepted_params(kernel.id, kernel.op, run)
+        return run
+    except LOAD_ERRORS as e:
+        raise LoadFailed(_reason(kernel, e)) from e
+
+
+def _reason(kernel: Kernel, error: BaseException) -> Reason:
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+    if isinstance(error, (ImportError, OSError)) and any(mark in text.lower() for mark in _ABI):
+        return Reason(Code.ABI_MISMATCH, None, text)
+    if not kernel.package and isinstance(error, (ImportError, AttributeError)):
+        return Reason(Code.TORCH_ENTRY_MISSING, text)
+    return Reason(Code.IMPORT_FAILED, kernel.package or kernel.id, text)
+
+
+def import_in_subprocess(package: str, timeout: float = 60.0) -> Reason | None:
+    """Import `package` in a process of its own: a crash there is a reason here."""
+    try:
+        done = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True,
+                              timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Reason(Code.IMPORT_FAILED, package, f"no answer within {timeout:g} s")
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return Reason(Code.ABI_MISMATCH, None, f"import {package} was killed by signal {-done.returncode}")
+    lines = done.stderr.strip().splitlines()
+    text = lines[-1][:300] if lines else f"exit status {done.returncode}"
+    abi = any(mark in text.lower() for mark in _ABI)
+    return Reason(Code.ABI_MISMATCH, None, text) if abi else Reason(Code.IMPORT_FAILED, package, text)

@@ -1,0 +1,100 @@
+"""The torch.library face: every op in namespace `layerzero`, for torch.compile and torch.export.
+
+Eager calls never come here. Under Dynamo the public function is replaced by its torch op. That op is
+composite: when AOTAutograd or export takes it apart, the dispatcher chooses a kernel and its torch ops
+land in the graph, where Inductor can fuse them. So there is no graph break and no opaque wall, autograd
+needs no formula of its own, and fake tensors run the very code that real ones do.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..spec.op import Op, Param
+from .dispatch import dispatchers
+
+_library = torch.library.Library("layerzero", "FRAGMENT")
+_defined: dict[str, Op] = {}
+_TYPES = {"tensor": "Tensor", "bool": "bool", "int": "SymInt", "float": "float", "str": "str"}
+
+
+def schema(op: Op) -> str:
+    def one(p: Param) -> str:
+        text = f"{_TYPES[p.kind]}{'?' if p.optional else ''} {p.name}"
+        if p.required:
+            return text
+        default = f'"{p.default}"' if isinstance(p.default, str) else str(p.default)
+        return f"{text}={default}"
+
+    parts = [one(p) for p in op.params if not p.keyword_only]
+    keyword = [one(p) for p in op.params if p.keyword_only]
+    arguments = ", ".join([*parts, *(["*", *keyword] if keyword else [])])
+    return f"{op.name}({arguments}) -> {op.outputs}"
+
+
+def define(op: Op) -> None:
+    """Register the op with torch. A second op of the same name takes over the first one's schema only if equal."""
+    if op.name in _defined:
+        return
+    _library.define(schema(op))
+    _library.impl(op.name, _implementation(op.name, op.outputs == "Tensor[]"), "CompositeImplicitAutograd")
+    _defined[op.name] = op
+    if "torch._dynamo" in sys.modules:
+        substitute(op.name)
+
+
+def _implementation(name: str, as_list: bool) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = dispatchers[name].twin(*args, **kwargs)
+        return (list(out) if isinstance(out, tuple) else [out]) if as_list else out
+
+    return run
+
+
+def substitute(name: str) -> None:
+    """Tell Dynamo what to trace in place of the public function."""
+    op, found = _defined[name], dispatchers[name]
+    packet = getattr(torch.ops.layerzero, name).default
+    if op.outputs == "Tensor[]":
+        def traced(*args: Any, backend: Any = None, policy: Any = None, **kwargs: Any) -> Any:
+            out = packet(*args, **kwargs)
+            return out[0] if len(out) == 1 else tuple(out)
+    else:
+        def traced(*args: Any, backend: Any = None, policy: Any = None, **kwargs: Any) -> Any:
+            return packet(*args, **kwargs)
+    for fn in {id(f): f for f in (found.public, found.twin)}.values():
+        torch.compiler.substitute_in_graph(fn, skip_signature_check=True)(traced)
+
+
+class _WhenDynamoArrives(importlib.abc.MetaPathFinder):
+    """Importing torch._dynamo takes seconds, so it is awaited, not imported: once loaded, it is told."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            original = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                original(module)
+                for op in list(_defined):
+                    substitute(op)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install(ops: Sequence[Op]) -> None:
+    for op in ops:
+        define(op)
+    if "torch._dynamo" not in sys.modules:
+        sys.meta_path.insert(0, _WhenDynamoArrives())

@@ -1,0 +1,56 @@
+"""Choosing under torch.compile and torch.export, where sizes are symbols.
+
+The ranking is made for the sizes seen while tracing; then only the chosen kernel's own rules are asked
+of the symbols, so that the graph is guarded by what its validity needs and by nothing else. Kernels
+made of torch ops are run as they are, and so become part of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..spec.errors import NoKernel
+from ..spec.kernel import Kernel
+from ..spec.op import DEVICE_FACTS, Op
+from ..spec.plan import Step
+from .context import Override
+from .world import World
+
+TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
+_UNKNOWN_SIZE = 1024
+
+
+def is_traced(tensors: list[torch.Tensor]) -> bool:
+    return any(type(t).__name__ in TRACED_TYPES for t in tensors)
+
+
+def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> tuple[Step, Kernel]:
+    seen = {name: hint(value) for name, value in facts.items()}
+    plan = world.plan(op, {**seen, "tensor_kind": "plain"}, override)
+    for step in plan.steps:
+        kernel = world.catalog.by_id[step.kernel]
+        if kernel.traceable and _holds(kernel, facts, step):
+            return step, kernel
+    raise NoKernel(f"lz.{op.name}: no kernel that torch.compile can trace may serve this call\n{plan}")
+
+
+def _holds(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
+    """Asks the symbols, and so guards on the answers. What a transform repairs is not asked again."""
+    repaired = {t.target for t in step.transforms}
+    return all(rule.check(facts) is None for rule in kernel.requires
+               if not (rule.repair and getattr(rule, "fact", "").partition(".")[0] in repaired)
+               and not any(leaf.fact in DEVICE_FACTS or leaf.fact == "tensor_kind" for leaf in rule.leaves()))
+
+
+def hint(value: Any) -> Any:
+    """The size seen while tracing, without a guard on it."""
+    if isinstance(value, torch.SymInt):
+        node = value.node
+        return int(node.hint) if node.has_hint() else _UNKNOWN_SIZE
+    if isinstance(value, torch.SymBool):
+        node = value.node
+        return bool(node.hint) if node.has_hint() else False
+    return value

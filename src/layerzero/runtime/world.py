@@ -1,0 +1,252 @@
+"""Everything a selection may depend on, as one frozen value. To change anything, publish a new one.
+
+Readers take one attribute load and no lock. Publishing gives every op a fresh, empty cache: that *is*
+the invalidation, and it costs the same however much was remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..perf.record import PerfView
+from ..select.engine import Roster, Surroundings, roster, select
+from ..select.key import KeyProgram, compile_key
+from ..select.policy import Layer, Policy
+from ..select.score import rates_of
+from ..spec.device import Device
+from ..spec.errors import RegistrationError
+from ..spec.event import Event, HealthChanged, PolicyRejected, WorldPublished
+from ..spec.kernel import Kernel
+from ..spec.op import Op
+from ..spec.plan import Plan
+from ..spec.reason import Reason
+from ..spec.rules import Rule
+from . import config, events, hardware, health, loading
+from .catalog import Catalog, discover
+from .context import Override
+from .memory import headroom
+
+
+@dataclass(frozen=True)
+class World:
+    """One consistent state of the library. `memo` only remembers pure functions of the rest."""
+
+    catalog: Catalog
+    policy: Policy
+    epoch: int = 0
+    perf: PerfView = field(default_factory=PerfView)
+    health: Mapping[str, health.Health] = field(default_factory=dict)
+    unloadable: Mapping[str, Reason] = field(default_factory=dict)     # found out when loading
+    warmed: frozenset[str] = frozenset()
+    certified: frozenset[str] = frozenset()
+    devices: Mapping[str, Device] = field(default_factory=dict)        # instead of probing: for what-if questions
+    extra_leaves: frozenset[Rule] = frozenset()                        # tests made by context overrides
+    policy_file: Path | None = None
+    policy_stamp: config.FileStamp | None = None
+    born: float = 0.0
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def kernels(self, op: str) -> tuple[Kernel, ...]:
+        return self.catalog.kernels_of(op)
+
+    def device(self, kind: str, index: int = 0) -> Device:
+        if kind in self.devices:
+            return self.devices[kind]
+        return hardware.probe(kind if kind in hardware.KINDS else "cpu", index)
+
+    def program(self, op: Op) -> KeyProgram:
+        found = self.memo.get(("program", op.name))
+        if found is None:
+            leaves = [leaf for k in self.kernels(op.name) for rule in k.requires for leaf in rule.leaves()]
+            leaves += self.policy.leaves(op.name, op.fact_names)
+            leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
+            found = self.memo["program", op.name] = compile_key(op, leaves)
+        return found  # type: ignore[no-any-return]
+
+    def surroundings(self, kind: str, override: Override | None) -> Surroundings:
+        key = ("around", kind, override)
+        found = self.memo.get(key)
+        if found is None:
+            policy = self.policy
+            for layer in override.layers if override else ():
+                policy = policy.with_layer(layer)
+            policy = policy.expired(time.monotonic())
+            device = self.device(kind)
+            blocked = {k: r for k, h in self.health.items() if (r := h.blocks) is not None}
+            found = self.memo[key] = Surroundings(
+                policy, {**device.facts(), "device": kind}, device.signature, rates_of(kind), self.perf,
+                self.availability(), blocked, self.warmed, self.certified, lambda: headroom(kind, policy))
+        return found  # type: ignore[no-any-return]
+
+    def availability(self) -> Mapping[str, Reason]:
+        found = self.memo.get("availability")
+        if found is None:
+            found = {k.id: r for k in self.catalog.kernels if (r := loading.availability(k)) is not None}
+            found.update(self.unloadable)
+            self.memo["availability"] = found
+        return found  # type: ignore[no-any-return]
+
+    def roster(self, op: Op, kind: str, around: Surroundings) -> Roster:
+        key = ("roster", op.name, kind)
+        found = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = roster(self.kernels(op.name), around)
+        return found  # type: ignore[no-any-return]
+
+    def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False) -> Plan:
+        around = self.surroundings(facts["device"], override)
+        merged = {**around.device, **facts}
+        return select(op, self.roster(op, facts["device"], around), merged, around, thorough)
+
+    def but(self, **changes: Any) -> World:
+        """This world with something changed: a new epoch, nothing remembered but what still holds."""
+        keep = {} if changes.keys() & {"catalog", "unloadable"} else {
+            k: v for k, v in self.memo.items() if k == "availability"}
+        return replace(self, epoch=self.epoch + 1, memo=keep, **changes)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When something changes by itself: a policy runs out, a breaker cools, choices expire, a file is due."""
+        ttl, poll = self.policy.setting("cache_ttl"), self.policy.setting("policy_poll")
+        times = [self.policy.next_deadline, health.next_deadline(self.health),
+                 self.born + ttl if ttl else None,
+                 time.monotonic() + poll if poll and self.policy_file else None]
+        return min((t for t in times if t is not None), default=None)
+
+
+_current: World | None = None
+_writing = threading.RLock()           # writers only: publishing is read, change, write
+_listeners: list[Callable[[World], None]] = []
+
+
+def current() -> World:
+    world = _current
+    return world if world is not None else _create()
+
+
+def _create() -> World:
+    global _current
+    with _writing:
+        if _current is None:
+            catalog, problems = discover()
+            policy, path, stamp = _initial_policy(catalog)
+            _current = World(catalog, policy, policy_file=path, policy_stamp=stamp, born=time.monotonic())
+            for event in problems:
+                events.emit(event)
+            _announce(_current)
+        return _current
+
+
+def _initial_policy(catalog: Catalog) -> tuple[Policy, Path | None, config.FileStamp | None]:
+    ops = {op.name: op.fact_names for op in catalog.ops.values()}
+    layers = [layer for layer in (config.environment_layer(ops=ops),) if layer is not None]
+    path = config.policy_path()
+    stamp = None
+    if path is not None:
+        stamp = config.FileStamp.of(path)
+        layers.append(config.load_policy_file(path, ops))
+    return Policy(tuple(layers)), path, stamp
+
+
+def publish(change: Callable[[World], World], cause: str = "") -> World:
+    """Replace the world by `change(world)`. Returning the same world publishes nothing."""
+    global _current
+    with _writing:
+        old = current()
+        new = change(old)
+        if new is not old:
+            _current = new
+            _announce(new)
+            events.emit(WorldPublished(epoch=new.epoch, cause=cause))
+        return new
+
+
+def _announce(world: World) -> None:
+    for listener in _listeners:
+        listener(world)
+
+
+def listen(listener: Callable[[World], None]) -> None:
+    with _writing:
+        _listeners.append(listener)
+        if _current is not None:
+            listener(_current)
+
+
+def set_layer(layer: Layer | None, name: str) -> None:
+    """Put a policy layer in force, or take it away."""
+    publish(lambda w: w.but(policy=w.policy.with_layer(layer) if layer else w.policy.without(name)), f"policy:{name}")
+
+
+def forget() -> None:
+    """Drop every remembered choice."""
+    publish(lambda w: w.but(born=time.monotonic()), "forget")
+
+
+def pass_time(now: float) -> None:
+    """Let happen what is due: called by the clock, and on a miss."""
+    def change(world: World) -> World:
+        changes: dict[str, Any] = {}
+        policy = world.policy.expired(now)
+        if policy is not world.policy:
+            changes["policy"] = policy
+        cooled = health.cooled(world.health, now)
+        if cooled != world.health:
+            changes["health"] = cooled
+            for name, h in cooled.items():
+                if h.state == "half_open" and world.health[name].state == "open":
+                    events.emit(HealthChanged(kernel=name, state="half_open", reason=h.reason))
+        ttl = policy.setting("cache_ttl")
+        if ttl and now >= world.born + ttl:
+            changes["born"] = now
+        if world.policy_file is not None:
+            changes.update(_reread(world, policy))
+        return world.but(**changes) if changes else world
+
+    publish(change, "time")
+
+
+def _reread(world: World, policy: Policy) -> dict[str, Any]:
+    assert world.policy_file is not None
+    old = next((layer for layer in policy.layers if layer.name == "file"), None)
+    ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
+    stamp, layer, error = config.reload_if_changed(world.policy_file, world.policy_stamp, old, ops)
+    if error is not None:
+        events.emit(PolicyRejected(error=str(error)))
+        return {"policy_stamp": stamp}
+    if stamp == world.policy_stamp:
+        return {}
+    return {"policy_stamp": stamp, "policy": policy.with_layer(layer) if layer else policy.without("file")}
+
+
+def register(item: Op | Kernel, origin: str = "lz.register()") -> None:
+    """Add an op or a kernel; refused with the mismatch named."""
+    def change(world: World) -> World:
+        return world.but(catalog=world.catalog.adding(item, origin))
+
+    if not isinstance(item, (Op, Kernel)):
+        raise RegistrationError(f"lz.register takes an Op or a Kernel, got {type(item).__name__}")
+    publish(change, f"register:{item.name if isinstance(item, Op) else item.id}")
+
+
+def unregister(name: str) -> None:
+    publish(lambda w: w.but(catalog=w.catalog.without(name)), f"unregister:{name}")
+
+
+def note(event: Event) -> None:
+    events.emit(event)
+
+
+def _after_fork() -> None:
+    global _writing
+    _writing = threading.RLock()
+    events.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork) if hasattr(os, "register_at_fork") else None

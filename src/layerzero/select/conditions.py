@@ -1,0 +1,136 @@
+"""When a policy rule applies: conditions on the facts of a call, read from what a person writes.
+
+Comparisons and membership become the same rules that kernels declare, because the cache key is
+compiled from those; wildcards over text are matched here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Union
+
+from ..spec.errors import ConfigError
+from ..spec.reason import Code, Reason
+from ..spec.rules import Facts, Rule
+
+_WILD = re.compile(r"[*?\[]")
+_NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*")
+_COMPARISON = re.compile(r"\s*(>=|<=|!=|==|>|<)\s*(.*?)\s*", re.DOTALL)
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_SET_FACTS = ("isa",)                          # facts that hold several words
+_TEXT_FACTS = ("device", "dtype", "vendor", "gpu_generation", "tensor_kind", "torch_version", "cuda_version")
+_CODE = Code.NOT_ALLOWED_BY_POLICY             # a condition's code is never shown: it only decides a match
+
+
+@dataclass(frozen=True)
+class Like:
+    """A text fact matches one of the wildcard patterns."""
+
+    fact: str
+    patterns: tuple[str, ...]
+
+    def check(self, facts: Facts) -> Reason | None:
+        got = facts[self.fact]
+        words = got if isinstance(got, (tuple, list)) else (got,)
+        if any(isinstance(word, str) and covered(self.patterns, word) for word in words):
+            return None
+        return Reason(_CODE, self.patterns, got, self.fact)
+
+    def leaves(self) -> Iterator[Rule]:
+        """Equality with the pattern stands for it: a text fact that any leaf reads is kept whole."""
+        for pattern in self.patterns:
+            yield Rule(self.fact, "eq", pattern, _CODE)
+
+    def __str__(self) -> str:
+        return f"{self.fact} like {' or '.join(self.patterns)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"fact": self.fact, "like": list(self.patterns)}
+
+
+Test = Union[Rule, Like]
+
+
+def parse_when(when: Mapping[str, Any]) -> tuple[Test, ...]:
+    """Conditions from `{"head_dim": "> 128", "dtype": ["float16", "bfloat16"], "device": "cu*"}`."""
+    tests = tuple(test for fact in sorted(when, key=str) for test in _tests(fact, when[fact]))
+    for test in tests:
+        if isinstance(test, Rule) and test.fact.rpartition(".")[2] in _TEXT_FACTS:
+            values = test.value if isinstance(test.value, tuple) else (test.value,)
+            if any(isinstance(v, (int, float)) for v in values):
+                raise ConfigError(f"{test.fact} is text and never equals a number, got {when[test.fact]!r}; "
+                                  "write it in quotes, or a pattern like '2.8.*'")
+    return tests
+
+
+def _tests(fact: str, value: Any) -> Iterator[Test]:
+    # `le` and `ge` let an absent value pass, which a policy must not: hence `present` before them.
+    # `> n` is `>= n` and `!= n`, which holds for whole numbers and for fractions alike.
+    comparison = _COMPARISON.fullmatch(value) if isinstance(value, str) else None
+    span = _RANGE.fullmatch(value) if isinstance(value, str) else None
+    if span:
+        low, high = (_number(fact, text) for text in span.groups())
+        if low > high:
+            raise ConfigError(f"{fact}: the range {value!r} is empty; write the smaller number first")
+        yield from (Rule(fact, "present", None, _CODE), Rule(fact, "ge", low, _CODE), Rule(fact, "le", high, _CODE))
+    elif comparison is None or comparison[1] == "==":
+        yield _membership(fact, _word(comparison[2]) if comparison else value)
+    elif comparison[1] == "!=":
+        operand = _word(comparison[2])
+        if fact in _SET_FACTS or operand == "" or (isinstance(operand, str) and is_pattern(operand)):
+            raise ConfigError(f"{fact}: '!=' takes one plain value, got {value!r}")
+        yield Rule(fact, "present" if operand is None else "ne", operand, _CODE)
+    else:
+        number = _number(fact, comparison[2])
+        yield Rule(fact, "present", None, _CODE)
+        yield Rule(fact, "ge" if comparison[1].startswith(">") else "le", number, _CODE)
+        if len(comparison[1]) == 1:
+            yield Rule(fact, "ne", number, _CODE)
+
+
+def _membership(fact: str, value: Any) -> Test:
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not values:
+        raise ConfigError(f"{fact}: an empty list matches nothing; name at least one value")
+    for v in values:
+        odd = v is not None and not isinstance(v, (str, bool, int, float))
+        if odd or v == "" or (isinstance(v, float) and not math.isfinite(v)):
+            raise ConfigError(f"{fact}: wants text, a number, true, false or null, got {v!r}")
+        if isinstance(v, str) and (_COMPARISON.fullmatch(v) or _RANGE.fullmatch(v)):
+            raise ConfigError(f"{fact}: a list takes plain values, got {v!r}; write one rule for each comparison")
+    words = [v for v in values if isinstance(v, str)]
+    if fact in _SET_FACTS or any(map(is_pattern, words)):
+        if len(words) < len(values):
+            raise ConfigError(f"{fact}: wildcards and other values do not mix, got {list(values)!r}")
+        return Like(fact, tuple(words))
+    return Rule(fact, "absent", None, _CODE) if values == (None,) else Rule(fact, "in", values, _CODE)
+
+
+def _number(fact: str, text: str) -> float:
+    number = _word(text)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ConfigError(f"{fact}: a comparison wants a number, got {text!r}; write it like '> 128' or '512..4096'")
+    return number
+
+
+def _word(text: str) -> Any:
+    if re.fullmatch(_NUMBER, text):
+        try:
+            number = int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+            return number if math.isfinite(number) else text
+        except (ValueError, OverflowError):    # more digits than Python converts
+            return text
+    return _WORDS.get(text.lower(), text)
+
+
+def is_pattern(text: str) -> bool:
+    return _WILD.search(text) is not None
+
+
+def covered(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

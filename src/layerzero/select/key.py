@@ -1,0 +1,92 @@
+"""What the cache must remember of a call: everything a rule could tell apart, and nothing more.
+
+`compile_key` reads the op's declaration and the leaves of all rules in force and yields a
+`KeyProgram`. Sizes that validity needs exactly are kept exactly; of the others the key keeps the
+bucket (speed) and the outcome of each test that some rule makes (validity). So two calls with one
+key cannot differ in any rule's verdict, and a KV cache that grows inside a bucket keeps its entry.
+The program has two faces, generated Python (`runtime/hotpath.py`) and the native table
+(`runtime/fastpath.cpp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..spec.expr import parse
+from ..spec.op import CALL_FACTS, DEVICE_FACTS, Op
+from ..spec.rules import Rule
+
+
+@dataclass(frozen=True)
+class NumberField:
+    """A size, a derived number or a numeric parameter, as the key keeps it."""
+
+    fact: str
+    exact: bool = False
+    bucket: bool = False
+    equals: tuple[float, ...] = ()             # one bit each: value == x
+    above: tuple[float, ...] = ()              # one bit each: value > x
+    multiples: tuple[int, ...] = ()            # one bit each: value % x == 0
+
+
+@dataclass(frozen=True)
+class KeyProgram:
+    op: Op
+    fields: tuple[NumberField, ...]
+    tensor_facts: tuple[tuple[str, str], ...]  # (tensor, fact) that some rule reads
+    id: int
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The facts the slow path must read for the rules, beyond sizes and scalars."""
+        return frozenset(f"{t}.{f}" for t, f in self.tensor_facts)
+
+
+def compile_key(op: Op, leaves: Iterable[Rule]) -> KeyProgram:
+    numbers = {p.name for p in op.params if p.kind in ("int", "float")}
+    sized = {*op.dims, *op.derived, *numbers}
+    timing = {n for text in (op.flops, op.bytes) for n in parse(text).names}
+    tests: dict[str, set[tuple[str, float]]] = {name: set() for name in (*op.dims, *op.derived)}
+    tensor_facts: set[tuple[str, str]] = {(t, "dtype") for t in op.tensors}
+    for leaf in (*leaves, *(leaf for rule in op.requires for leaf in rule.leaves())):
+        tensor, _, fact = leaf.fact.rpartition(".")
+        if tensor:
+            tensor_facts.add((tensor, fact))
+        elif leaf.fact in sized:
+            tests.setdefault(leaf.fact, set()).update(_number_tests(leaf))
+        elif leaf.fact not in op.fact_names and leaf.fact not in DEVICE_FACTS | CALL_FACTS:
+            continue                           # a policy rule about a fact this op does not have
+    for name in numbers & timing:
+        tests.setdefault(name, set())
+    fields = []
+    for name, wanted in tests.items():
+        exact = name in op.exact
+        bucket = not exact and (name in op.dims or name in numbers & timing)
+        if name in op.derived and (not wanted or set(parse(op.derived[name]).names) <= set(op.exact)):
+            continue                           # the key already determines it
+        if not exact and not bucket and not wanted:
+            continue
+        if exact:
+            wanted = set()
+        fields.append(NumberField(
+            name, exact, bucket, tuple(sorted(v for t, v in wanted if t == "eq")),
+            tuple(sorted(v for t, v in wanted if t == "above")),
+            tuple(sorted(int(v) for t, v in wanted if t == "multiple"))))
+    fields.sort(key=lambda f: f.fact)
+    order = tuple(sorted(tensor_facts))
+    identity = hash((op.name, tuple(fields), order)) & 0xFFFFFFFF
+    return KeyProgram(op, tuple(fields), order, identity)
+
+
+def _number_tests(leaf: Rule) -> Iterable[tuple[str, float]]:
+    values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue                           # None and text never equal a number
+        if leaf.test in ("eq", "ne", "in", "not_in", "ge"):
+            yield "eq", value
+        if leaf.test in ("le", "ge"):
+            yield "above", value
+        if leaf.test == "multiple_of":
+            yield "multiple", value

@@ -1,0 +1,369 @@
+"""What the user decided: settings, and rules that lock, allow, deny or boost kernels.
+
+Pure data: nothing here reads a file, the environment or a clock. A `Policy` is a stack of layers;
+for a setting the highest layer that has it decides, for a kernel the highest layer with an opinion.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ..spec.errors import ConfigError
+from ..spec.reason import Code, Reason
+from ..spec.rules import Facts, Rule, condition_from_json
+from .conditions import Like, Test, covered, is_pattern, parse_when
+
+LAYERS = ("call", "context", "programmatic", "environment", "file", "default")   # highest first
+ACTIONS = ("lock", "allow", "deny", "boost")
+ALWAYS = ("reference.*",)                      # an allow list leaves these in: a fallback must remain
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class Setting(NamedTuple):
+    """A setting whose default is None may be set to None."""
+
+    type: type
+    default: Any
+    doc: str
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType({
+    "strict_mode": Setting(bool, False, "refuse every implicit transform, even a copy to make a tensor contiguous"),
+    "allow_adaptation": Setting(bool, False, "also allow casts to a dtype a kernel takes; strict_mode wins over it"),
+    "deterministic": Setting(bool, False, "only kernels that give the same bits every time"),
+    "graph_strict_mode": Setting(bool, False, "on CUDA, only kernels that may be captured in a graph"),
+    "require_certificates": Setting(bool, False, "only kernels verified on this machine with these versions"),
+    "allow_jit": Setting(bool, False, "kernels that compile on first use may be chosen before they are warmed up"),
+    "allow_untested": Setting(bool, False, "kernels never run on their hardware may be chosen"),
+    "disabled": Setting(bool, False, "call torch's default only"),
+    "memory_headroom": Setting(int, None, "bytes a kernel's workspace may take; none: the device's free memory, live"),
+    "memory_headroom_fraction": Setting(float, 0.9, "how much of the live free memory a workspace may take"),
+    "cache_size": Setting(int, 4096, "remembered choices per op"),
+    "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: never"),
+    "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is disabled"),
+    "breaker_cooldown": Setting(float, 30.0, "seconds until a disabled kernel is tried again"),
+    "native": Setting(bool, True, "use the compiled call path where it is built"),
+    "log_level": Setting(str, "warning", f"how much is logged: {', '.join(LOG_LEVELS)}"),
+    "perfdb": Setting(str, "", "file of measurements; empty: perf.db in the cache folder"),
+    "policy_poll": Setting(float, 1.0, "seconds between looks at the policy file; 0: never"),
+})
+
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1), "cache_size": (1, math.inf),
+    "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf), "breaker_cooldown": (0, math.inf),
+    "policy_poll": (0, math.inf)}
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_TAKES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str), str: (str,)}
+_TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: the nearest valid word, or all of them."""
+    options = sorted(known)
+    near = difflib.get_close_matches(word, options, 1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(options)}"
+
+
+def validate_setting(name: str, value: Any) -> Any:
+    """`value` as the setting's own type; text is read the way an environment variable is."""
+    if name not in SETTINGS:
+        raise ConfigError(f"unknown setting {name!r}{suggest(str(name), SETTINGS)}")
+    kind, default, _ = SETTINGS[name]
+    if default is None and (value is None or str(value).strip().lower() in ("none", "null")):
+        return None
+    try:
+        return _coerced(name, kind, value)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        raise ConfigError(f"{name} must be {_wanted(name)}, got {value!r}") from None
+
+
+def _coerced(name: str, kind: type, value: Any) -> Any:
+    if kind is bool:
+        return _BOOLS[str(value).strip().lower()]
+    if isinstance(value, bool) or not isinstance(value, _TAKES[kind]):
+        raise TypeError
+    if kind is str:
+        return LOG_LEVELS[LOG_LEVELS.index(str(value).strip().lower())] if name == "log_level" else value
+    low, high = _LIMITS[name]
+    number = kind(value)
+    if not low <= number <= high or not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _wanted(name: str) -> str:
+    kind, default, _ = SETTINGS[name]
+    text = f"one of {', '.join(LOG_LEVELS)}" if name == "log_level" else _TYPE_WORDS[kind]
+    if name in _LIMITS:
+        low, high = _LIMITS[name]
+        text += f" from {low} to {high}" if math.isfinite(high) else f" >= {low}"
+    return text + " or none" if default is None else text
+
+
+# Rules
+
+_PATTERN = re.compile(r"[a-z0-9_.*?!\[\]-]+")
+
+
+def _listed(value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True)
+class PolicyRule:
+    """One decision about some kernels, for some ops, under some conditions."""
+
+    action: str
+    kernels: tuple[str, ...]                   # fnmatch patterns over kernel ids
+    ops: tuple[str, ...] = ("*",)              # fnmatch patterns over op names
+    when: tuple[Test, ...] = ()
+    factor: float = 1.0                        # of a boost: expected time is divided by it
+    origin: str = "policy"                     # where it was written, for messages
+    expires_at: float | None = None            # time.monotonic()
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigError(f"unknown action {self.action!r}{suggest(str(self.action), ACTIONS)}")
+        for what, patterns in (("kernel", self.kernels), ("op", self.ops)):
+            if not patterns:
+                raise ConfigError(f"{self.action} names no {what}; give at least one pattern")
+            for p in patterns:
+                if not isinstance(p, str) or not _PATTERN.fullmatch(p):
+                    raise ConfigError(f"{self.action}: a {what} pattern has a-z 0-9 _ . * ? [ ] only, got {p!r}")
+        for p in self.kernels:
+            if "." not in p and not is_pattern(p):
+                raise ConfigError(f"{self.action}: {p!r} matches no kernel, ids look like 'backend.name'; "
+                                  f"write {p + '.*'!r} for all of a backend")
+        if not all(isinstance(test, (Rule, Like)) for test in self.when):
+            raise ConfigError(f"{self.action}: when takes single rules; build it with parse_when")
+        try:
+            factor = float(self.factor)
+            if not 0 < factor < math.inf or isinstance(self.factor, (str, bool)):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"boost: the factor must be a number > 0, got {self.factor!r}") from None
+        if self.action != "boost" and factor != 1.0:
+            raise ConfigError(f"{self.action} takes no factor; only boost does")
+        object.__setattr__(self, "factor", factor)
+
+    @classmethod
+    def of(cls, action: str, kernels: str | Iterable[str], ops: str | Iterable[str] = "*",
+           when: Mapping[str, Any] | None = None, **rest: Any) -> PolicyRule:
+        """From what a person writes: one pattern or several, conditions as text."""
+        return cls(action, _listed(kernels), _listed(ops), parse_when(when or {}), **rest)
+
+    def applies_to(self, op: str) -> bool:
+        return covered(self.ops, op)
+
+    def covers(self, kernel_id: str) -> bool:
+        return covered(self.kernels, kernel_id)
+
+    def holds(self, facts: Facts) -> bool:
+        """All conditions hold. A fact the call lacks, or of another type than wanted, is not met."""
+        try:
+            return all(test.fact in facts and test.check(facts) is None for test in self.when)
+        except TypeError:
+            return False
+
+    def matches(self, op: str, facts: Facts) -> bool:
+        return self.applies_to(op) and self.holds(facts)
+
+    def check(self, ops: Mapping[str, Collection[str]]) -> None:
+        """Refuses an op pattern or a fact that fits none of `ops` (name -> its facts): most likely a typo."""
+        for pattern in self.ops:
+            if not any(fnmatchcase(op, pattern) for op in ops):
+                raise ConfigError(f"{self.action}: no op matches {pattern!r}{suggest(pattern, ops)}")
+        facts = {fact for op, names in ops.items() if self.applies_to(op) for fact in names}
+        for test in self.when:
+            if test.fact not in facts:
+                raise ConfigError(f"{self.action}: no op of {', '.join(self.ops)} has the fact "
+                                  f"{test.fact!r}{suggest(test.fact, facts)}")
+
+    def __str__(self) -> str:
+        text = f"{self.action} {', '.join(self.kernels)}"
+        text += f" x{self.factor:g}" if self.action == "boost" else ""
+        text += f" for {', '.join(self.ops)}" if self.ops != ("*",) else ""
+        return text + (f" when {' and '.join(map(str, self.when))}" if self.when else "")
+
+    def to_json(self) -> dict[str, Any]:
+        data = {"action": self.action, "kernels": list(self.kernels), "ops": list(self.ops),
+                "when": [test.to_json() for test in self.when], "factor": self.factor, "origin": self.origin}
+        return data if self.expires_at is None else {**data, "expires_at": self.expires_at}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PolicyRule:
+        try:
+            when: Any = tuple(Like(t["fact"], tuple(t["like"])) if "like" in t else condition_from_json(t)
+                              for t in data["when"])
+            return cls(data["action"], tuple(data["kernels"]), tuple(data["ops"]), when, data["factor"],
+                       data["origin"], data.get("expires_at"))
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise ConfigError(f"not a policy rule ({type(e).__name__}: {e}): {data!r}; "
+                              "it has action, kernels, ops, when, factor and origin") from e
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one place says: settings and rules, perhaps only until a deadline."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    rules: tuple[PolicyRule, ...] = ()
+    expires_at: float | None = None            # time.monotonic()
+
+    def __post_init__(self) -> None:
+        if self.name not in LAYERS:
+            raise ConfigError(f"unknown policy layer {self.name!r}{suggest(str(self.name), LAYERS)}")
+        settings = {name: validate_setting(name, value) for name, value in self.settings.items()}
+        object.__setattr__(self, "settings", MappingProxyType(settings))
+        object.__setattr__(self, "rules", tuple(self.rules))
+
+    def __bool__(self) -> bool:
+        return bool(self.settings or self.rules)
+
+    def to_json(self) -> dict[str, Any]:
+        data = {"name": self.name, "settings": dict(self.settings), "rules": [r.to_json() for r in self.rules]}
+        return data if self.expires_at is None else {**data, "expires_at": self.expires_at}
+
+
+class _View(NamedTuple):
+    """The rules of one layer that speak of one op, by action."""
+
+    lock: tuple[PolicyRule, ...]
+    allow: tuple[PolicyRule, ...]
+    deny: tuple[PolicyRule, ...]
+    boost: tuple[PolicyRule, ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """All layers, highest precedence first."""
+
+    layers: tuple[Layer, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"each policy layer may be given once, got {', '.join(names)}; merge them first")
+        ranked = tuple(sorted(self.layers, key=lambda layer: LAYERS.index(layer.name)))
+        object.__setattr__(self, "layers", ranked)
+
+    # settings
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Every setting with the value in force."""
+        merged = {name: setting.default for name, setting in SETTINGS.items()}
+        for layer in reversed(self.layers):
+            merged.update(layer.settings)
+        return MappingProxyType(merged)
+
+    def setting(self, name: str) -> Any:
+        try:
+            return self.settings[name]
+        except KeyError:
+            raise ConfigError(f"unknown setting {name!r}{suggest(str(name), SETTINGS)}") from None
+
+    # rules
+
+    @cached_property
+    def _by_op(self) -> dict[str, tuple[_View, ...]]:
+        return {}
+
+    def _views(self, op: str) -> tuple[_View, ...]:
+        views = self._by_op.get(op)
+        if views is None:
+            spoken = ([r for r in layer.rules if r.applies_to(op)] for layer in self.layers)
+            views = tuple(_View(*(tuple(r for r in rules if r.action == action) for action in ACTIONS))
+                          for rules in spoken if rules)
+            self._by_op[op] = views            # two threads may both store the same answer
+        return views
+
+    def lock(self, op: str, facts: Facts) -> PolicyRule | None:
+        """The lock in force for this call. An allow list in a higher layer sets lower locks aside."""
+        for view in self._views(op):
+            for rule in view.lock:
+                if rule.holds(facts):
+                    return rule
+            if any(rule.holds(facts) for rule in view.allow):
+                return None
+        return None
+
+    def verdict(self, kernel_id: str, op: str, facts: Facts) -> Reason | None:
+        """Why policy forbids the kernel for this call, or None. Lock beats deny beats allow in a layer."""
+        locks_count = True
+        for view in self._views(op):
+            lock = next((r for r in view.lock if r.holds(facts)), None) if locks_count else None
+            if lock is not None:
+                return None if lock.covers(kernel_id) else Reason(Code.LOCKED_TO_ANOTHER, lock.kernels, lock.origin)
+            for rule in view.deny:
+                if rule.covers(kernel_id) and rule.holds(facts):
+                    return Reason(Code.DENIED_BY_POLICY, got=rule.origin)
+            allowing = [r for r in view.allow if r.holds(facts)]
+            if any(r.covers(kernel_id) for r in allowing):
+                return None
+            if allowing and not covered(ALWAYS, kernel_id):
+                return Reason(Code.NOT_ALLOWED_BY_POLICY, ", ".join(k for r in allowing for k in r.kernels),
+                              ", ".join(dict.fromkeys(r.origin for r in allowing)))
+            locks_count = locks_count and not allowing   # as lock(): the allow list set lower locks aside
+        return None
+
+    def boost(self, kernel_id: str, op: str, facts: Facts) -> float:
+        """The product of the factors of all boosts, in any layer, that match."""
+        factors = (r.factor for view in self._views(op) for r in view.boost if r.covers(kernel_id) and r.holds(facts))
+        return min(max(math.prod(factors, start=1.0), 1e-9), 1e9)   # a time is divided by it: never 0, never inf
+
+    def leaves(self, op: str, known: Container[str] | None = None) -> Iterator[Rule]:
+        """Every comparison that rules for this op make, once: what a cache key must be able to tell apart.
+
+        `known`, the facts the op has, leaves out rules that read another one: those never match.
+        """
+        rules = [r for view in self._views(op) for group in view for r in group
+                 if known is None or all(test.fact in known for test in r.when)]
+        return iter(dict.fromkeys(leaf for r in rules for test in r.when for leaf in test.leaves()))
+
+    # change: every change is a new policy
+
+    def with_layer(self, layer: Layer) -> Policy:
+        return Policy((*(old for old in self.layers if old.name != layer.name), layer))
+
+    def without(self, name: str) -> Policy:
+        return Policy(tuple(layer for layer in self.layers if layer.name != name))
+
+    def expired(self, now: float) -> Policy:
+        """The policy that is left at `now` (time.monotonic()); itself while nothing has run out."""
+        deadline = self.next_deadline
+        if deadline is None or now < deadline:
+            return self
+        alive = (layer for layer in self.layers if layer.expires_at is None or now < layer.expires_at)
+        return Policy(tuple(
+            replace(layer, rules=tuple(r for r in layer.rules if r.expires_at is None or now < r.expires_at))
+            for layer in alive))
+
+    @cached_property
+    def next_deadline(self) -> float | None:
+        ends = [end for layer in self.layers for end in (layer.expires_at, *(r.expires_at for r in layer.rules))]
+        return min((end for end in ends if end is not None), default=None)
+
+    @cached_property
+    def hash(self) -> str:
+        """Names what is decided; not where it was written, and not until when."""
+        content = [layer.to_json() for layer in self.layers if layer]
+        for data in (*content, *(rule for layer in content for rule in layer["rules"])):
+            data.pop("expires_at", None)
+            data.pop("origin", None)
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hash": self.hash, "layers": [layer.to_json() for layer in self.layers]}

@@ -1,0 +1,63 @@
+"""Expected time of a kernel for a call: measured here if it was, guessed from its prior if not.
+
+The guess is the roofline time of the op, slowed by how far the eager formula usually stays behind
+it, sped up by the kernel's prior. Where some candidates were measured, the guesses of the others are
+scaled by how far the guess was off for the measured ones; a noisy measurement is mixed with the guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..perf.record import Measurement
+from ..spec.expr import parse
+from ..spec.kernel import Kernel
+from ..spec.op import Op
+from ..spec.plan import Score, Transform
+
+EAGER_OVER_ROOFLINE = 8.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device can do at best: per microsecond. Measured by tuning; until then, round figures."""
+
+    flops_per_us: float
+    bytes_per_us: float
+
+
+DEFAULT_RATES: Mapping[str, Rates] = {
+    "cpu": Rates(1e5, 2e4), "cuda": Rates(5e8, 2e6), "xpu": Rates(1e8, 1e6), "hpu": Rates(3e8, 2e6),
+    "mps": Rates(1e7, 2e5)}
+
+
+def rates_of(device: str) -> Rates:
+    return DEFAULT_RATES.get(device, DEFAULT_RATES["cpu"])
+
+
+def roofline_us(op: Op, facts: Mapping[str, Any], rates: Rates) -> float:
+    return max(parse(op.flops)(facts) / rates.flops_per_us, parse(op.bytes)(facts) / rates.bytes_per_us, 1e-3)
+
+
+def guess_us(kernel: Kernel, roofline: float) -> float:
+    return kernel.overhead_us + EAGER_OVER_ROOFLINE * roofline / kernel.prior
+
+
+def calibration(guesses: Mapping[str, float], measured: Mapping[str, Measurement]) -> float:
+    """The geometric mean of measured over guessed, for those that were measured."""
+    ratios = [math.log(m.median_us / guesses[k]) for k, m in measured.items() if guesses[k] > 0 and m.median_us > 0]
+    return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+
+
+def score(guess: float, measurement: Measurement | None, transforms: tuple[Transform, ...], boost: float,
+          rates: Rates) -> Score:
+    transform_us = sum(2.0 * t.bytes for t in transforms) / rates.bytes_per_us
+    if measurement is None:
+        return Score((guess + transform_us) / boost, guess, transform_us, boost)
+    trust = measurement.trust
+    kernel_us = trust * measurement.median_us + (1.0 - trust) * guess
+    return Score((kernel_us + transform_us) / boost, kernel_us, transform_us, boost, "measured",
+                 measurement.samples, measurement.spread)

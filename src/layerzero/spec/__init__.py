@@ -1,0 +1,1 @@
+"""The nouns, pure data. Nothing here imports torch or any other room."""

@@ -1,0 +1,88 @@
+"""What happened, as typed data. Every step down is an event; the log, the counters and explain show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from .reason import Reason
+
+
+@dataclass(frozen=True)
+class Event:
+    name: ClassVar[str] = "event"
+    op: str = ""
+    kernel: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        data = {k: v.to_json() if isinstance(v, Reason) else v for k, v in self.__dict__.items()}
+        return {"event": self.name, **data}
+
+
+@dataclass(frozen=True)
+class Selected(Event):
+    """A kernel was chosen for a kind of call that was not in the cache."""
+
+    name: ClassVar[str] = "selected"
+    candidates: int = 0
+    microseconds: float = 0.0
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evicted(Event):
+    """The cache of an op was full; the entries not used since the last sweep were dropped."""
+
+    name: ClassVar[str] = "evicted"
+    entries: int = 0
+
+
+@dataclass(frozen=True)
+class Fallback(Event):
+    """`kernel` did not serve; `served_by` did."""
+
+    name: ClassVar[str] = "fallback"
+    served_by: str = ""
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True)
+class HealthChanged(Event):
+    """A circuit breaker changed its state."""
+
+    name: ClassVar[str] = "health"
+    state: str = ""
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True)
+class BackendUnavailable(Event):
+    """A library could not be loaded when it was first chosen."""
+
+    name: ClassVar[str] = "unavailable"
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True)
+class WorldPublished(Event):
+    """Something that selection depends on changed; every remembered choice is dropped."""
+
+    name: ClassVar[str] = "world"
+    epoch: int = 0
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class PolicyRejected(Event):
+    """A policy file changed and is broken; the old one stays in force."""
+
+    name: ClassVar[str] = "policy_rejected"
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Adapted(Event):
+    """Inputs were cast because the policy allows it."""
+
+    name: ClassVar[str] = "adapted"
+    transforms: tuple[str, ...] = field(default=())

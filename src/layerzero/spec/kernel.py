@@ -1,0 +1,142 @@
+"""One implementation of one op: a declaration, and the few lines that load it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import RegistrationError
+from .expr import parse
+from .op import Op, import_path, resolve_import_path
+from .reason import Reason
+from .rules import Condition, Facts, condition_from_json
+
+_ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
+
+
+@dataclass(frozen=True)
+class Direct:
+    """A call with no Python frame between the dispatcher and the library.
+
+    `args` and `kwargs` name the op's parameters, or hold a constant wrapped in `Const`. Of a tuple
+    result, `item` picks one element and `first` keeps the first few.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    item: int | None = None
+    first: int | None = None
+
+
+@dataclass(frozen=True)
+class Const:
+    value: Any
+
+
+def direct(fn: Callable[..., Any], *args: Any, item: int | None = None, first: int | None = None,
+           **kwargs: Any) -> Direct:
+    return Direct(fn, args, kwargs, item, first)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """`load` imports the library and returns what to call; it runs on first selection, never at import.
+
+    What it returns takes the op's parameters by name, or a subset: a parameter it does not take must
+    be at its default, which its rules have to say.
+    """
+
+    id: str                                    # backend.name
+    op: Op
+    load: Callable[[], Callable[..., Any] | Direct]
+    requires: tuple[Condition, ...] = ()
+    package: str = ""                          # importable name; "" for what torch itself brings
+    distribution: str = ""                     # name on the package index, where it differs
+    version: str = ""                          # of the distribution: ">=2.5,<3"
+    torch: str = ""                            # range of torch versions it is known to work with
+    prior: float = 1.0                         # guessed speed relative to the eager formula, until measured
+    overhead_us: float = 0.0                   # guessed fixed cost of one call
+    workspace: str = "0"                       # bytes beyond inputs and outputs
+    variants: tuple[str, ...] = ()             # values of the op's variant parameter it takes natively
+    deterministic: bool = True
+    deterministic_backward: bool = True
+    differentiable: bool = True
+    graph_safe: bool = True
+    traceable: bool = True                     # made of torch ops only, so torch.compile can look inside
+    baseline: bool = False                     # what torch itself would run; all that is left under lz.disabled()
+    jit: bool = False                          # compiles on first use: never chosen unwarmed
+    untested: bool = False                     # written from source, not run on the hardware it is for
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not _ID.fullmatch(self.id):
+            raise RegistrationError(f"kernel id {self.id!r} must look like 'backend.name' (a-z, 0-9, _)")
+        for rule in self.requires:
+            self.op.check_rule(rule, f"kernel {self.id!r}")
+        parse(self.workspace)
+        if self.prior <= 0:
+            raise RegistrationError(f"kernel {self.id!r}: prior must be > 0, got {self.prior}")
+
+    @property
+    def backend(self) -> str:
+        return self.id.partition(".")[0]
+
+    @property
+    def health(self) -> str:
+        """What a fault of this kernel counts against: its library, or for torch the kernel alone."""
+        return self.backend if self.package else self.id
+
+    def reasons(self, facts: Facts) -> Iterator[Reason]:
+        return (reason for rule in self.requires if (reason := rule.check(facts)) is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        data = {name: getattr(self, name) for name in _PLAIN}
+        return {**data, "op": self.op.name, "variants": list(self.variants), "load": import_path(self.load),
+                "requires": [r.to_json() for r in self.requires]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], op: Op,
+                  resolve: Callable[[str], Any] = resolve_import_path) -> Kernel:
+        return cls(**{name: data[name] for name in _PLAIN}, op=op, load=resolve(data["load"]),
+                   variants=tuple(data["variants"]),
+                   requires=tuple(condition_from_json(r) for r in data["requires"]))
+
+    def constrained(self, requires: tuple[Condition, ...], **changes: Any) -> Kernel:
+        """The same kernel under other limits, as a capabilities descriptor may state them."""
+        return replace(self, requires=requires, **changes)
+
+
+_PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace",
+          "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
+          "jit",
+          "untested", "note")
+
+
+def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
+    """Which of the op's parameters `run` takes; refuses one that wants something the op does not have."""
+    if isinstance(run, Direct):
+        named = [a for a in (*run.args, *run.kwargs.values()) if not isinstance(a, Const)]
+    else:
+        try:
+            signature = inspect.signature(run)
+        except (TypeError, ValueError) as e:
+            raise RegistrationError(f"kernel {kernel_id!r}: cannot read the signature of {run!r}; wrap it in direct(...)") from e
+        named = []
+        for p in signature.parameters.values():
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                raise RegistrationError(f"kernel {kernel_id!r}: takes *args or **kwargs; name the parameters of lz.{op.name}")
+            if p.name in op.by_name:
+                named.append(p.name)
+            elif p.default is p.empty:
+                raise RegistrationError(
+                    f"kernel {kernel_id!r} wants a parameter {p.name!r}; lz.{op.name} has "
+                    f"{', '.join(op.by_name)}")
+    unknown = [n for n in named if n not in op.by_name]
+    if unknown:
+        raise RegistrationError(f"kernel {kernel_id!r} wants {', '.join(map(repr, unknown))}; "
+                                f"lz.{op.name} has {', '.join(op.by_name)}")
+    return tuple(named)

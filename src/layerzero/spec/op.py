@@ -1,0 +1,236 @@
+"""The contract of an operation: what it means, what may be known of a call, how wrong an answer may be.
+
+Everything else is generated from it: the cache key, the checks of a call, the tests, the docs
+tables, the roofline. The signature of `reference` *is* the public signature.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType, NoneType
+from typing import Any, Literal
+
+from .errors import SpecError
+from .expr import parse
+from .rules import Condition, condition_from_json
+
+DEVICE_FACTS = frozenset({
+    "device", "vendor", "sm", "gpu_generation", "tensor_core_generation", "isa", "supports_bf16",
+    "supports_fp8", "supports_fp4", "torch_version", "cuda_version"})
+CALL_FACTS = frozenset({"dtype", "grad", "deterministic", "graph", "tensor_kind", "itemsize"})
+TENSOR_FACTS = ("dtype", "device", "stride_last", "contiguous", "alignment", "requires_grad", "ndim", "broadcast")
+
+# What the members of a family cannot do without: an op of it that does not declare them is refused.
+FAMILY_FACTS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "attention": ("head_dim", "seq_q", "seq_k"),
+    "tokenization": ("vocab_hash",),
+    "norm": ("hidden",),
+    "sampling": ("vocab",),
+    "linear": ("in_features",),
+})
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A kernel's error may be `times_eager` x the eager error at the same dtype, within (rtol, atol)."""
+
+    by_dtype: Mapping[str, tuple[float, float]]
+    times_eager: float = 2.0
+
+    def of(self, dtype: str) -> tuple[float, float]:
+        return self.by_dtype.get(dtype, self.by_dtype["float32"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"by_dtype": {k: list(v) for k, v in self.by_dtype.items()}, "times_eager": self.times_eager}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Tolerance:
+        return cls({k: (v[0], v[1]) for k, v in data["by_dtype"].items()}, data["times_eager"])
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of the signature, by what the hot path must do with it."""
+
+    name: str
+    kind: str                                  # tensor | bool | int | float | str
+    optional: bool = False                     # may be None
+    default: Any = inspect.Parameter.empty
+    choices: tuple[str | None, ...] = ()       # of a Literal
+    keyword_only: bool = False
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Redirect:
+    """An unusual call, rewritten as a usual one of `op`; `restore` turns its result back."""
+
+    op: str
+    values: dict[str, Any]
+    restore: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation. See docs/adding-an-op.md for a walk through every field."""
+
+    name: str
+    family: str
+    reference: Callable[..., Any]
+    meta: Callable[..., Any]
+    inputs: Callable[..., dict[str, Any]]
+    cases: tuple[Mapping[str, Any], ...]
+    tolerance: Tolerance
+    shapes: Mapping[str, Any]                  # param -> "batch heads seq_q head_dim", or per variant
+    variant: str = ""                          # the str parameter whose value picks the shapes
+    returns: Any = ()                          # shape of each result, or per variant
+    same_dtype: tuple[str, ...] = ()           # tensors that must share the first one's dtype
+    derived: Mapping[str, str] = field(default_factory=dict)
+    exact: tuple[str, ...] = ()                # sizes that validity or speed needs exactly
+    requires: tuple[Condition, ...] = ()       # the contract's own limits: breaking one is the caller's error
+    flops: str = "0"
+    bytes: str = "0"
+    differentiable: tuple[str, ...] = ()
+    autocast: str = ""                         # "lower": cast to the autocast dtype, as torch does for this op
+    canonical: Callable[[dict[str, Any]], Redirect | None] | None = None   # rewrites unusual calls (3-D, nested)
+    extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None  # what rules cannot say
+    outputs: str = "Tensor"                    # Tensor, or Tensor[] where the count depends on the call
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+    def __post_init__(self) -> None:
+        for text in (*self.derived.values(), self.flops, self.bytes):
+            parse(text)
+        if not self.cases:
+            raise SpecError(f"op {self.name!r} has no cases: without inputs nothing of it can be tested")
+        missing = [f for f in FAMILY_FACTS.get(self.family, ()) if f not in self.fact_names]
+        if missing:
+            raise SpecError(
+                f"op {self.name!r} of family {self.family!r} must declare {', '.join(missing)}: "
+                "name it in shapes, in derived, or as a parameter")
+        for rule in self.requires:
+            self.check_rule(rule, f"op {self.name!r}")
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        hints = typing.get_type_hints(self.reference)
+        return tuple(_param(p, hints.get(p.name), self.name)
+                     for p in inspect.signature(self.reference).parameters.values())
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Param]:
+        return {p.name: p for p in self.params}
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.params if p.kind == "tensor")
+
+    @cached_property
+    def patterns(self) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        """variant -> tensor parameter -> tokens of its shape."""
+        table = self.shapes if self.variant else {"": self.shapes}
+        return {v: {p: tuple(text.split()) for p, text in shapes.items()} for v, shapes in table.items()}
+
+    @cached_property
+    def result_patterns(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+        table = self.returns if self.variant else {"": self.returns}
+        return {v: tuple(tuple(text.split()) for text in shapes) for v, shapes in table.items()}
+
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """The named sizes, in order of first appearance."""
+        first = next(iter(self.patterns.values()))
+        names = [t.lstrip("*") for tokens in first.values() for t in tokens
+                 if not t.startswith("~") and re.match(r"\*?[a-z_]", t)]
+        return tuple(dict.fromkeys(names))
+
+    @cached_property
+    def fact_names(self) -> frozenset[str]:
+        tensor_facts = {f"{t}.{f}" for t in self.tensors for f in TENSOR_FACTS}
+        return frozenset({*DEVICE_FACTS, *CALL_FACTS, *self.dims, *self.derived, *tensor_facts,
+                          *(p.name for p in self.params if p.kind != "tensor")})
+
+    def check_rule(self, rule: Condition, owner: str) -> None:
+        for leaf in rule.leaves():
+            if leaf.fact not in self.fact_names:
+                import difflib
+                near = difflib.get_close_matches(leaf.fact, self.fact_names, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise SpecError(f"{owner} reads the fact {leaf.fact!r}, which {self.name!r} does not have{hint}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "family": self.family, "shapes": _plain(self.shapes), "variant": self.variant,
+            "returns": _plain(self.returns), "same_dtype": list(self.same_dtype),
+            "derived": dict(self.derived), "exact": list(self.exact),
+            "requires": [r.to_json() for r in self.requires], "flops": self.flops, "bytes": self.bytes,
+            "differentiable": list(self.differentiable), "autocast": self.autocast, "outputs": self.outputs,
+            "dtypes": list(self.dtypes), "tolerance": self.tolerance.to_json(),
+            "cases": [dict(c) for c in self.cases],
+            "code": {n: import_path(getattr(self, n)) for n in _CALLABLES if getattr(self, n) is not None},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], resolve: Callable[[str], Any] | None = None) -> Op:
+        resolve = resolve or resolve_import_path
+        plain = ("name", "family", "shapes", "variant", "derived", "flops", "bytes", "autocast", "outputs")
+        returns = data["returns"]
+        return cls(
+            returns={k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns),
+            **{k: data[k] for k in plain}, **{k: tuple(data[k]) for k in ("exact", "same_dtype", "differentiable", "dtypes", "cases")},
+            requires=tuple(condition_from_json(r) for r in data["requires"]),
+            tolerance=Tolerance.from_json(data["tolerance"]),
+            **{n: resolve(path) for n, path in data["code"].items()})
+
+
+_CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def import_path(fn: Callable[..., Any]) -> str:
+    return f"{fn.__module__}:{fn.__qualname__}"
+
+
+def resolve_import_path(path: str) -> Any:
+    module, _, name = path.partition(":")
+    if "<" in name:
+        raise SpecError(f"{path!r} names a local function; only module-level functions can be loaded by name")
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _param(p: inspect.Parameter, hint: Any, op: str) -> Param:
+    if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        raise SpecError(f"op {op!r}: *args and **kwargs hide what a call is; name every parameter")
+    options = typing.get_args(hint)
+    optional = NoneType in options
+    members = [o for o in options if o is not NoneType] if optional else [hint]
+    choices: tuple[str | None, ...] = ()
+    if typing.get_origin(hint) is Literal or any(typing.get_origin(m) is Literal for m in members):
+        literal = hint if typing.get_origin(hint) is Literal else members[0]
+        choices = tuple(typing.get_args(literal)) + ((None,) if optional else ())
+        kind = "str"
+    else:
+        kind = {"Tensor": "tensor", "bool": "bool", "int": "int", "float": "float", "str": "str"}.get(
+            getattr(members[0], "__name__", ""), "")
+    if not kind:
+        raise SpecError(f"op {op!r}: parameter {p.name!r} has type {hint!r}; "
+                        "known are Tensor, bool, int, float, str, Literal, each also optional")
+    return Param(p.name, kind, optional, p.default, choices, p.kind is p.KEYWORD_ONLY)
+
+

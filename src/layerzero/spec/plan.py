@@ -1,0 +1,115 @@
+"""The whole decision about one kind of call: whom to try, in order, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .reason import Reason
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What must be done to the inputs first, and what it moves."""
+
+    kind: str                                  # contiguous | cast | layout
+    target: str                                # the parameter, or the variant it is viewed as
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.target})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "target": self.target, "bytes": self.bytes}
+
+
+@dataclass(frozen=True)
+class Score:
+    """Expected microseconds and where they come from. Less is better."""
+
+    total_us: float
+    kernel_us: float
+    transform_us: float = 0.0
+    boost: float = 1.0
+    source: str = "prior"                      # measured | prior
+    samples: int = 0
+    spread: float = 0.0                        # relative spread of the measurement
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel that may serve the call."""
+
+    kernel: str
+    score: Score
+    transforms: tuple[Transform, ...] = ()
+    workspace: int = 0
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kernel": self.kernel, "score": self.score.to_json(), "workspace": self.workspace,
+                "transforms": [t.to_json() for t in self.transforms], "note": self.note}
+
+
+@dataclass(frozen=True)
+class Rejected:
+    kernel: str
+    reasons: tuple[Reason, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kernel": self.kernel, "reasons": [r.to_json() for r in self.reasons]}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`steps` in the order they are tried; the first is the choice, the rest the fallback."""
+
+    op: str
+    facts: Mapping[str, Any]
+    steps: tuple[Step, ...]
+    rejected: tuple[Rejected, ...]
+    policy: str = ""                           # hash of the policy it was made under
+    locked: str = ""                           # who named the kernel, when someone did
+    from_cache: bool = field(default=False, compare=False)
+
+    @property
+    def kernel(self) -> str | None:
+        return self.steps[0].kernel if self.steps else None
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+    def why_not(self, kernel: str) -> tuple[Reason, ...]:
+        return next((r.reasons for r in self.rejected if r.kernel == kernel), ())
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": self.op, "kernel": self.kernel, "facts": dict(self.facts), "policy": self.policy,
+                "locked": self.locked, "from_cache": self.from_cache,
+                "transform_bytes": sum(t.bytes for t in self.steps[0].transforms) if self.steps else 0,
+                "steps": [s.to_json() for s in self.steps], "rejected": [r.to_json() for r in self.rejected]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        return cls(
+            data["op"], {k: tuple(v) if isinstance(v, list) else v for k, v in data["facts"].items()},
+            tuple(Step(s["kernel"], Score(**s["score"]), tuple(Transform(**t) for t in s["transforms"]),
+                       s["workspace"], s["note"]) for s in data["steps"]),
+            tuple(Rejected(r["kernel"], tuple(map(Reason.from_json, r["reasons"]))) for r in data["rejected"]),
+            data["policy"], data["locked"], data["from_cache"])
+
+    def __str__(self) -> str:
+        head = f"lz.{self.op} -> {self.kernel or 'no kernel'}"
+        if self.locked:
+            head += f"  (named by {self.locked})"
+        lines = [head]
+        for i, s in enumerate(self.steps):
+            how = f"{s.score.total_us:10.2f} us ({s.score.source})"
+            extra = "  after " + ", ".join(map(str, s.transforms)) if s.transforms else ""
+            lines.append(f"  {'->' if i == 0 else '  '} {s.kernel:<28}{how}{extra}{'  ' + s.note if s.note else ''}")
+        for r in self.rejected:
+            lines.append(f"   x {r.kernel:<28}" + "; ".join(map(str, r.reasons)))
+        return "\n".join(lines)

@@ -1,0 +1,240 @@
+"""Why a kernel may not serve a call. The codes are the stable, public vocabulary of the library.
+
+A code never changes its string and is never reused. Its category says who can act on it, its
+template turns `want` and `got` into a sentence, and `advice` says what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Union
+
+Scalar = Union[str, int, float, bool, None]
+Value = Union[Scalar, tuple[Scalar, ...]]
+
+
+class Category(str, Enum):
+    """What kind of thing stands in the way."""
+
+    HARDWARE = "hardware"
+    DTYPE = "dtype"
+    SHAPE = "shape"
+    LAYOUT = "layout"
+    FEATURE = "feature"
+    MODE = "mode"
+    SOFTWARE = "software"
+    POLICY = "policy"
+    HEALTH = "health"
+    MEMORY = "memory"
+    CALLER = "caller"
+    CACHE = "cache"
+    PLAN = "plan"
+    DATA = "data"
+
+
+class Code(str, Enum):
+    """`Code.X.value` is the stable string; category, template and advice come with it."""
+
+    category: Category
+    template: str
+    advice: str
+
+    def __new__(cls, value: str, category: Category, template: str, advice: str = "") -> Code:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.category = category
+        member.template = template
+        member.advice = advice
+        return member
+
+    def __str__(self) -> str:
+        return self.value
+
+    # hardware
+    PLATFORM_MISMATCH = ("PLATFORM_MISMATCH", Category.HARDWARE, "runs on {want}, the tensors are on {got}")
+    VENDOR_MISMATCH = ("VENDOR_MISMATCH", Category.HARDWARE, "made for {want} hardware, this is {got}")
+    SM_TOO_OLD = ("SM_TOO_OLD", Category.HARDWARE, "needs compute capability {want}, this GPU has {got}")
+    SM_TOO_NEW = ("SM_TOO_NEW", Category.HARDWARE, "supports compute capability {want}, this GPU has {got}")
+    GPU_GENERATION_UNSUPPORTED = (
+        "GPU_GENERATION_UNSUPPORTED", Category.HARDWARE, "made for {want}, this GPU is {got}")
+    TENSOR_CORE_GENERATION = (
+        "TENSOR_CORE_GENERATION", Category.HARDWARE, "needs tensor cores {want}, this GPU has {got}")
+    CPU_ISA_MISSING = ("CPU_ISA_MISSING", Category.HARDWARE, "needs CPU instructions {want}, this CPU has {got}")
+    CUDA_BLOCK_LIMIT_EXCEEDED = (
+        "CUDA_BLOCK_LIMIT_EXCEEDED", Category.HARDWARE, "{fact} must be {want}, got {got}",
+        "split the batch, or let another kernel serve the call")
+    # dtype
+    DTYPE_UNSUPPORTED = ("DTYPE_UNSUPPORTED", Category.DTYPE, "{fact} must be {want}, got {got}")
+    MASK_DTYPE_UNSUPPORTED = ("MASK_DTYPE_UNSUPPORTED", Category.DTYPE, "the mask must be {want}, got {got}")
+    QUANT_FORMAT_UNSUPPORTED = (
+        "QUANT_FORMAT_UNSUPPORTED", Category.DTYPE, "quantization format must be {want}, got {got}")
+    SCALE_LAYOUT_MISMATCH = ("SCALE_LAYOUT_MISMATCH", Category.DTYPE, "scales must be {want}, got {got}")
+    KV_CACHE_DTYPE_MISMATCH = ("KV_CACHE_DTYPE_MISMATCH", Category.DTYPE, "the KV cache must be {want}, got {got}")
+    # shape
+    HEAD_DIM_INVALID = ("HEAD_DIM_INVALID", Category.SHAPE, "{fact} must be {want}, got {got}")
+    HEAD_DIM_TOO_LARGE = ("HEAD_DIM_TOO_LARGE", Category.SHAPE, "{fact} must be {want}, got {got}")
+    HEAD_DIM_ALIGNMENT = ("HEAD_DIM_ALIGNMENT", Category.SHAPE, "{fact} must be {want}, got {got}")
+    SEQ_LEN_UNSUPPORTED = ("SEQ_LEN_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}")
+    SHAPE_UNSUPPORTED = ("SHAPE_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}")
+    EMPTY_INPUT = ("EMPTY_INPUT", Category.SHAPE, "{fact} must be {want}, got {got}")
+    GQA_UNSUPPORTED = ("GQA_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}")
+    PAGE_SIZE_UNSUPPORTED = ("PAGE_SIZE_UNSUPPORTED", Category.SHAPE, "page size must be {want}, got {got}")
+    # layout
+    STRIDE_LAST_DIM = (
+        "STRIDE_LAST_DIM", Category.LAYOUT, "{fact} must be {want}, got {got}",
+        "pass a tensor whose last dimension is contiguous, or allow LayerZero to copy it (strict_mode: false)")
+    NOT_CONTIGUOUS = ("NOT_CONTIGUOUS", Category.LAYOUT, "{fact} must be {want}, got {got}")
+    POINTER_ALIGNMENT = ("POINTER_ALIGNMENT", Category.LAYOUT, "{fact} must be {want} bytes, got {got}")
+    LAYOUT_UNSUPPORTED = ("LAYOUT_UNSUPPORTED", Category.LAYOUT, "layout must be {want}, got {got}")
+    KV_CACHE_LAYOUT_MISMATCH = (
+        "KV_CACHE_LAYOUT_MISMATCH", Category.LAYOUT, "the KV cache layout must be {want}, got {got}")
+    RAGGED_UNSUPPORTED = (
+        "RAGGED_UNSUPPORTED", Category.LAYOUT, "takes {want} tensors, got {got}",
+        "pack the sequences and call lz.varlen_attention, or pad them")
+    TENSOR_SUBCLASS_UNSUPPORTED = (
+        "TENSOR_SUBCLASS_UNSUPPORTED", Category.LAYOUT, "takes {want} tensors, got {got}")
+    # feature
+    MASK_UNSUPPORTED = ("MASK_UNSUPPORTED", Category.FEATURE, "takes no attention mask, got {got}")
+    MASK_BROADCAST_UNSUPPORTED = (
+        "MASK_BROADCAST_UNSUPPORTED", Category.FEATURE, "the mask must be {want}, got {got}")
+    CAUSAL_UNSUPPORTED = ("CAUSAL_UNSUPPORTED", Category.FEATURE, "causal attention is not supported here")
+    CAUSAL_ALIGNMENT_UNSUPPORTED = (
+        "CAUSAL_ALIGNMENT_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}")
+    DROPOUT_UNSUPPORTED = ("DROPOUT_UNSUPPORTED", Category.FEATURE, "dropout must be {want}, got {got}")
+    WINDOW_UNSUPPORTED = ("WINDOW_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}")
+    ALIBI_UNSUPPORTED = ("ALIBI_UNSUPPORTED", Category.FEATURE, "takes no ALiBi slopes")
+    SOFTCAP_UNSUPPORTED = ("SOFTCAP_UNSUPPORTED", Category.FEATURE, "softcap must be {want}, got {got}")
+    LSE_UNSUPPORTED = ("LSE_UNSUPPORTED", Category.FEATURE, "does not return the log-sum-exp")
+    SCALE_UNSUPPORTED = ("SCALE_UNSUPPORTED", Category.FEATURE, "scale must be {want}, got {got}")
+    FEATURE_UNSUPPORTED = ("FEATURE_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}")
+    ROPE_STYLE_UNSUPPORTED = ("ROPE_STYLE_UNSUPPORTED", Category.FEATURE, "rope style must be {want}, got {got}")
+    # mode
+    BACKWARD_UNSUPPORTED = (
+        "BACKWARD_UNSUPPORTED", Category.MODE, "has no backward; a gradient was asked for",
+        "call under torch.no_grad() for inference")
+    NOT_DETERMINISTIC = ("NOT_DETERMINISTIC", Category.MODE, "is not deterministic; deterministic results were asked for")
+    CUDA_GRAPH_UNSAFE = ("CUDA_GRAPH_UNSAFE", Category.MODE, "is not safe to capture in a CUDA graph")
+    COMPILE_UNSUPPORTED = ("COMPILE_UNSUPPORTED", Category.MODE, "cannot be traced by torch.compile")
+    TP_INVARIANCE_REQUIRED = (
+        "TP_INVARIANCE_REQUIRED", Category.MODE, "results may differ across tensor-parallel sizes; {want} was asked for")
+    JIT_NOT_WARMED = (
+        "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
+        "name it with backend=, or set allow_jit: true")
+    # software
+    NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed")
+    VERSION_CONFLICT = ("VERSION_CONFLICT", Category.SOFTWARE, "needs {want}, found {got}")
+    ABI_MISMATCH = (
+        "ABI_MISMATCH", Category.SOFTWARE, "was built for another torch or C++ runtime: {got}",
+        "install a build of the package made for this torch")
+    IMPORT_FAILED = ("IMPORT_FAILED", Category.SOFTWARE, "importing {want} failed: {got}")
+    CUDA_TOO_OLD = ("CUDA_TOO_OLD", Category.SOFTWARE, "needs CUDA {want}, found {got}")
+    TORCH_ENTRY_MISSING = ("TORCH_ENTRY_MISSING", Category.SOFTWARE, "this torch has no {want}")
+    UNTESTED_ON_HARDWARE = (
+        "UNTESTED_ON_HARDWARE", Category.SOFTWARE, "was written from its source and never run on such hardware")
+    # policy
+    DENIED_BY_POLICY = ("DENIED_BY_POLICY", Category.POLICY, "denied by {got}")
+    NOT_ALLOWED_BY_POLICY = ("NOT_ALLOWED_BY_POLICY", Category.POLICY, "not among {want}, allowed by {got}")
+    LOCKED_TO_ANOTHER = ("LOCKED_TO_ANOTHER", Category.POLICY, "{got} locks this call to {want}")
+    NOT_THE_NAMED_KERNEL = ("NOT_THE_NAMED_KERNEL", Category.POLICY, "the call asked for {want}")
+    STRICT_TRANSFORM_REFUSED = (
+        "STRICT_TRANSFORM_REFUSED", Category.POLICY, "would need the transform {got}, refused by {want}",
+        "set strict_mode: false, or allow_adaptation: true for casts")
+    UNCERTIFIED = ("UNCERTIFIED", Category.POLICY, "has no certificate for this machine; policy demands one",
+                   "run lz verify for it")
+    LZ_DISABLED = ("LZ_DISABLED", Category.POLICY, "LayerZero is disabled here; only torch's default runs")
+    # health
+    CIRCUIT_OPEN = (
+        "CIRCUIT_OPEN", Category.HEALTH, "disabled after {got}; it will be tried again after {want}")
+    BACKEND_DISABLED = ("BACKEND_DISABLED", Category.HEALTH, "disabled for this process: {got}")
+    KERNEL_FAILED = ("KERNEL_FAILED", Category.HEALTH, "failed when called: {got}")
+    KERNEL_TIMEOUT = ("KERNEL_TIMEOUT", Category.HEALTH, "did not finish within {want}")
+    DEVICE_FAULT = (
+        "DEVICE_FAULT", Category.HEALTH, "left the device in a failed state: {got}",
+        "the device context is lost; restart the process")
+    # memory
+    MEMORY_HEADROOM_EXCEEDED = (
+        "MEMORY_HEADROOM_EXCEEDED", Category.MEMORY, "needs {got} bytes of workspace, the headroom is {want}")
+    OUT_OF_MEMORY = ("OUT_OF_MEMORY", Category.MEMORY, "ran out of memory: {got}")
+    # the caller's own mistakes
+    WRONG_TYPE = ("WRONG_TYPE", Category.CALLER, "{fact} must be {want}, got {got}")
+    WRONG_NDIM = ("WRONG_NDIM", Category.CALLER, "{fact} must have {want} dimensions, got {got}")
+    DIM_MISMATCH = ("DIM_MISMATCH", Category.CALLER, "{fact} must be {want}, got {got}")
+    MIXED_DEVICES = ("MIXED_DEVICES", Category.CALLER, "all tensors must be on {want}, {fact} is {got}",
+                     "move the tensors to one device")
+    MIXED_DTYPES = ("MIXED_DTYPES", Category.CALLER, "{fact} must be {want}, got {got}",
+                    "cast the tensors to one dtype, or set allow_adaptation: true")
+    MASK_WITH_CAUSAL = (
+        "MASK_WITH_CAUSAL", Category.CALLER, "attn_mask and is_causal=True were both given",
+        "fold the causal triangle into attn_mask, or drop one of the two")
+    MASK_BROADCAST_INVALID = (
+        "MASK_BROADCAST_INVALID", Category.CALLER, "attn_mask must broadcast to {want}, got {got}")
+    MASK_TYPE_INVALID = ("MASK_TYPE_INVALID", Category.CALLER, "attn_mask must be {want}, got {got}")
+    HEADS_NOT_DIVISIBLE = ("HEADS_NOT_DIVISIBLE", Category.CALLER, "{fact} must be {want}, got {got}")
+    LAYOUT_AMBIGUOUS = (
+        "LAYOUT_AMBIGUOUS", Category.CALLER, "layout='auto' cannot tell bhsd from bshd for {got}",
+        "pass layout='bhsd' or layout='bshd'")
+    LAYOUT_UNKNOWN = ("LAYOUT_UNKNOWN", Category.CALLER, "{fact} must be {want}, got {got}")
+    VALUE_OUT_OF_RANGE = ("VALUE_OUT_OF_RANGE", Category.CALLER, "{fact} must be {want}, got {got}")
+    MISSING_METADATA = ("MISSING_METADATA", Category.CALLER, "{fact} is required: {want}")
+    # cache, plans, data
+    TOKENIZER_MISMATCH = ("TOKENIZER_MISMATCH", Category.DATA, "tokenizer identity must be {want}, got {got}")
+    BLOCK_TABLE_INVALID = ("BLOCK_TABLE_INVALID", Category.DATA, "{fact} must be {want}, got {got}")
+    KV_METADATA_INVALID = ("KV_METADATA_INVALID", Category.DATA, "{fact} must be {want}, got {got}")
+    CACHE_EXPIRED = ("CACHE_EXPIRED", Category.CACHE, "the remembered choice is older than {want}")
+    PLAN_BUCKET_MISS = ("PLAN_BUCKET_MISS", Category.PLAN, "the table has no entry for {got}")
+    PLAN_DRIFT = ("PLAN_DRIFT", Category.PLAN, "the table was made for {want}, this is {got}", "solve again")
+    SCHEMA_UNKNOWN = ("SCHEMA_UNKNOWN", Category.PLAN, "schema must be {want}, got {got}")
+
+
+def plain(value: Any) -> Value:
+    """`value` as something JSON keeps without loss."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, (tuple, list, set, frozenset)):
+        items = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+        return tuple(plain(v) for v in items)  # type: ignore[misc]
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One obstacle: which code, on which fact, what was wanted and what came."""
+
+    code: Code
+    want: Value = None
+    got: Value = None
+    fact: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "want", plain(self.want))
+        object.__setattr__(self, "got", plain(self.got))
+
+    @property
+    def message(self) -> str:
+        return self.code.template.format(want=_text(self.want), got=_text(self.got), fact=self.fact or "it")
+
+    def __str__(self) -> str:
+        return f"{self.code.value}: {self.message}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"code": self.code.value, "want": _listed(self.want), "got": _listed(self.got), "fact": self.fact}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Reason:
+        return cls(Code(data["code"]), _tupled(data.get("want")), _tupled(data.get("got")), data.get("fact", ""))
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, tuple):
+        return "one of " + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
+    return str(value)
+
+
+def _listed(value: Value) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _tupled(value: Any) -> Value:
+    return tuple(value) if isinstance(value, list) else value

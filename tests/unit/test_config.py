@@ -29,7 +29,8 @@ from layerzero.select.policy import ACTIONS, SETTINGS, Layer, Policy, PolicyRule
 from layerzero.spec.errors import ConfigError
 
 OPS = {"attention": {"head_dim", "seq_k", "dtype", "is_causal"}, "rms_norm": {"hidden", "dtype"}}
-reuse_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+steady = settings(deadline=None)
+reuse_tmp_path = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -384,6 +385,7 @@ def test_all_bad_variables_are_named_together_and_ops_are_checked_where_known():
     assert all(f"{v}=" in str(e.value) for v in environ) and "did you mean 'attention'" in str(e.value)
 
 
+@steady
 @given(st.dictionaries(st.sampled_from(sorted(VARIABLES)), st.text(max_size=20)))
 def test_any_environment_gives_a_layer_or_a_config_error(environ):
     try:
@@ -444,13 +446,35 @@ def test_new_locks_come_first_and_boosts_do_not_pile_up():
     assert Policy((layer,)).boost("a.b", "attention", {}) == 3.0
 
 
-def test_a_programmatic_layer_is_checked_and_may_be_time_boxed():
+def test_a_programmatic_layer_is_checked():
     with pytest.raises(ConfigError, match="did you mean 'strict_mode'"):
-        programmatic_layer(None, {"strict": True, "strict_modes": True})
-    outer = programmatic_layer(None, {"strict_mode": True}, name="context", expires_at=100.0)
-    assert programmatic_layer(outer, {}, name="context", expires_at=50.0).expires_at == 50.0
-    assert programmatic_layer(outer, {}, name="context", expires_at=150.0).expires_at == 100.0
-    assert programmatic_layer(outer, {}, name="context").name == "context"
+        programmatic_layer(None, {"strict_modes": True})
+    assert programmatic_layer(None, {}, name="context").name == "context"
+
+
+sayings = st.tuples(st.sampled_from(["cache_size", "breaker_threshold"]), st.integers(1, 99),
+                    st.none() | st.integers(1, 20).map(float))
+
+
+@steady
+@given(st.lists(sayings, max_size=5), st.integers(0, 21))
+def test_what_is_said_for_a_time_ends_alone_and_what_held_before_holds_again(said, now):
+    layer = None
+    for name, value, expires_at in said:
+        layer = programmatic_layer(layer, {name: value}, [PolicyRule.of("boost", "a.*", name, factor=value)],
+                                   expires_at=expires_at)
+    policy = Policy((layer,) if layer else ()).expired(float(now))
+    want = {name: value for name, value, expires_at in said if expires_at is None or now < expires_at}
+    assert {**(policy.layers[0].settings if policy.layers else {})} == want
+    assert {name: policy.boost("a.b", name, {}) for name in want} == want
+
+
+def test_rules_are_taken_out_of_what_holds_later_too():
+    lock, deny = PolicyRule.of("lock", "a.b", "attention"), PolicyRule.of("deny", "a.c")
+    layer = programmatic_layer(programmatic_layer(None, {}, [lock, deny]), {"strict_mode": True}, expires_at=50.0)
+    left = layer.keeping(lambda rule: rule.action != "lock")
+    assert left.rules == (deny,) and left.expires_at == 50.0 and left.settings["strict_mode"] is True
+    assert Policy((left,)).expired(60.0) == Policy((Layer("programmatic", {}, (deny,)),))
 
 
 # all of them

@@ -7,7 +7,7 @@ import json
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.select.conditions import Like, parse_when
@@ -30,6 +30,7 @@ FACTS = {
     "dropout_p": 0.5, "softcap": None, "layout": "bhsd", "isa": ("avx2", "avx512f"), "sm": 90, "torch_version": "2.8.0",
 }
 KERNELS = ("torch.sdpa_math", "torch.sdpa_flash", "flash_attn.v2", "flashinfer.single", "reference.attention")
+steady = settings(deadline=None)
 
 
 def rule(action, kernels, ops="*", when=None, **rest):
@@ -95,6 +96,7 @@ def test_every_default_is_valid_and_documented():
         assert Policy().setting(name) == setting.default
 
 
+@steady
 @given(st.sampled_from(sorted(SETTINGS)), st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.lists(st.integers())))
 def test_any_value_is_coerced_or_refused_with_a_config_error(name, value):
@@ -179,6 +181,7 @@ def test_a_number_for_a_fact_that_is_text_is_refused(fact, value):
         parse_when({"isa": "!= avx2"})
 
 
+@steady
 @given(st.integers(-10**6, 10**6), st.sampled_from([">", ">=", "<", "<=", "!=", "=="]),
        st.integers(-10**6, 10**6) | st.floats(-1e6, 1e6))
 def test_comparisons_are_those_of_python(n, sign, value):
@@ -186,6 +189,7 @@ def test_comparisons_are_those_of_python(n, sign, value):
     assert rule("deny", "a.b", when={"x": f"{sign} {n}"}).matches("op", {"x": value}) is want[sign]
 
 
+@steady
 @given(st.text() | st.lists(st.text() | st.none() | st.integers(), max_size=3) | st.floats() | st.integers(),
        st.text() | st.none() | st.integers() | st.floats() | st.tuples(st.text()))
 def test_any_condition_is_refused_when_read_or_never_fails_when_matched(value, fact):
@@ -287,8 +291,8 @@ def test_of_any_two_layers_the_higher_decides(high, low):
     assert accepted(over) == ["flash_attn.v2"]
     under = policy(**{high: [rule("deny", "flash_attn.*")], low: [rule("lock", "flash_attn.v2")]})
     assert accepted(under) == []                           # named and forbidden: nothing serves in its place
-    settings = policy(**{low: {"strict_mode": True}, high: {"strict_mode": False}})
-    assert settings.setting("strict_mode") is False
+    both = policy(**{low: {"strict_mode": True}, high: {"strict_mode": False}})
+    assert both.setting("strict_mode") is False
 
 
 def test_layers_are_immutable_checked_and_given_once():
@@ -383,6 +387,14 @@ def test_causal_attention_locks_to_one_library_and_other_calls_do_not():
     assert p.lock("attention", {**FACTS, "is_causal": False}) is None and p.lock("rms_norm", {}) is None
 
 
+@pytest.mark.parametrize(
+    ("action", "kernels"), [("deny", "torch.*"), ("allow", "flash_attn.*"), ("lock", "flash_attn.v2")])
+def test_a_rule_decides_only_where_its_conditions_hold(action, kernels):
+    p = policy(file=[rule(action, kernels, "att*", {"head_dim": "> 128"})])
+    assert "torch.sdpa_math" not in accepted(p, facts={**FACTS, "head_dim": 129})
+    assert accepted(p) == accepted(p, "rms_norm", {**FACTS, "head_dim": 129}) == list(KERNELS)
+
+
 def test_a_special_lock_stands_before_a_general_one():
     p = policy(file=[rule("lock", "torch.sdpa_math", when={"head_dim": "> 128"}), rule("lock", "flash_attn.v2")])
     assert accepted(p) == ["flash_attn.v2"]
@@ -431,6 +443,7 @@ def test_leaves_are_those_of_the_op_once_and_cover_every_fact_that_is_read():
     assert list(Policy().leaves("attention")) == []
 
 
+@steady
 @given(st.integers(0, 300), st.integers(0, 300),
        st.sampled_from(["> 128", ">= 128", "< 128", "<= 128", "!= 128", "64..200"]))
 def test_calls_that_no_leaf_tells_apart_get_the_same_verdict(a, b, text):
@@ -466,15 +479,17 @@ rule_strategy = st.builds(
     st.sampled_from(["*", "attention"]), st.sampled_from([None, {"head_dim": "> 128"}, {"dtype": "bf*"}]))
 
 
+@steady
 @given(settings_strategy, st.lists(rule_strategy, max_size=3), st.randoms())
-def test_the_hash_is_stable_under_reordering_of_settings_and_layers(settings, rules, random):
-    shuffled = list(settings.items())
+def test_the_hash_is_stable_under_reordering_of_settings_and_layers(values, rules, random):
+    shuffled = list(values.items())
     random.shuffle(shuffled)
-    a = Policy((Layer("file", settings, tuple(rules)), Layer("call", {"native": False})))
+    a = Policy((Layer("file", values, tuple(rules)), Layer("call", {"native": False})))
     b = Policy((Layer("call", {"native": False}), Layer("file", dict(shuffled), tuple(rules))))
     assert a.hash == b.hash and len(a.hash) == 16 and int(a.hash, 16) >= 0
 
 
+@steady
 @given(st.lists(rule_strategy, max_size=3), st.lists(rule_strategy, max_size=3))
 def test_the_hash_changes_when_a_rule_changes(first, second):
     a, b = policy(file=first), policy(file=second)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime, timezone
 from operator import itemgetter
 from pathlib import Path
@@ -114,13 +114,18 @@ def programmatic_layer(old: Layer | None, settings: Mapping[str, Any] | None = N
     """`old` with more said: new settings win, new rules come first and replace those about the same thing.
 
     Two locks are about the same thing when their ops and conditions are equal, other rules when their
-    kernels are too. Of two deadlines the earlier holds. `name` may be "context" or "call" as well.
+    kernels are too. `expires_at` ends just what is said now: `old` holds again after it, and what `old`
+    said until an earlier deadline ends there. `name` may be "context" or "call" as well.
     """
-    new = tuple(rules)
+    said, new = dict(settings or {}), tuple(rules)
+    if old is None:
+        return Layer(name, said, new, expires_at)
     told = {_subject(rule) for rule in new}
-    kept = () if old is None else tuple(rule for rule in old.rules if _subject(rule) not in told)
-    deadlines = [d for d in (expires_at, old.expires_at if old else None) if d is not None]
-    return Layer(name, {**(old.settings if old else {}), **(settings or {})}, new + kept, min(deadlines, default=None))
+    merged = Layer(name, {**old.settings, **said}, (*new, *(r for r in old.rules if _subject(r) not in told)))
+    if old.expires_at is not None and (expires_at is None or old.expires_at < expires_at):
+        after = programmatic_layer(old.before, said, new, name=name, expires_at=expires_at)
+        return replace(merged, expires_at=old.expires_at, before=after)
+    return replace(merged, expires_at=expires_at, before=old if expires_at is not None else None)
 
 
 def _subject(rule: PolicyRule) -> tuple[Any, ...]:

@@ -51,12 +51,12 @@ def roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
         reasons = list(_standing(kernel, around))
         rules = []
         for rule in kernel.requires:
-            if all(leaf.fact in DEVICE_FACTS for leaf in rule.leaves()):
+            if not all(leaf.fact in DEVICE_FACTS for leaf in rule.leaves()):
+                rules.append(rule)
+            elif not any(r.code is Code.PLATFORM_MISMATCH for r in reasons):   # a CPU's "sm" says nothing
                 reason = rule.check(around.device)
                 if reason is not None:
                     reasons.append(reason)
-            else:
-                rules.append(rule)
         if reasons:
             rejected.append(Rejected(kernel.id, tuple(reasons)))
         else:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -54,7 +54,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "breaker_cooldown": Setting(float, 30.0, "seconds until a disabled kernel is tried again"),
     "native": Setting(bool, True, "use the compiled call path where it is built"),
     "log_level": Setting(str, "warning", f"how much is logged: {', '.join(LOG_LEVELS)}"),
-    "perfdb": Setting(str, "", "file of measurements; empty: perf.db in the cache folder"),
+    "perfdb": Setting(str, "", "file of measurements; empty: the one in the cache folder"),
     "policy_poll": Setting(float, 1.0, "seconds between looks at the policy file; 0: never"),
 })
 
@@ -220,6 +220,7 @@ class Layer:
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rules: tuple[PolicyRule, ...] = ()
     expires_at: float | None = None            # time.monotonic()
+    before: Layer | None = None                # what holds again after that
 
     def __post_init__(self) -> None:
         if self.name not in LAYERS:
@@ -230,6 +231,17 @@ class Layer:
 
     def __bool__(self) -> bool:
         return bool(self.settings or self.rules)
+
+    def at(self, now: float) -> Layer | None:
+        """What is left of it at `now`."""
+        if self.expires_at is not None and now >= self.expires_at:
+            return self.before.at(now) if self.before is not None else None
+        return self.keeping(lambda rule: rule.expires_at is None or now < rule.expires_at)
+
+    def keeping(self, wanted: Callable[[PolicyRule], bool]) -> Layer:
+        """The layer, and what holds after it, with the wanted rules only."""
+        return replace(self, rules=tuple(filter(wanted, self.rules)),
+                       before=self.before.keeping(wanted) if self.before is not None else None)
 
     def to_json(self) -> dict[str, Any]:
         data = {"name": self.name, "settings": dict(self.settings), "rules": [r.to_json() for r in self.rules]}
@@ -345,10 +357,7 @@ class Policy:
         deadline = self.next_deadline
         if deadline is None or now < deadline:
             return self
-        alive = (layer for layer in self.layers if layer.expires_at is None or now < layer.expires_at)
-        return Policy(tuple(
-            replace(layer, rules=tuple(r for r in layer.rules if r.expires_at is None or now < r.expires_at))
-            for layer in alive))
+        return Policy(tuple(left for layer in self.layers if (left := layer.at(now)) is not None))
 
     @cached_property
     def next_deadline(self) -> float | None:

@@ -1,0 +1,78 @@
+# A stranger's two commands:
+#
+#   make run     set up, then show what LayerZero does on this machine (about a minute)
+#   make test    set up, then lint, type-check and test
+#
+# Everything is installed in .venv. Another Python: make PYTHON=python3.12 run
+# Another torch build, where none is installed yet: make TORCH='torch==2.13.0' run
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+PYTEST ?= -n 2 --timeout=300 -q
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+NATIVE := $(wildcard src/layerzero/runtime/*.cpp src/layerzero/backends/native/*.cpp)
+HAS_TORCH := -c 'import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 8))' 2>/dev/null
+
+.PHONY: run test setup build lint bench docs clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+run: setup $(VENV)/.native
+	@$(BIN)/lz demo
+
+test: setup $(VENV)/.native lint
+	@echo "==> pytest"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+
+lint: setup
+	@echo "==> ruff"
+	@$(BIN)/ruff check --quiet --output-format concise .
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+bench: setup $(VENV)/.native
+	@$(BIN)/python benchmarks/dispatch.py
+
+docs: setup
+	@$(BIN)/python docs/generate.py
+
+# Compile the native call path now, and fail if that fails.
+build: setup
+	@$(BIN)/lz build --force
+	@touch $(VENV)/.native
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(VENV)/.ready
+
+# A torch that this Python already has is used, not replaced: it was chosen for this machine.
+$(BIN)/python:
+	@echo "==> creating $(VENV)"
+	@shared=; if $(PYTHON) $(HAS_TORCH); then shared=--system-site-packages; fi; \
+	$(PYTHON) -m venv $$shared $(VENV) >/dev/null 2>&1 || { \
+	  $(PYTHON) -m venv --clear --without-pip $$shared $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+
+$(VENV)/.ready: pyproject.toml | $(BIN)/python
+	@$(BIN)/python $(HAS_TORCH) || { echo "==> installing $(TORCH) (the largest part; once)"; $(PIP) install -q "$(TORCH)"; }
+	@$(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(VENV)/constraints.txt
+	@echo "==> installing layerzero and its tools, with $$(cat $(VENV)/constraints.txt)"
+	@$(PIP) install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+# The library works without the native call path, so a failure here is loud but not the end.
+$(VENV)/.native: $(NATIVE) | $(VENV)/.ready
+	@echo "==> compiling the native call path (once)"
+	@$(BIN)/lz build || { \
+	  echo "************************************************************************"; \
+	  echo "** The native call path could not be compiled; see the message above. **"; \
+	  echo "** LayerZero works without it: the pure Python path serves every call, **"; \
+	  echo "** with the same results and a higher cost per call.                  **"; \
+	  echo "** Once mended: make build                                            **"; \
+	  echo "************************************************************************"; }
+	@touch $@

@@ -1,0 +1,83 @@
+"""torch's own norms. On CUDA its RMS norm is one fused kernel where input and weight share a dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.add_rms_norm import OP as add_rms_norm
+from ..ops.formulas import FLOATS
+from ..ops.layer_norm import OP as layer_norm
+from ..ops.rms_norm import OP as rms_norm
+from ..spec.kernel import Kernel
+from ..spec.reason import Code
+from ..spec.rules import Condition, When, any_of, device, equals, one_of, when
+
+# Each dtype by name, since a rule compares a fact with constants, not with another fact.
+WEIGHT_LIKE_INPUT: tuple[Condition, ...] = tuple(
+    when(equals("dtype", d), one_of("weight.dtype", None, d, code=Code.DTYPE_UNSUPPORTED)) for d in FLOATS)
+
+
+def _rms_norm() -> Callable[..., Any]:
+    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+        return torch.rms_norm(x, x.shape[-1:], weight, eps)
+
+    return run
+
+
+def _fused_rms_norm() -> Callable[..., Any]:
+    fused: Callable[..., Any] | None = getattr(torch, "_fused_rms_norm", None)
+    if fused is None:
+        raise ImportError(f"torch._fused_rms_norm (torch {torch.__version__})")
+
+    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+        return fused(x, x.shape[-1:], weight, eps)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    def run(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return torch.rms_norm(total, total.shape[-1:], weight, eps), total
+
+    return run
+
+
+def _layer_norm() -> Callable[..., Any]:
+    def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    return run
+
+
+def _parameters(dtype: str) -> tuple[Condition, ...]:
+    """torch takes weight and bias like the input; for a half type on the CPU also both in float32."""
+    wide = ("float32",) if dtype in ("float16", "bfloat16") else ()
+    rules: list[Condition] = []
+    for name in ("weight", "bias"):
+        on_cpu = any_of(one_of(f"{name}.dtype", None, dtype), device("cpu"))
+        allowed = one_of(f"{name}.dtype", None, dtype, *wide, code=Code.DTYPE_UNSUPPORTED)
+        rules += [When(equals("dtype", dtype), on_cpu), When(equals("dtype", dtype), allowed)]
+    if wide:
+        both = [when(one_of("weight.dtype", w), one_of("bias.dtype", None, w, code=Code.DTYPE_UNSUPPORTED))
+                for w in (dtype, *wide)]
+        rules += [When(equals("dtype", dtype), rule) for rule in both]
+        # Without a weight its backward takes the bias's dtype from the input.
+        alone = any_of(one_of("weight.dtype", *wide), one_of("bias.dtype", None, dtype, code=Code.DTYPE_UNSUPPORTED))
+        rules.append(When(equals("dtype", dtype), alone))
+    return tuple(rules)
+
+
+KERNELS = (
+    Kernel("torch.rms_norm", rms_norm, _rms_norm, prior=2.0, overhead_us=3.0, baseline=True,
+           note="composed of several kernels on the CPU, and wherever weight and input differ in dtype"),
+    Kernel("torch.fused_rms_norm", rms_norm, _fused_rms_norm, torch=">=2.9", prior=4.0, overhead_us=2.0,
+           requires=(device("cuda"), *WEIGHT_LIKE_INPUT)),
+    Kernel("torch.add_rms_norm", add_rms_norm, _add_rms_norm, prior=1.8, overhead_us=4.0, baseline=True),
+    Kernel("torch.layer_norm", layer_norm, _layer_norm, prior=6.0, overhead_us=2.0, baseline=True,
+           requires=tuple(rule for dtype in FLOATS for rule in _parameters(dtype))),
+)

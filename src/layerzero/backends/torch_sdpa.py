@@ -1,0 +1,276 @@
+"""torch's own scaled dot-product attention: the default choice, and each implementation behind it by name.
+
+The named ones are the aten entry points below `F.scaled_dot_product_attention`. They skip its checks and
+its padding, so what it would have checked stands here as rules: some entries crash the process or answer
+wrongly when one is broken. The notes say which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.attention import OP as attention
+from ..ops.formulas import FLOATS, position_terms
+from ..spec.kernel import Const, Direct, Kernel, direct
+from ..spec.reason import Code
+from ..spec.rules import (Condition, Rule, absent, any_of, at_least, at_most, device, differs, dtypes, equals, multiple_of,
+                          off, on, one_of, present, sm, unit_stride, vendor, when)
+
+HALF = ("float16", "bfloat16")
+NONE = Const(None)
+
+# What a kernel that has never heard of a parameter must ask for.
+NO_SOFTCAP = equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
+NO_ALIBI = absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
+NO_WINDOW = (equals("window_left", -1, Code.WINDOW_UNSUPPORTED), equals("window_right", -1, Code.WINDOW_UNSUPPORTED))
+NO_LSE = off("return_lse", Code.LSE_UNSUPPORTED)
+NO_DROPOUT = equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
+NO_MASK = absent("attn_mask.dtype", Code.MASK_UNSUPPORTED)
+NO_EXTRAS = (NO_SOFTCAP, NO_ALIBI, *NO_WINDOW)
+
+WITH_LSE = on("return_lse")
+TOP_LEFT = any_of(off("is_causal"), equals("causal_offset", 0),
+                  one_of("causal_align", None, "top_left", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
+BOTTOM_RIGHT = any_of(off("is_causal"), equals("causal_offset", 0),
+                      one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
+HAS_HEADS = at_least("kv_heads", 1, Code.EMPTY_INPUT)
+NOT_EMPTY = (at_least("seq_q", 1, Code.EMPTY_INPUT), at_least("seq_k", 1, Code.EMPTY_INPUT), HAS_HEADS)
+UNIT_STRIDES = (unit_stride("query"), unit_stride("key"), unit_stride("value"))
+MASK_WITHOUT_GRAD = differs("attn_mask.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
+SLOPES_WITHOUT_GRAD = differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
+# The entries return the log-sum-exp but no gradient through it: a loss on it would silently lose its share.
+LSE_WITHOUT_GRAD = any_of(off("return_lse"), off("grad", Code.BACKWARD_UNSUPPORTED))
+FLOAT_MASK = one_of("attn_mask.dtype", None, *FLOATS, code=Code.MASK_DTYPE_UNSUPPORTED)
+# Query, key and value of one width.
+SAME_HEAD_DIM: tuple[Condition, ...] = (
+    (equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),) if "head_dim_gap" in attention.fact_names else ())
+
+
+def _entry(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = getattr(torch, name, None)
+    if found is None:
+        raise ImportError(f"torch.{name} (torch {torch.__version__})")
+    return found
+
+
+def _sdpa() -> Direct:
+    return direct(torch.nn.functional.scaled_dot_product_attention, "query", "key", "value", "attn_mask", "dropout_p",
+                  "is_causal", scale="scale", enable_gqa=Const(True))
+
+
+def _math() -> Direct:
+    return direct(_entry("_scaled_dot_product_attention_math"), "query", "key", "value", "attn_mask", "dropout_p",
+                  "is_causal", scale="scale", enable_gqa=Const(True), item=0)
+
+
+# CPU
+
+def _flash() -> Direct:
+    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value", Const(0.0),
+                  "is_causal", attn_mask="attn_mask", scale="scale", item=0)
+
+
+def _flash_lse() -> Direct:
+    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value", Const(0.0),
+                  "is_causal", scale="scale", first=2)
+
+
+def _flash_decode() -> Direct:
+    """One query that sees every key: the causal flag, which torch would align top-left, is left off."""
+    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value", Const(0.0),
+                  Const(False), scale="scale", item=0)
+
+
+def _flash_packed() -> Callable[..., Any]:
+    """The query heads of one KV head become rows of one query, so that each KV head is read once, not `group` times."""
+    flash = _entry("_scaled_dot_product_flash_attention_for_cpu")
+
+    def run(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, return_lse: bool = False) -> Any:
+        batch, heads, seq, dim = query.shape
+        out, lse = flash(query.reshape(batch, key.shape[1], -1, dim), key, value, 0.0, False, scale=scale)
+        out = out.reshape(batch, heads, seq, dim)
+        return (out, lse.reshape(batch, heads, seq)) if return_lse else out
+
+    return run
+
+
+def _flash_bias() -> Callable[..., Any]:
+    """Everything that depends on position, folded into one additive mask."""
+    flash = _entry("_scaled_dot_product_flash_attention_for_cpu")
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+            scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
+            window_right: int = -1, alibi_slopes: Tensor | None = None, return_lse: bool = False) -> Any:
+        # float32 for the half types: the entry takes it, and a bfloat16 ALiBi bias would round distances away.
+        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
+                             torch.promote_types(query.dtype, torch.float32))
+        out, lse = flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
+        if not return_lse:
+            return out
+        dead = (mask == -math.inf).all(-1)      # the entry reports 0 for a row that sees no key
+        return out, lse.masked_fill(dead, -math.inf)
+
+    return run
+
+
+def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, causal_align: str | None,
+                  window_left: int, window_right: int, alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Mask, causality, window and ALiBi as one tensor to add to the scores, of 2 or 4 dimensions."""
+    bias, hidden = position_terms(query.shape[2], key.shape[2], is_causal, causal_align, window_left, window_right,
+                                  alibi_slopes, query.device)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        bias = attn_mask.to(dtype) if bias is None else bias + attn_mask
+    elif attn_mask is not None:
+        hidden = ~attn_mask if hidden is None else hidden | ~attn_mask
+    if bias is None:
+        assert hidden is not None, "the rules let a call through that has nothing to fold"
+        bias = torch.zeros((), dtype=dtype, device=query.device).expand(hidden.shape)
+    mask = bias.to(dtype) if hidden is None else bias.to(dtype).masked_fill(hidden, -math.inf)
+    return mask if mask.dim() in (2, 4) else mask[(None,) * (4 - mask.dim())]
+
+
+# NVIDIA
+
+def _flash_cuda() -> Direct:
+    return direct(_entry("_scaled_dot_product_flash_attention"), "query", "key", "value", "dropout_p", "is_causal",
+                  Const(False), scale="scale", item=0)
+
+
+def _flash_cuda_lse() -> Direct:
+    return direct(_entry("_scaled_dot_product_flash_attention"), "query", "key", "value", Const(0.0), "is_causal",
+                  Const(False), scale="scale", first=2)
+
+
+def _flash_window() -> Callable[..., Any]:
+    """The entry below the one above: it has the window, and takes (batch, seq, heads, dim)."""
+    flash = torch.ops.aten._flash_attention_forward
+
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
+            window_left: int = -1, window_right: int = -1, dropout_p: float = 0.0) -> Tensor:
+        return flash(query, key, value, None, None, query.shape[1], key.shape[1], dropout_p, is_causal, False,  # type: ignore[no-any-return]
+                     scale=scale, window_size_left=window_left, window_size_right=window_right)[0]
+
+    return run
+
+
+def _efficient() -> Direct:
+    """The log-sum-exp is always asked for: backward needs it, and it is a thousandth of the work."""
+    return direct(_entry("_scaled_dot_product_efficient_attention"), "query", "key", "value", NONE, Const(True),
+                  "dropout_p", "is_causal", scale="scale", item=0)
+
+
+def _efficient_bias() -> Callable[..., Any]:
+    efficient = _entry("_scaled_dot_product_efficient_attention")
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
+            window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None) -> Tensor:
+        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
+                             query.dtype)
+        # Its loads are 16 elements wide: every row of the mask must start on such a boundary.
+        mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 16))[..., :mask.shape[-1]]
+        mask = mask.expand(*query.shape[:-1], key.shape[2])
+        return efficient(query, key, value, mask, True, dropout_p, False, scale=scale)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+def _cudnn() -> Direct:
+    return direct(_entry("_scaled_dot_product_cudnn_attention"), "query", "key", "value", NONE, Const(True), Const(0.0),
+                  "is_causal", Const(False), scale="scale", item=0)
+
+
+def _cudnn_lse() -> Callable[..., Any]:
+    cudnn = _entry("_scaled_dot_product_cudnn_attention")
+
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None) -> tuple[Tensor, Tensor]:
+        out, lse = cudnn(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[:2]
+        return out, lse.reshape(query.shape[:-1])      # (batch, heads, seq, 1) in some versions
+
+    return run
+
+
+FOLDS_SOMETHING = any_of(on("is_causal"), at_least("window_left", 0), at_least("window_right", 0))
+FOLDS_PER_HEAD = any_of(present("alibi_slopes.dtype"), present("attn_mask.dtype", Code.FEATURE_UNSUPPORTED))
+
+CPU_FLASH: tuple[Condition, ...] = (
+    device("cpu"), dtypes(*FLOATS), *SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT, NO_SOFTCAP)
+CUDA = (device("cuda"), vendor("nvidia"))
+# Grids put batch and heads on axes that end at 65535.
+GRID = (at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED), at_most("heads", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED))
+CUDA_FLASH: tuple[Condition, ...] = (
+    *CUDA, sm(at_least=80), sm(below=122), dtypes(*HALF), multiple_of("head_dim", 8), at_most("head_dim", 256),
+    *SAME_HEAD_DIM, *NOT_EMPTY, at_least("batch", 1, Code.EMPTY_INPUT), *GRID, *UNIT_STRIDES, NO_MASK, NO_SOFTCAP, NO_ALIBI,
+    # its backward does not fit the shared memory of these
+    any_of(off("grad"), at_most("head_dim", 192),
+           Rule("sm", "not_in", (86, 87, 88, 89, 120, 121), Code.BACKWARD_UNSUPPORTED)))
+CUDA_EFFICIENT: tuple[Condition, ...] = (
+    *CUDA, sm(at_least=50), sm(below=122), dtypes("float16", "bfloat16", "float32"),
+    any_of(one_of("dtype", "float16", "float32"), sm(at_least=80)),
+    when(dtypes(*HALF), multiple_of("head_dim", 8)), when(dtypes(*HALF), multiple_of("head_dim_v", 8)),
+    multiple_of("head_dim", 4), multiple_of("head_dim_v", 4), equals("group", 1, Code.GQA_UNSUPPORTED), *NOT_EMPTY,
+    at_least("batch", 1, Code.EMPTY_INPUT), at_most("batch_heads", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED), *UNIT_STRIDES,
+    NO_SOFTCAP, NO_LSE)
+CUDA_CUDNN: tuple[Condition, ...] = (
+    *CUDA, sm(at_least=80), sm(below=122), dtypes(*HALF), multiple_of("head_dim", 8), multiple_of("head_dim_v", 8),
+    at_most("head_dim", 128), at_most("head_dim_v", 128), at_least("seq_q", 1, Code.EMPTY_INPUT),
+    at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED), HAS_HEADS, at_least("batch", 1, Code.EMPTY_INPUT), *GRID, *UNIT_STRIDES,
+    NO_MASK, NO_DROPOUT, *NO_EXTRAS, TOP_LEFT)
+
+BHSD = ("bhsd",)
+
+KERNELS = (
+    Kernel("torch.sdpa", attention, _sdpa, prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
+        HAS_HEADS, one_of("attn_mask.ndim", None, 2, 3, 4, code=Code.MASK_BROADCAST_UNSUPPORTED), *NO_EXTRAS, NO_LSE,
+        TOP_LEFT), note="torch's default choice, against which everything is compared"),
+    Kernel("torch.sdpa_math", attention, _math, prior=1.2, overhead_us=15.0, variants=BHSD,
+           workspace="3 * max(itemsize, 4) * elements", requires=(
+               HAS_HEADS, FLOAT_MASK, *NO_EXTRAS, NO_LSE, TOP_LEFT),
+           note="adds a bool mask as 0 and 1; divides by zero with no KV head"),
+    Kernel("torch.sdpa_flash", attention, _flash, torch=">=2.9", prior=6.0, variants=BHSD, requires=(
+        *CPU_FLASH, FLOAT_MASK, one_of("attn_mask.ndim", None, 2, 4, code=Code.MASK_BROADCAST_UNSUPPORTED),
+        MASK_WITHOUT_GRAD, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT),
+        note="takes fewer KV heads since torch 2.9; kills the process on an empty sequence; reads a last dimension "
+             "with gaps as if it had none"),
+    Kernel("torch.sdpa_flash_lse", attention, _flash_lse, torch=">=2.9", prior=6.0, variants=BHSD, differentiable=False,
+           requires=(*CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, WITH_LSE, TOP_LEFT)),
+    Kernel("torch.sdpa_flash_decode", attention, _flash_decode, torch=">=2.9", prior=6.0, variants=BHSD, requires=(
+        *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, on("is_causal"),
+        equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED), BOTTOM_RIGHT)),
+    Kernel("torch.sdpa_flash_packed", attention, _flash_packed, prior=13.0, overhead_us=2.0, variants=BHSD, requires=(
+        *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, LSE_WITHOUT_GRAD, equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
+        at_least("group", 2), BOTTOM_RIGHT)),
+    Kernel("torch.sdpa_flash_bias", attention, _flash_bias, torch=">=2.9", prior=4.0, overhead_us=15.0, variants=BHSD,
+           workspace="2 * max(itemsize, 4) * seq_q * seq_k", requires=(
+               *CPU_FLASH, NO_MASK, NO_ALIBI, LSE_WITHOUT_GRAD, FOLDS_SOMETHING)),
+    Kernel("torch.sdpa_flash_bias_heads", attention, _flash_bias, torch=">=2.9", prior=3.5, overhead_us=20.0,
+           variants=BHSD, workspace="2 * max(itemsize, 4) * elements", requires=(
+               *CPU_FLASH, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, LSE_WITHOUT_GRAD, FOLDS_PER_HEAD)),
+    Kernel("torch.sdpa_flash_cuda", attention, _flash_cuda, prior=12.0, variants=BHSD, requires=(
+        *CUDA_FLASH, *NO_WINDOW, NO_LSE, BOTTOM_RIGHT),
+        note="aligns causality bottom-right, which is why torch refuses it unequal lengths"),
+    Kernel("torch.sdpa_flash_cuda_lse", attention, _flash_cuda_lse, prior=12.0, variants=BHSD, differentiable=False,
+           requires=(*CUDA_FLASH, *NO_WINDOW, NO_DROPOUT, WITH_LSE, BOTTOM_RIGHT,
+                     # a row that sees no key comes back as +inf
+                     any_of(off("is_causal"), at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
+    Kernel("torch.sdpa_flash_window", attention, _flash_window, prior=12.0, overhead_us=2.0, variants=("bshd",), requires=(
+        *CUDA_FLASH, NO_LSE, FOLDS_SOMETHING,
+        any_of(equals("causal_offset", 0),
+               one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
+    Kernel("torch.sdpa_efficient", attention, _efficient, prior=8.0, variants=BHSD, deterministic_backward=False, requires=(
+        *CUDA_EFFICIENT, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)),
+    Kernel("torch.sdpa_efficient_bias", attention, _efficient_bias, prior=5.0, overhead_us=20.0, variants=BHSD,
+           workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
+               *CUDA_EFFICIENT, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD,
+               any_of(*FOLDS_SOMETHING.rules, *FOLDS_PER_HEAD.rules))),
+    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, variants=BHSD, deterministic=False,
+           deterministic_backward=False, requires=(*CUDA_CUDNN, NO_LSE)),
+    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=1.0, variants=BHSD,
+           deterministic=False, differentiable=False, requires=(*CUDA_CUDNN, WITH_LSE)),
+)

@@ -1,0 +1,105 @@
+"""Packed sequences with torch alone: its varlen attention, the entry below it, and one call per sequence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..ops.formulas import position_terms
+from ..ops.varlen_attention import OP as varlen_attention
+from ..spec.kernel import Kernel
+from ..spec.reason import Code
+from ..spec.rules import (Condition, any_of, at_least, at_most, device, dtypes, equals, multiple_of, off, one_of, sm,
+                          unit_stride, vendor, when)
+
+NO_SOFTCAP = equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
+# FlashAttention measures from the bottom right, and how long each sequence is only the device knows.
+ALIGNED = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
+BOTTOM_RIGHT: tuple[Condition, ...] = (
+    any_of(off("is_causal"), ALIGNED), when(at_least("window_left", 0), ALIGNED), when(at_least("window_right", 0), ALIGNED))
+SAME_HEAD_DIM: tuple[Condition, ...] = (
+    (equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),) if "head_dim_gap" in varlen_attention.fact_names else ())
+FLASH: tuple[Condition, ...] = (
+    device("cuda"), vendor("nvidia"), sm(at_least=80), sm(below=122), dtypes("float16", "bfloat16"),
+    multiple_of("head_dim", 8), at_most("head_dim", 256), *SAME_HEAD_DIM,
+    at_least("tokens_q", 1, Code.EMPTY_INPUT), at_least("tokens_k", 1, Code.EMPTY_INPUT),
+    at_least("kv_heads", 1, Code.EMPTY_INPUT), at_least("batch", 1, Code.EMPTY_INPUT),
+    at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),
+    unit_stride("query"), unit_stride("key"), unit_stride("value"),
+    dtypes("int32", of="cu_seqlens_q.dtype"), dtypes("int32", of="cu_seqlens_k.dtype"), NO_SOFTCAP, *BOTTOM_RIGHT)
+
+
+def _varlen() -> Callable[..., Any]:
+    """torch.nn.attention.varlen. It learned grouped heads by name only after it could do them."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    missing = [name for name in ("scale", "window_size") if name not in known]
+    if missing:
+        raise ImportError(f"{' and '.join(missing)} in torch.nn.attention.varlen.varlen_attn (torch {torch.__version__})")
+    grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
+
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+            max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+            window_right: int = -1) -> Tensor:
+        window = (window_left, 0 if is_causal else window_right)
+        return varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,  # type: ignore[return-value]
+                           scale=scale, window_size=window, **grouped)  # type: ignore[arg-type]
+
+    return run
+
+
+def _varlen_flash() -> Callable[..., Any]:
+    """What varlen_attn calls, without the Python between: that costs more than a decode step."""
+    flash = torch.ops.aten._flash_attention_forward
+
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+            max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+            window_right: int = -1, dropout_p: float = 0.0) -> Tensor:
+        return flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,  # type: ignore[no-any-return]
+                     is_causal, False, scale=scale, window_size_left=window_left, window_size_right=window_right)[0]
+
+    return run
+
+
+def _per_sequence() -> Callable[..., Any]:
+    return per_sequence
+
+
+def per_sequence(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool = False,
+    scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """One scaled_dot_product_attention per sequence. A mask is made only where torch's causal flag does not say it."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    windowed = window_left >= 0 or window_right >= 0
+    parts = [query.new_empty((0, query.shape[1], value.shape[2]))]
+    for first_q, last_q, first_k, last_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
+        q, k, v = (t.transpose(0, 1)[None] for t in (query[first_q:last_q], key[first_k:last_k], value[first_k:last_k]))
+        shifted = is_causal and causal_align == "bottom_right" and q.shape[2] != k.shape[2]
+        mask = None
+        if windowed or shifted:
+            _, hidden = position_terms(q.shape[2], k.shape[2], is_causal, causal_align, window_left, window_right, None,
+                                       query.device)
+            mask = None if hidden is None else ~hidden
+        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None, scale=scale,
+                                           enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+KERNELS = (
+    Kernel("torch.varlen", varlen_attention, _varlen, torch=">=2.11", prior=12.0, overhead_us=20.0, requires=(
+        *FLASH, equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
+        note="before torch 2.11 it had neither scale nor window"),
+    Kernel("torch.varlen_flash", varlen_attention, _varlen_flash, prior=12.0, overhead_us=2.0, requires=FLASH),
+    Kernel("torch.per_sequence", varlen_attention, _per_sequence, prior=3.0, overhead_us=50.0, baseline=True,
+           graph_safe=False, traceable=False, note="reads the lengths on the host",
+           requires=(at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP)),
+)

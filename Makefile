@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
-PYTEST ?= -n 2 --timeout=300 -q
+PYTEST_ARGS ?= -n 2 --timeout=300 -q
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -25,7 +25,7 @@ run: setup $(VENV)/.native
 
 test: setup $(VENV)/.native lint
 	@echo "==> pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: setup
 	@echo "==> ruff"

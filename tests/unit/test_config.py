@@ -469,6 +469,12 @@ def test_what_is_said_for_a_time_ends_alone_and_what_held_before_holds_again(sai
     assert {name: policy.boost("a.b", name, {}) for name in want} == want
 
 
+def test_a_lock_with_a_deadline_covers_the_old_one_until_then():
+    forever, short = PolicyRule.of("lock", "a.b"), PolicyRule.of("lock", "a.c", expires_at=50.0)
+    policy = Policy((programmatic_layer(programmatic_layer(None, {}, [forever]), {}, [short]),))
+    assert policy.lock("attention", {}) is short and policy.expired(50.0).lock("attention", {}) is forever
+
+
 def test_rules_are_taken_out_of_what_holds_later_too():
     lock, deny = PolicyRule.of("lock", "a.b", "attention"), PolicyRule.of("deny", "a.c")
     layer = programmatic_layer(programmatic_layer(None, {}, [lock, deny]), {"strict_mode": True}, expires_at=50.0)

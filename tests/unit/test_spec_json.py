@@ -155,7 +155,8 @@ def small_op(**changes: Any) -> Op:
     fields: dict[str, Any] = {
         "name": "scaled", "family": "elementwise", "reference": reference, "meta": meta, "inputs": inputs,
         "cases": ({},), "tolerance": Tolerance({"float32": (1e-6, 1e-6)}),
-        "shapes": {"x": "*rows width", "weight": "width"}, "returns": ("*rows width",), "flops": "rows * width", "bytes": "2 * itemsize * rows * width"}
+        "shapes": {"x": "*rows width", "weight": "width"}, "returns": ("*rows width",),
+        "flops": "rows * width", "bytes": "2 * itemsize * rows * width"}
     return Op(**{**fields, **changes})
 
 

@@ -34,7 +34,7 @@ def _flex() -> Callable[..., Any]:
                    aux: dict[str, Any]) -> Any:
             return flex_attention(query, key, value, score, block_mask, scale, enable_gqa=True, **aux)
 
-        attend.__code__ = attend.__code__.replace(co_name=f"flex_attention_{abs(hash(kind))}")
+        attend.__code__ = attend.__code__.replace(co_name=f"flex_attention_{compiled.cache_info().misses}")
         return torch.compile(attend, fullgraph=True)
 
     @lru_cache(maxsize=256)

@@ -1,0 +1,33 @@
+"""The `lz` command: the library's own answers, printed. Needs the extra `layerzero[cli]`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+from ..spec.errors import LayerZeroError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 is yes, 1 is no, 2 is an error, which is one message and no traceback."""
+    try:
+        from .app import app
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+            raise
+        print(f"lz needs {e.name}, which is not installed: pip install 'layerzero[cli]'", file=sys.stderr)
+        raise SystemExit(2) from None
+    with warnings.catch_warnings():
+        warnings.showwarning = _one_line
+        try:
+            app(args=argv, prog_name="lz")
+        except LayerZeroError as e:
+            print(f"error: {e}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+
+def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int,
+              file: TextIO | None = None, line: str | None = None) -> None:
+    print(f"warning: {message}", file=sys.stderr)

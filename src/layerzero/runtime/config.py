@@ -120,7 +120,8 @@ def programmatic_layer(old: Layer | None, settings: Mapping[str, Any] | None = N
     said, new = dict(settings or {}), tuple(rules)
     if old is None:
         return Layer(name, said, new, expires_at)
-    told = {_subject(rule) for rule in new}
+    # A rule with a deadline of its own only covers the old one, which counts again after it; boosts would multiply.
+    told = {_subject(rule) for rule in new if rule.expires_at is None or rule.action == "boost"}
     merged = Layer(name, {**old.settings, **said}, (*new, *(r for r in old.rules if _subject(r) not in told)))
     if old.expires_at is not None and (expires_at is None or old.expires_at < expires_at):
         after = programmatic_layer(old.before, said, new, name=name, expires_at=expires_at)

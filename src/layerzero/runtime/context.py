@@ -42,8 +42,7 @@ _lock = threading.Lock()
 def intern(context: Layer | None, call: Layer | None) -> Override | None:
     if context is None and call is None:
         return None
-    key = tuple(None if layer is None else (tuple(sorted(layer.settings.items(), key=str)), layer.rules, layer.expires_at)
-                for layer in (context, call))
+    key = (context, call)
     with _lock:
         found = _interned.get(key)
         if found is None:

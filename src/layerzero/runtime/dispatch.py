@@ -101,7 +101,7 @@ class Dispatcher:
     def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None = None) -> Entry:
         world = self._ready()
         assert self.program is not None
-        if key is None or key[0][0] != self.program.id:
+        if key is None or key[0] != self.program.id:
             key = self.key_of(*values)          # the key was made by code of an older world
         if override is None:
             override = context.current.get()
@@ -293,7 +293,10 @@ class Dispatcher:
     def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
         """Under torch.compile or export: choose for symbolic sizes, and run what was chosen so that it is inlined."""
         world, facts = self._ready(), self.facts(values)
-        step, kernel = tracing.choose(world, self.op, facts, override)
+        choice = tracing.choose(world, self.op, facts, override)
+        if choice is None:
+            raise refusal(world, self.op, tracing.seen_facts(facts), override)
+        step, kernel = choice
         return self.binding(kernel, step, facts).run(*values)
 
     # what happened

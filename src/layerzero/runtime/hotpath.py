@@ -76,9 +76,9 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     wanted: dict[str, set[str]] = {}
     for tensor, fact in program.tensor_facts:
         wanted.setdefault(tensor, set()).add(fact)
-    lines = ["if AUTOCAST() or LEVEL() is not None: break", "grad = GRAD()"]
     required = [p for p in op.params if p.kind == "tensor" and not p.optional]
     optional = [p for p in op.params if p.kind == "tensor" and p.optional]
+    lines = ["if AUTOCAST() or LEVEL() is not None: break"]
     for p in required:
         lines.append(f"if type({p.name}) is not T and type({p.name}) is not P: break")
     lines.append("try:")
@@ -91,27 +91,71 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
         lines.append("    else: break")
     else:
         lines += ["    " + line for line in _shape_lines(op.patterns[""], required)]
-    elements = [str(program.id), "OVERRIDE()", "DETERMINISTIC()"]
-    for i, p in enumerate(required):
-        elements += _tensor_elements(p, wanted, first=i == 0)
-    lines.append("    K = (" + ", ".join(elements) + ",)")
-    bound = {t.lstrip("*") for p in required for t in next(iter(op.patterns.values())).get(p.name, ())}
+    key = [str(program.id), "OVERRIDE()", "DETERMINISTIC()"]
+    first, alike = required[0].name if required else "", [p.name for p in required[1:] if p.name in op.same_dtype]
+    if first:
+        lines.append(f"    dtype, home = {first}.dtype, {first}.get_device()")
+        key += ["dtype", f"{first}.device"]
+    for p in required[1:]:
+        if p.name in alike:                     # a mixture is the caller's mistake: the slow path says so
+            lines.append(f"    if {p.name}.dtype is not dtype or {p.name}.get_device() != home: break")
+        else:
+            lines.append(f"    if {p.name}.get_device() != home: break")
+            key.append(f"{p.name}.dtype")
+    key += _together([p.name for p in required], wanted)
+    lines += ["    grad = GRAD()"]
+    bound = _always_bound(op)
     for p in optional:
         lines += ["    " + line for line in _optional_lines(p, op, wanted, bound)]
+        key.append(f"k_{p.name}")
+    key.append(_grad_element([p.name for p in required], wanted))
+    lines += [f"    d_{f.fact} = {_over_locals(op.derived[f.fact], op)}" for f in program.fields if f.fact in op.derived]
     lines.append("except NOT_PLAIN: break")
-    key = ["K", *(f"k_{p.name}" for p in optional)]
-    key += [p.name for p in op.params if p.kind in ("bool", "str")]
-    for field in program.fields:
-        key += _number_elements(field, op)
-    if watch_capture and required:
-        key.append(f"{required[0].name}.is_cuda and CAPTURING()")
-    if any(f.fact in op.derived for f in program.fields):
-        at = lines.index("except NOT_PLAIN: break")
-        derived = [f"    d_{f.fact} = {_over_locals(op.derived[f.fact], op)}" for f in program.fields
-                   if f.fact in op.derived]
-        lines[at:at] = derived
+    key += [p.name for p in op.params if p.kind == "bool"]
+    key += [element for f in program.fields if f.fact not in op.by_name for element in _number_elements(f, op)]
+    key += _scalars(program)
+    if watch_capture and first:
+        key.append(f"{first}.is_cuda and CAPTURING()")
     lines.append("KEY = (" + ", ".join(key) + ",)")
     return lines
+
+
+def _together(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
+    """The strides of several tensors in one element: True when all of them are contiguous."""
+    out = []
+    strided = [n for n in names if wanted.get(n, set()) & {"contiguous", "stride_last"}]
+    if strided:
+        every = " and ".join(f"{n}.is_contiguous()" for n in strided)
+        one_by_one = ", ".join(f"{n}.is_contiguous() or STRIDE_LAST({n})" for n in strided)
+        out.append(f"True if {every} else ({one_by_one},)")
+    out += [f"ALIGNMENT({n})" for n in names if "alignment" in wanted.get(n, ())]
+    out += [f"{n}.ndim" for n in names if "ndim" in wanted.get(n, ())]
+    return out
+
+
+def _grad_element(names: list[str], wanted: dict[str, set[str]]) -> str:
+    flags = [f"{n}.requires_grad" for n in names]
+    if not flags:
+        return "False"
+    if any("requires_grad" in wanted.get(n, ()) for n in names):
+        return f"({', '.join(flags)},) if grad else False"
+    return f"({' or '.join(flags)}) if grad else False"
+
+
+def _scalars(program: KeyProgram) -> list[str]:
+    """Strings and tested numbers in one element, which is None while all of them are at their defaults."""
+    op = program.op
+    strings = [p for p in op.params if p.kind == "str"]
+    fields = [f for f in program.fields if f.fact in op.by_name]
+    plain = [p for p in strings if not p.required] + [op.by_name[f.fact] for f in fields if not op.by_name[f.fact].required]
+    always = [p.name for p in strings if p.required]
+    always += [e for f in fields if op.by_name[f.fact].required for e in _number_elements(f, op)]
+    if not plain:
+        return always
+    tests = [f"{p.name} is None" if p.default is None else f"{p.name} == {p.default!r}" for p in plain]
+    parts = [p.name for p in strings if not p.required]
+    parts += [e for f in fields if not op.by_name[f.fact].required for e in _number_elements(f, op)]
+    return [*always, f"None if {' and '.join(tests)} else ({', '.join(parts)},)"]
 
 
 def _shape_lines(patterns: Any, tensors: list[Param]) -> list[str]:
@@ -152,25 +196,13 @@ def _shape_lines(patterns: Any, tensors: list[Param]) -> list[str]:
     return lines
 
 
-def _tensor_elements(p: Param, wanted: dict[str, set[str]], first: bool) -> list[str]:
-    facts = wanted.get(p.name, set())
-    out = [f"{p.name}.dtype", f"{p.name}.device" if first else f"{p.name}.get_device()",
-           f"grad and {p.name}.requires_grad"]
-    if facts & {"contiguous", "stride_last"}:
-        out.append(f"{p.name}.is_contiguous() or STRIDE_LAST({p.name})")
-    if "alignment" in facts:
-        out.append(f"ALIGNMENT({p.name})")
-    if "ndim" in facts:
-        out.append(f"{p.name}.ndim")
-    return out
-
-
 def _optional_lines(p: Param, op: Op, wanted: dict[str, set[str]], bound: set[str]) -> list[str]:
     tokens = next(iter(op.patterns.values())).get(p.name, ())
-    elements = _tensor_elements(p, wanted, first=False)
+    elements = [f"{p.name}.dtype", f"grad and {p.name}.requires_grad", *_together([p.name], wanted)]
     lines = [f"if {p.name} is None:", f"    k_{p.name} = None",
              *(f"    d_{t} = None" for t in tokens if t not in bound and not t.startswith("~") and not t.isdigit()),
-             "else:", f"    if type({p.name}) is not T and type({p.name}) is not P: break"]
+             "else:", f"    if type({p.name}) is not T and type({p.name}) is not P: break",
+             f"    if {p.name}.get_device() != home: break"]
     if tokens and tokens[0].startswith("~"):
         sizes = ", ".join(f"d_{t[1:]}" for t in tokens)
         lines += [f"    spread = SPREAD({p.name}.shape, ({sizes},))", "    if spread is None: break"]
@@ -194,12 +226,17 @@ def _number_elements(field: NumberField, op: Op) -> list[str]:
     x = field.fact if param else f"d_{field.fact}"
     if field.exact:
         return [x]
-    parts = [f"(B[{x}] if 0 <= {x} < 4096 else BUCKET({x}))"] if field.bucket else []
-    parts += [f"{x} == {v!r}" for v in field.equals]
-    parts += [f"{x} > {v!r}" for v in field.above]
-    parts += [f"{x} % {v!r} == 0" for v in field.multiples]
+    tests = [f"{x} == {v!r}" for v in field.equals] + [f"{x} > {v!r}" for v in field.above]
+    tests += [f"{x} % {v!r} == 0" for v in field.multiples]
+    if not field.bucket:
+        parts = tests
+    elif not field.multiples and all(v >= len(BUCKETS) for v in (*field.equals, *field.above)):
+        beyond = f"({', '.join([f'BUCKET({x})', *tests])},)"       # below the table's end those tests are all false
+        parts = [f"B[{x}] if 0 <= {x} < {len(BUCKETS)} else {beyond}"]
+    else:
+        parts = [f"B[{x}] if 0 <= {x} < {len(BUCKETS)} else BUCKET({x})", *tests]
     may_be_none = param.optional if param else field.fact in op.dims and field.fact not in _always_bound(op)
-    return [f"None if {x} is None else ({', '.join(parts)},)"] if may_be_none else parts
+    return [f"None if {x} is None else ({', '.join(parts or ['0'])},)"] if may_be_none else parts
 
 
 def _always_bound(op: Op) -> set[str]:

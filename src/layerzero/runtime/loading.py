@@ -15,8 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from ..spec.kernel import Direct, Kernel, accepted_params
 from ..spec.reason import Code, Reason
@@ -68,6 +66,8 @@ def availability(kernel: Kernel) -> Reason | None:
 
 
 def satisfies(version: str, wanted: str) -> bool:
+    from packaging.specifiers import SpecifierSet      # not needed before something is checked
+    from packaging.version import InvalidVersion, Version
     try:
         return SpecifierSet(wanted).contains(Version(version.partition("+")[0]), prereleases=True)
     except InvalidVersion:

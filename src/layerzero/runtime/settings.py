@@ -76,8 +76,8 @@ def unlock(op: str | None = None) -> None:
         old = next((layer for layer in world.policy.layers if layer.name == "programmatic"), None)
         if old is None:
             return world
-        rules = tuple(r for r in old.rules if r.action != "lock" or (op is not None and op not in r.ops))
-        return world.but(policy=world.policy.with_layer(Layer("programmatic", old.settings, rules, old.expires_at)))
+        layer = old.keeping(lambda r: r.action != "lock" or (op is not None and op not in r.ops))
+        return world.but(policy=world.policy.with_layer(layer))
 
     worlds.publish(change, "unlock")
 
@@ -102,10 +102,12 @@ def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None, 
                        for i, p in enumerate(patterns)))
     for pattern in patterns:
         _known_kernel(pattern, op)
-    block = context.overriding(settings, rules, _deadline(seconds))
+    deadline = _deadline(seconds)
     if when:
         learn(Override(Layer("context", {}, rules), None))
-    return block
+    if deadline is not None:
+        worlds.publish(lambda w: w.but(deadlines=w.deadlines | {deadline}), "prefer")
+    return context.overriding(settings, rules, deadline)
 
 
 def disabled() -> AbstractContextManager[Override]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..spec.errors import ConfigError
 from ..spec.op import Op, Param
 from .dispatch import dispatchers
 
@@ -35,7 +36,7 @@ def schema(op: Op) -> str:
 
     parts = [one(p) for p in op.params if not p.keyword_only]
     keyword = [one(p) for p in op.params if p.keyword_only]
-    arguments = ", ".join([*parts, *(["*", *keyword] if keyword else [])])
+    arguments = ", ".join([*parts, "*", *keyword, "str? backend=None"])
     return f"{op.name}({arguments}) -> {op.outputs}"
 
 
@@ -62,13 +63,17 @@ def substitute(name: str) -> None:
     """Tell Dynamo what to trace in place of the public function."""
     op, found = _defined[name], dispatchers[name]
     packet = getattr(torch.ops.layerzero, name).default
-    if op.outputs == "Tensor[]":
-        def traced(*args: Any, backend: Any = None, policy: Any = None, **kwargs: Any) -> Any:
-            out = packet(*args, **kwargs)
+    several = op.outputs == "Tensor[]"
+
+    def traced(*args: Any, policy: Any = None, **kwargs: Any) -> Any:
+        if policy is not None:
+            raise ConfigError(f"lz.{name}: policy= cannot be traced by torch.compile; call it inside "
+                              "`with lz.prefer(...)` around the compiled function, or name a kernel with backend=")
+        out = packet(*args, **kwargs)
+        if several:
             return out[0] if len(out) == 1 else tuple(out)
-    else:
-        def traced(*args: Any, backend: Any = None, policy: Any = None, **kwargs: Any) -> Any:
-            return packet(*args, **kwargs)
+        return out
+
     for fn in {id(f): f for f in (found.public, found.twin)}.values():
         torch.compiler.substitute_in_graph(fn, skip_signature_check=True)(traced)
 

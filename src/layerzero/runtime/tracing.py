@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..spec.errors import NoKernel
 from ..spec.kernel import Kernel
 from ..spec.op import DEVICE_FACTS, Op
 from ..spec.plan import Step
@@ -27,14 +26,18 @@ def is_traced(tensors: list[torch.Tensor]) -> bool:
     return any(type(t).__name__ in TRACED_TYPES for t in tensors)
 
 
-def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> tuple[Step, Kernel]:
-    seen = {name: hint(value) for name, value in facts.items()}
-    plan = world.plan(op, {**seen, "tensor_kind": "plain"}, override)
-    for step in plan.steps:
+def seen_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts with the sizes seen while tracing in place of the symbols."""
+    return {**{name: hint(value) for name, value in facts.items()}, "tensor_kind": "plain"}
+
+
+def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> tuple[Step, Kernel] | None:
+    """The best kernel that can be traced, or None."""
+    for step in world.plan(op, seen_facts(facts), override).steps:
         kernel = world.catalog.by_id[step.kernel]
         if kernel.traceable and _holds(kernel, facts, step):
             return step, kernel
-    raise NoKernel(f"lz.{op.name}: no kernel that torch.compile can trace may serve this call\n{plan}")
+    return None
 
 
 def _holds(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:

@@ -47,6 +47,7 @@ class World:
     certified: frozenset[str] = frozenset()
     devices: Mapping[str, Device] = field(default_factory=dict)        # instead of probing: for what-if questions
     extra_leaves: frozenset[Rule] = frozenset()                        # tests made by context overrides
+    deadlines: frozenset[float] = frozenset()                          # of time-boxed context overrides
     policy_file: Path | None = None
     policy_stamp: config.FileStamp | None = None
     born: float = 0.0
@@ -115,7 +116,7 @@ class World:
         """When something changes by itself: a policy runs out, a breaker cools, choices expire, a file is due."""
         ttl, poll = self.policy.setting("cache_ttl"), self.policy.setting("policy_poll")
         times = [self.policy.next_deadline, health.next_deadline(self.health),
-                 self.born + ttl if ttl else None,
+                 self.born + ttl if ttl else None, min(self.deadlines, default=None),
                  time.monotonic() + poll if poll and self.policy_file else None]
         return min((t for t in times if t is not None), default=None)
 
@@ -205,6 +206,9 @@ def pass_time(now: float) -> None:
         ttl = policy.setting("cache_ttl")
         if ttl and now >= world.born + ttl:
             changes["born"] = now
+        ahead = frozenset(d for d in world.deadlines if d > now)
+        if ahead != world.deadlines:
+            changes["deadlines"] = ahead
         if world.policy_file is not None:
             changes.update(_reread(world, policy))
         return world.but(**changes) if changes else world

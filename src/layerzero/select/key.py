@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..spec.expr import parse
-from ..spec.op import CALL_FACTS, DEVICE_FACTS, Op
+from ..spec.grid import bucket_top
+from ..spec.op import Op
 from ..spec.rules import Rule
 
 
 @dataclass(frozen=True)
 class NumberField:
-    """A size, a derived number or a numeric parameter, as the key keeps it."""
+    """A size, a derived number or a numeric parameter, as the key keeps it; None is always told apart."""
 
     fact: str
     exact: bool = False
@@ -47,7 +48,7 @@ def compile_key(op: Op, leaves: Iterable[Rule]) -> KeyProgram:
     numbers = {p.name for p in op.params if p.kind in ("int", "float")}
     sized = {*op.dims, *op.derived, *numbers}
     timing = {n for text in (op.flops, op.bytes) for n in parse(text).names}
-    tests: dict[str, set[tuple[str, float]]] = {name: set() for name in (*op.dims, *op.derived)}
+    tests: dict[str, set[tuple[str, float]]] = {name: set() for name in op.dims}
     tensor_facts: set[tuple[str, str]] = {(t, "dtype") for t in op.tensors}
     for leaf in (*leaves, *(leaf for rule in op.requires for leaf in rule.leaves())):
         tensor, _, fact = leaf.fact.rpartition(".")
@@ -55,20 +56,18 @@ def compile_key(op: Op, leaves: Iterable[Rule]) -> KeyProgram:
             tensor_facts.add((tensor, fact))
         elif leaf.fact in sized:
             tests.setdefault(leaf.fact, set()).update(_number_tests(leaf))
-        elif leaf.fact not in op.fact_names and leaf.fact not in DEVICE_FACTS | CALL_FACTS:
-            continue                           # a policy rule about a fact this op does not have
     for name in numbers & timing:
         tests.setdefault(name, set())
     fields = []
     for name, wanted in tests.items():
         exact = name in op.exact
         bucket = not exact and (name in op.dims or name in numbers & timing)
-        if name in op.derived and (not wanted or set(parse(op.derived[name]).names) <= set(op.exact)):
+        if name in op.derived and set(parse(op.derived[name]).names) <= set(op.exact):
             continue                           # the key already determines it
-        if not exact and not bucket and not wanted:
-            continue
         if exact:
             wanted = set()
+        elif bucket:
+            wanted = {(test, v) for test, v in wanted if not _told_by_bucket(test, v)}
         fields.append(NumberField(
             name, exact, bucket, tuple(sorted(v for t, v in wanted if t == "eq")),
             tuple(sorted(v for t, v in wanted if t == "above")),
@@ -77,6 +76,13 @@ def compile_key(op: Op, leaves: Iterable[Rule]) -> KeyProgram:
     order = tuple(sorted(tensor_facts))
     identity = hash((op.name, tuple(fields), order)) & 0xFFFFFFFF
     return KeyProgram(op, tuple(fields), order, identity)
+
+
+def _told_by_bucket(test: str, value: float) -> bool:
+    """Buckets are exact up to 16, so they already answer small comparisons, and those at their edges."""
+    if test == "multiple":
+        return False
+    return value <= 16 or (test == "above" and value == bucket_top(int(value)))
 
 
 def _number_tests(leaf: Rule) -> Iterable[tuple[str, float]]:

@@ -1,0 +1,177 @@
+"""The commands. Each asks the library one question and prints the answer; none decides anything itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..runtime import hardware, inspection, native
+from ..runtime import world as worlds
+from ..select.policy import suggest
+from ..spec.device import Device
+from ..spec.errors import ConfigError, DataError, NoKernel
+from ..spec.plan import Plan
+from . import demo as demonstration
+from . import show
+from .arguments import parse_call
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  help="LayerZero: which kernel serves a call on this machine, and why.")
+
+OpName = Annotated[str, typer.Argument(metavar="OP", help="an operation, such as attention")]
+Words = Annotated[list[str], typer.Argument(metavar="SHAPE...", help="query=1x32x1x128 is_causal=true ...")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+Dtype = Annotated[str, typer.Option(help="dtype of the tensors; one tensor's own: mask=8x8:bool")]
+DeviceKind = Annotated[str | None, typer.Option(
+    "--device", help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")]
+Backend = Annotated[str | None, typer.Option("--backend", help="ask for this kernel or library by name")]
+On = Annotated[Path | None, typer.Option(
+    "--on", help="a device as JSON, one of `devices` in lz doctor --json: answers for that machine")]
+
+
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
+    if version:
+        show.text(f"layerzero {__version__}")
+        raise typer.Exit()
+
+
+@app.command()
+def doctor(deep: Annotated[bool, typer.Option("--deep", help="import each library in a process of its own")] = False,
+           as_json: Json = False) -> None:
+    """What is here, what is broken, and what to do. Exit code 1 if something is broken."""
+    found = inspection.doctor(deep)
+    if as_json:
+        show.as_json(found.to_json())
+    else:
+        show.devices(found.devices)
+        show.heading(", ".join(f"{name} {version}" for name, version in found.versions.items()))
+        show.table(("", "check", "found", "hint"),
+                   [("ok" if c.ok else "!!", c.name, c.found, c.hint) for c in found.checks])
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command("list")
+def list_kernels(op: Annotated[str | None, typer.Argument(metavar="[OP]", help="only kernels of this op")] = None,
+                 device: DeviceKind = None, as_json: Json = False) -> None:
+    """Every kernel, how it stands on this machine, and if it does not, why."""
+    kind = _kind(device)
+    rows = inspection.list_kernels(op, kind)
+    if as_json:
+        show.as_json({"device": kind, "kernels": [row.to_json() for row in rows]})
+        return
+    show.table(("kernel", "op", "status", "why not"),
+               [(r.id, r.op, r.status, "; ".join(reason.message for reason in r.reasons)) for r in rows])
+
+
+@app.command()
+def kernels(kernel: Annotated[str, typer.Argument(metavar="KERNEL_ID", help="such as torch.sdpa_math")],
+            device: DeviceKind = None, as_json: Json = False) -> None:
+    """One kernel in full: its limits, its library, how it stands here."""
+    known = worlds.current().catalog.by_id
+    if kernel not in known:
+        raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, known)}")
+    declared, kind = known[kernel], _kind(device)
+    info = next(row for row in inspection.list_kernels(declared.op.name, kind) if row.id == kernel)
+    data = {**declared.to_json(), "device": kind, "status": info.status,
+            "reasons": [reason.to_json() for reason in info.reasons]}
+    if as_json:
+        show.as_json(data)
+        return
+    standing = "; ".join(map(str, info.reasons))
+    rows = [("op", declared.op.name), (f"status on {kind}", info.status + (f": {standing}" if standing else ""))]
+    rows += [("requires", str(rule)) for rule in declared.requires]
+    rows += [(name, str(data[name])) for name in (
+        "package", "distribution", "version", "torch", "note", "workspace", "variants", "prior", "overhead_us")
+        if data[name] not in ("", [], "0")]
+    rows += [("properties", ", ".join(name for name in (
+        "differentiable", "deterministic", "graph_safe", "traceable", "baseline", "jit", "untested") if data[name]))]
+    show.heading(kernel)
+    show.table(("field", "value"), rows)
+
+
+@app.command()
+def explain(op: OpName, words: Words, dtype: Dtype = "bfloat16", device: DeviceKind = None, backend: Backend = None,
+            on: On = None, as_json: Json = False) -> None:
+    """The whole decision for a call: every kernel, accepted or rejected, every reason. Runs nothing."""
+    plan = _plan(op, words, dtype, device, backend, on)
+    show.as_json(plan.to_json()) if as_json else show_plan(plan)
+    raise typer.Exit(0 if plan.steps else 1)
+
+
+@app.command()
+def which(op: OpName, words: Words, dtype: Dtype = "bfloat16", device: DeviceKind = None, backend: Backend = None,
+          on: On = None, as_json: Json = False) -> None:
+    """The kernel that would serve a call; an error if there is none."""
+    plan = _plan(op, words, dtype, device, backend, on)
+    if plan.kernel is None:
+        raise NoKernel(f"no kernel can serve this call\n{plan}")
+    show.as_json({"op": plan.op, "kernel": plan.kernel}) if as_json else show.text(plan.kernel)
+
+
+@app.command()
+def config(as_json: Json = False) -> None:
+    """Every setting with its value and where it comes from, and the rules in force."""
+    found = inspection.get_config()
+    if as_json:
+        show.as_json(found)
+        return
+    show.table(("setting", "value", "from"),
+               [(name, json.dumps(value), found["source"][name]) for name, value in found["settings"].items()])
+    show.heading(f"policy {found['policy_hash']}, file: {found['policy_file'] or 'none'}")
+    show.table(("layer", "rule", "written in"), [(r["layer"], r["text"], r["origin"]) for r in found["rules"]])
+
+
+@app.command()
+def build(force: Annotated[bool, typer.Option("--force", help="compile even if it is built already")] = False) -> None:
+    """Compile the native call path for this Python and this torch."""
+    native.build(force=force)
+    state = native.status()
+    show.text(state.text)
+    if state.hint:
+        show.text(f"hint: {state.hint}")
+    raise typer.Exit(0 if state.ok else 1)
+
+
+@app.command()
+def demo(as_json: Json = False, device: DeviceKind = None,
+         seconds: Annotated[float, typer.Option(help="time to spend on each measurement")] = 0.8) -> None:
+    """A decoder block through lz and through plain torch: who serves, why, is it equal, what is gained."""
+    raise typer.Exit(demonstration.run(_kind(device), seconds, as_json))
+
+
+def show_plan(plan: Plan) -> None:
+    if not show.console().is_terminal:
+        show.text(str(plan))
+        return
+    show.heading(str(plan).splitlines()[0])
+    rows = [("->" if i == 0 else "", step.kernel, f"{step.score.total_us:.2f} us", "; ".join(
+        part for part in (step.score.source, "after " + ", ".join(map(str, step.transforms)) if step.transforms else "",
+                          step.note) if part)) for i, step in enumerate(plan.steps)]
+    rows += [("x", r.kernel, "", "; ".join(map(str, r.reasons))) for r in plan.rejected]
+    show.table(("", "kernel", "expected", "why"), rows, right=("expected",))
+
+
+def _plan(op: str, words: list[str], dtype: str, device: str | None, backend: str | None, on: Path | None) -> Plan:
+    found = inspection.dispatcher_of(op).op
+    machine = _device_file(on) if on is not None else hardware.probe(_kind(device))
+    return inspection.explain(op, backend=backend, on=machine, **parse_call(found, words, dtype))
+
+
+def _kind(device: str | None) -> str:
+    """The kind asked for, if it is here; else an accelerator before the CPU."""
+    if device is not None:
+        return hardware.probe(device).type
+    return next((kind for kind in hardware.present() if kind != "cpu"), "cpu")
+
+
+def _device_file(path: Path) -> Device:
+    try:
+        data: Any = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise DataError(f"--on {path}: wanted a device as JSON, one of `devices` in lz doctor --json; {e}") from e
+    return Device.from_json(data)

@@ -1,0 +1,242 @@
+"""`lz demo`: one decoder block, three steps, two dtypes. Who serves each call and why, is it equal, what is gained."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..runtime import inspection
+from ..spec.plan import Plan
+from . import show
+from .block import EPS, SIZES, STEPS, STYLE_NOTES, STYLES, Block, Operations, Recorder, Sizes, Step
+from .timing import Timings, in_turns
+
+DTYPES = ("float32", "bfloat16")
+TIMES_TORCH = 2.0                              # how much larger than torch's our error may be
+OPS = Operations._fields
+
+
+@dataclass(frozen=True)
+class Served:
+    """One operation of one step: what was planned, and what the counters say ran."""
+
+    plan: Plan
+    by: tuple[str, ...]
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step in one dtype."""
+
+    dtype: str
+    step: Step
+    ops: dict[str, Served]
+    block: Timings
+    torch_error: float                         # against the block in float64, relative
+    lz_error: float
+
+    @property
+    def equal(self) -> bool:
+        return self.lz_error <= TIMES_TORCH * max(self.torch_error, torch.finfo(getattr(torch, self.dtype)).eps / 8)
+
+    def to_json(self) -> dict[str, Any]:
+        timed = {**{name: s.timings for name, s in self.ops.items()}, "block": self.block}
+        return {
+            "dtype": self.dtype, "step": self.step.name, "equal": self.equal, "torch_error": self.torch_error,
+            "lz_error": self.lz_error,
+            "ops": {name: {"served_by": list(s.by), "plan": s.plan.to_json()} for name, s in self.ops.items()},
+            "timings": {name: {
+                "microseconds": {style: t.median(style) for style in STYLES},
+                "rounds": len(t.rounds["lz"]),
+                "gain": {style: t.gain(style, "lz").to_json() for style in STYLE_NOTES}} for name, t in timed.items()}}
+
+
+def run(device: str, seconds: float, as_json: bool) -> int:
+    """Print the demonstration; 1 if a result was not equal."""
+    began = time.perf_counter()
+    sizes = SIZES["cpu" if device == "cpu" else "cuda"]
+    diagnosis = inspection.doctor()
+    if device == "cpu":
+        torch.set_num_threads(_useful_threads())
+    if not as_json:
+        _introduce(diagnosis, sizes, device)
+    with torch.no_grad(), _progress(len(DTYPES) * len(STEPS) * (len(OPS) + 1)) as advance:
+        rows = [row for dtype in DTYPES for row in _rows(dtype, sizes, device, seconds, advance)]
+    equal = all(row.equal for row in rows)
+    if as_json:
+        show.as_json({"ok": equal, "machine": diagnosis.to_json(), "device": device, "sizes": dict(sizes.__dict__),
+                      "styles": STYLE_NOTES, "rows": [row.to_json() for row in rows]})
+    else:
+        _report(rows)
+        show.text(f"\n{time.perf_counter() - began:.0f} s in all. The same question for any call: "
+                  "lz explain attention q=1x16x1x64 k=1x4x4096x64 v=1x4x4096x64")
+    return 0 if equal else 1
+
+
+# measuring
+
+def _useful_threads() -> int:
+    """All, unless one alone is faster now: beside other work on this machine threads wait for each other."""
+    many, x = torch.get_num_threads(), torch.randn(512, 1024)
+
+    def on(threads: int) -> Callable[[], Any]:
+        def norm() -> torch.Tensor:
+            torch.set_num_threads(threads)
+            return torch.rms_norm(x, (1024,))
+
+        return norm
+
+    one_over_many = in_turns({"one": on(1), "many": on(many)}, 0.5, "cpu").gain("one", "many")
+    return many if one_over_many.low > 1.0 else 1
+
+def _rows(dtype: str, sizes: Sizes, device: str, seconds: float, advance: Callable[[str], None]) -> list[Row]:
+    block = Block(sizes, getattr(torch, dtype), device, max(s.past + s.tokens for s in STEPS))
+    exact = block.to(torch.float64)
+    return [_row(block, exact, dtype, step, seconds, advance) for step in STEPS]
+
+
+def _row(block: Block, exact: Block, dtype: str, step: Step, seconds: float, advance: Callable[[str], None]) -> Row:
+    recorder = Recorder(STYLES["lz"])
+    before = inspection.stats().calls
+    for _ in range(3):                         # the first call chooses, the others are counted
+        ours = block(step, recorder.operations)
+    after = inspection.stats().calls
+    ops = {}
+    for name, args in recorder.calls.items():
+        advance(f"{dtype}, {step.name}: {name}")
+        ran = {k: n - before.get(name, {}).get(k, 0) for k, n in after[name].items()}
+        ways = {style: _bound(do, name, args) for style, do in STYLES.items()}
+        ops[name] = Served(_explained(name, args), tuple(k for k, n in ran.items() if n),
+                           in_turns(ways, seconds, block.device))
+    advance(f"{dtype}, {step.name}: block")
+    timings = in_turns({style: _stepping(block, step, do) for style, do in STYLES.items()}, seconds, block.device)
+    truth, theirs = exact(step, STYLES["torch"]), block(step, STYLES["torch"])
+    return Row(dtype, step, ops, timings, _distance(theirs, truth), _distance(ours, truth))
+
+
+def _bound(do: Operations, name: str, args: tuple[Any, ...]) -> Callable[[], Any]:
+    fn = getattr(do, name)
+    return lambda: fn(*args)
+
+
+def _stepping(block: Block, step: Step, do: Operations) -> Callable[[], Any]:
+    return lambda: block(step, do)
+
+
+def _explained(name: str, args: tuple[Any, ...]) -> Plan:
+    if name == "attention":
+        return inspection.explain(name, *args[:3], is_causal=args[3])
+    return inspection.explain(name, *args, EPS)
+
+
+def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float(((found.to(truth.dtype) - truth).norm() / truth.norm()).item())
+
+
+# printing
+
+def _progress(total: int) -> AbstractContextManager[Callable[[str], None]]:
+    err = Console(file=sys.stderr)
+    if not err.is_terminal:
+        return nullcontext(lambda what: None)
+    return _Bar(Progress(TextColumn("{task.description:<40}"), BarColumn(), TimeElapsedColumn(), console=err,
+                         transient=True), total)
+
+
+class _Bar(AbstractContextManager[Callable[[str], None]]):
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.task = progress, progress.add_task("", total=total)
+
+    def __enter__(self) -> Callable[[str], None]:
+        self.progress.start()
+        return lambda what: self.progress.update(self.task, description=what, advance=1)
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+
+def _introduce(diagnosis: inspection.Diagnosis, sizes: Sizes, device: str) -> None:
+    show.heading("This machine")
+    show.devices(diagnosis.devices)
+    path = next(c for c in diagnosis.checks if c.name == "native fast path")
+    show.text(f"{path.name}: {path.found}")
+    show.heading(f"A decoder block on {device}: hidden {sizes.hidden}, {sizes.heads} heads, {sizes.kv_heads} KV heads, "
+                 f"head_dim {sizes.head_dim}, ffn {sizes.ffn}, batch 1")
+    if device == "cpu":
+        show.text(f"On {torch.get_num_threads()} of {diagnosis.devices[0].cores} cores: as many as are free now.")
+    show.text("Three ways to run it, with the same matmuls, rope and SwiGLU in between:")
+    show.table(("way", "what it calls"), [("lz", "lz.rms_norm, lz.attention, lz.add_rms_norm"), *STYLE_NOTES.items()])
+
+
+def _report(rows: Sequence[Row]) -> None:
+    for op in OPS:
+        show.heading(f"lz.{op}: who serves it, and why not the others")
+        show.table(("kernel", *DTYPES, "why"), _verdicts([(row.dtype, row.ops[op].plan) for row in rows]))
+    show.text(f"The place of a kernel in the plan for {', '.join(step.name for step in STEPS)}: "
+              "1 serves the call, the next one steps in if it fails, - cannot serve.")
+    show.heading("Is it equal? Error against the same block in float64")
+    show.table(("dtype", "step", "torch", "lz", "verdict"),
+               [(row.dtype, row.step.name, f"{row.torch_error:.1e}", f"{row.lz_error:.1e}",
+                 "equal" if row.equal else "NOT EQUAL") for row in rows], right=("torch", "lz"))
+    show.heading("What is gained: microseconds per call, and how many times faster lz is (median, middle half)")
+    columns = ("dtype", "step", "what", "served by", "lz", *STYLE_NOTES, *(f"over {s}" for s in STYLE_NOTES), "")
+    show.table(columns, [line for row in rows for line in _gains(row)], right=("lz", *STYLE_NOTES))
+    for style in STYLE_NOTES:
+        verdicts = [t.gain(style, "lz").verdict for row in rows for t in (*(s.timings for s in row.ops.values()), row.block)]
+        show.text(f"Against {style}: " + ", ".join(f"{word} in {verdicts.count(word)}" for word in (
+            "faster", "even", "slower")) + f" of {len(verdicts)}; faster and slower where three quarters of the rounds are.")
+
+
+def _gains(row: Row) -> list[tuple[str, ...]]:
+    lines = []
+    for name, timings in (*((op, s.timings) for op, s in row.ops.items()), ("whole block", row.block)):
+        by = ", then ".join(row.ops[name].by) if name in row.ops else ""
+        gain = timings.gain("torch", "lz")
+        lines.append((row.dtype, row.step.name, name, by, *(f"{timings.median(s):.1f}" for s in ("lz", *STYLE_NOTES)),
+                      *(str(timings.gain(s, "lz")) for s in STYLE_NOTES), gain.verdict))
+    return lines
+
+
+class _Standing:
+    """How one kernel stands in all plans of an op."""
+
+    def __init__(self) -> None:
+        self.rank = 99
+        self.places: dict[str, list[str]] = {dtype: [] for dtype in DTYPES}
+        self.times: list[float] = []           # expected, as a multiple of the chosen one's
+        self.sources: set[str] = set()
+        self.reasons: list[str] = []
+
+    def why(self) -> str:
+        low, high = f"{min(self.times, default=0):.1f}", f"{max(self.times, default=0):.1f}"
+        span = low if low == high else f"{low}-{high}"
+        expected = [f"expected to take {span}x as long ({', '.join(sorted(self.sources))})"] if self.times else []
+        return "; ".join(expected + list(dict.fromkeys(self.reasons)))
+
+
+def _verdicts(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, ...]]:
+    """One line per kernel: its place in each plan, and what speaks against it."""
+    found: dict[str, _Standing] = defaultdict(_Standing)
+    for dtype, plan in plans:
+        for place, step in enumerate(plan.steps, 1):
+            standing = found[step.kernel]
+            standing.places[dtype].append(str(place))
+            standing.rank = min(standing.rank, place)
+            if place > 1:
+                standing.times.append(step.score.total_us / plan.steps[0].score.total_us)
+                standing.sources.add(step.score.source)
+        for rejected in plan.rejected:
+            found[rejected.kernel].places[dtype].append("-")
+            found[rejected.kernel].reasons.append(rejected.reasons[0].message)
+    return [(kernel, *(" ".join(places) for places in standing.places.values()), standing.why())
+            for kernel, standing in sorted(found.items(), key=lambda item: (item[1].rank, item[0]))]

@@ -1,0 +1,96 @@
+"""Traces and metrics for OpenTelemetry.
+
+    from layerzero.integrations import opentelemetry
+    uninstall = opentelemetry.install()
+
+A choice is a span below the caller's; a call served by another kernel than the chosen one is an event
+on the caller's span. Calls that find their remembered choice make no span: they are counted by the
+cache anyway and read when metrics are collected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..runtime import events, inspection
+from ..spec.errors import ConfigError
+from ..spec.event import Event, Fallback, HealthChanged, Selected
+
+# An observable instrument cannot be taken out of its meter, and asking for it again gives the same one
+# with its first callback. So each has a switch, which outlives what install() returned.
+_switches: WeakKeyDictionary[Any, _Switch] = WeakKeyDictionary()
+
+
+def install(tracer_provider: Any = None, meter_provider: Any = None) -> Callable[[], None]:
+    """Report to these providers (by default the global ones); returns what stops it."""
+    try:
+        from opentelemetry import metrics, trace
+    except ImportError as e:
+        raise ConfigError("traces and metrics need opentelemetry-api, which is not installed; "
+                          "install layerzero[telemetry]") from e
+    tracer = trace.get_tracer("layerzero", tracer_provider=tracer_provider)
+    meter = metrics.get_meter("layerzero", meter_provider=meter_provider)
+    fresh = _Switch(metrics.Observation)
+    calls = meter.create_observable_counter("layerzero.calls", [fresh.observe], "{call}",
+                                            "Calls, by the kernel chosen for them")
+    switch = _switches.setdefault(calls, fresh)
+    if switch.on:
+        raise ConfigError("LayerZero reports to this OpenTelemetry meter already; "
+                          "call what install() returned before installing it again")
+    switch.on = True
+    stop = events.subscribe(_Listener(trace, tracer, meter).hear)
+
+    def uninstall() -> None:
+        stop()
+        switch.on = False
+
+    return uninstall
+
+
+class _Switch:
+    def __init__(self, observation: Any) -> None:
+        self.observation = observation
+        self.on = False
+
+    def observe(self, options: Any) -> Iterator[Any]:
+        for op, kernels in inspection.stats().calls.items() if self.on else ():
+            for kernel, n in kernels.items():
+                yield self.observation(n, {"layerzero.op": op, "layerzero.kernel": kernel})
+
+
+class _Listener:
+    def __init__(self, trace: Any, tracer: Any, meter: Any) -> None:
+        self.trace, self.tracer = trace, tracer
+        self.selections = meter.create_counter(
+            "layerzero.selections", "{choice}", "Choices made for kinds of calls not seen before")
+        self.microseconds = meter.create_histogram(
+            "layerzero.selection.duration", "us", "Time to make a choice, loading included")
+        self.fallbacks = meter.create_counter(
+            "layerzero.fallbacks", "{call}", "Calls served by another kernel than the chosen one")
+        self.health = meter.create_counter(
+            "layerzero.health.changes", "{change}", "Changes of a circuit breaker's state")
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Selected):
+            self._selected(event)
+        elif isinstance(event, Fallback):
+            code = event.reason.code.value if event.reason else ""
+            about = {"layerzero.op": event.op, "layerzero.kernel": event.kernel, "layerzero.served_by": event.served_by,
+                     "layerzero.code": code}
+            self.fallbacks.add(1, about)
+            message = event.reason.message if event.reason else ""
+            self.trace.get_current_span().add_event("layerzero.fallback", {**about, "layerzero.reason": message})
+        elif isinstance(event, HealthChanged):
+            self.health.add(1, {"layerzero.kernel": event.kernel, "layerzero.state": event.state})
+
+    def _selected(self, event: Selected) -> None:
+        about = {"layerzero.op": event.op, "layerzero.kernel": event.kernel}
+        self.selections.add(1, about)
+        self.microseconds.record(event.microseconds, {"layerzero.op": event.op})
+        end = time.time_ns()                   # the choice is made already: the span is dated back
+        span = self.tracer.start_span("layerzero.select", start_time=end - int(event.microseconds * 1000), attributes={
+            **about, "layerzero.candidates": event.candidates, "layerzero.transforms": event.transforms})
+        span.end(end)

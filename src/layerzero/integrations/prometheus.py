@@ -1,0 +1,98 @@
+"""Counters for Prometheus.
+
+    from layerzero.integrations import prometheus
+    uninstall = prometheus.install()
+
+A call that finds its remembered choice costs nothing more: calls are counted by the cache anyway and
+read when Prometheus asks. `layerzero_calls_total` counts by the kernel that was chosen; a call that
+another one had to serve is also in `layerzero_fallbacks_total`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..runtime import events, inspection
+from ..runtime import world as worlds
+from ..spec.errors import ConfigError
+from ..spec.event import Event, Fallback, Selected
+
+BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2, "disabled": 3}
+SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-1, 1.0, 10.0)
+
+
+def install(registry: Any = None) -> Callable[[], None]:
+    """Expose LayerZero in `registry` (prometheus_client's default one); returns what takes it out again."""
+    try:
+        import prometheus_client
+    except ImportError as e:
+        raise ConfigError("counters for Prometheus need prometheus_client, which is not installed; "
+                          "install layerzero[telemetry]") from e
+    target = prometheus_client.REGISTRY if registry is None else registry
+    collector = _Collector(prometheus_client)
+    try:
+        target.register(collector)
+    except ValueError as e:
+        raise ConfigError("LayerZero is in this Prometheus registry already; "
+                          "call what install() returned before installing it again") from e
+    stop = events.subscribe(collector.hear)
+
+    def uninstall() -> None:
+        nonlocal collector
+        stop()
+        if collector is not None:
+            target.unregister(collector)
+            collector = None  # type: ignore[assignment]
+
+    return uninstall
+
+
+class _Collector:
+    """One collector for all: it is in a registry as a whole or not at all."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.selections = client.Counter(
+            "layerzero_selections", "Choices made for kinds of calls not seen before", ("op", "kernel"), registry=None)
+        self.fallbacks = client.Counter(
+            "layerzero_fallbacks", "Calls that `kernel` was chosen for and `served_by` served",
+            ("op", "kernel", "served_by", "code"), registry=None)
+        self.seconds = client.Histogram(
+            "layerzero_selection_seconds", "Time to make a choice, loading included", ("op",), buckets=SECONDS,
+            registry=None)
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Selected):
+            self.selections.labels(event.op, event.kernel).inc()
+            self.seconds.labels(event.op).observe(event.microseconds / 1e6)
+        elif isinstance(event, Fallback):
+            code = event.reason.code.value if event.reason else ""
+            self.fallbacks.labels(event.op, event.kernel, event.served_by, code).inc()
+
+    def describe(self) -> Iterator[Any]:
+        for metric in (self.selections, self.fallbacks, self.seconds):
+            yield from metric.describe()
+        yield from self._empty()
+
+    def collect(self) -> Iterator[Any]:
+        for metric in (self.selections, self.fallbacks, self.seconds):
+            yield from metric.collect()
+        calls, breakers, epoch = self._empty()
+        for op, kernels in inspection.stats().calls.items():
+            for kernel, n in kernels.items():
+                calls.add_metric((op, kernel), n)
+        world = worlds.current()
+        # What a fault counts against: a library, or for torch's own the kernel alone.
+        for group in sorted({kernel.health for kernel in world.catalog.kernels} | world.health.keys()):
+            health = world.health.get(group)
+            breakers.add_metric((group,), BREAKER_STATES[health.state if health else "closed"])
+        epoch.add_metric((), world.epoch)
+        yield from (calls, breakers, epoch)
+
+    def _empty(self) -> tuple[Any, Any, Any]:
+        core = self.client.core
+        return (core.CounterMetricFamily("layerzero_calls", "Calls, by the kernel chosen for them", labels=("op", "kernel")),
+                core.GaugeMetricFamily("layerzero_breaker_state", "Circuit breaker: " + ", ".join(
+                    f"{n} {state}" for state, n in BREAKER_STATES.items()), labels=("kernel",)),
+                core.GaugeMetricFamily("layerzero_world_epoch", "How often what choices depend on has changed", labels=()))

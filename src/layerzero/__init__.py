@@ -7,25 +7,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .runtime import catalog as _catalog
 from .runtime import dispatch as _dispatch
 from .runtime import torch_face as _torch_face
 from .runtime import world as _world
 from .runtime.events import subscribe
-from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
-from .runtime.inspection import select_kernel as select
-from .runtime.settings import (
-    configure,
-    disabled,
-    get_locks,
-    load_config,
-    lock,
-    prefer,
-    reload,
-    unlock,
-)
 from .select.policy import PolicyRule
 from .spec.device import Device
 from .spec.errors import (
@@ -48,7 +37,21 @@ from .spec.op import Op, Tolerance
 from .spec.plan import Plan
 from .spec.reason import Code, Reason
 
+if TYPE_CHECKING:
+    from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
+    from .runtime.inspection import select_kernel as select
+    from .runtime.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
+
 __version__ = "0.1.0"
+
+# Loaded when first asked for, so that importing the library stays cheap.
+_LATER = {
+    **{name: ("inspection", name) for name in
+       ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which")},
+    "select": ("inspection", "select_kernel"),
+    **{name: ("settings", name) for name in
+       ("configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock")},
+}
 
 _ops = _catalog.builtin_ops()
 globals().update({name: _dispatch.function(op) for name, op in _ops.items()})
@@ -58,6 +61,10 @@ _torch_face.install(list(_ops.values()))
 def op(name: str) -> Op:
     """The declaration of an operation."""
     return _world.current().catalog.ops[name] if name not in _ops else _ops[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER, *_world.current().catalog.ops})
 
 
 def register(item: Op | Kernel) -> Any:
@@ -81,6 +88,10 @@ def clear_cache() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        module, attribute = _LATER[name]
+        found = globals()[name] = getattr(importlib.import_module(f"layerzero.runtime.{module}"), attribute)
+        return found
     if not name.startswith("_") and name in _world.current().catalog.ops:
         return _dispatch.function(_world.current().catalog.ops[name])
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")

@@ -66,8 +66,8 @@ def run(device: str, seconds: float, as_json: bool) -> int:
     began = time.perf_counter()
     sizes = SIZES["cpu" if device == "cpu" else "cuda"]
     diagnosis = inspection.doctor()
-    if device == "cpu":
-        torch.set_num_threads(_useful_threads())
+    if device == "cpu":                        # threads wait for each other where other work takes a core
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     if not as_json:
         _introduce(diagnosis, sizes, device)
     with torch.no_grad(), _progress(len(DTYPES) * len(STEPS) * (len(OPS) + 1)) as advance:
@@ -84,20 +84,6 @@ def run(device: str, seconds: float, as_json: bool) -> int:
 
 
 # measuring
-
-def _useful_threads() -> int:
-    """All, unless one alone is faster now: beside other work on this machine threads wait for each other."""
-    many, x = torch.get_num_threads(), torch.randn(512, 1024)
-
-    def on(threads: int) -> Callable[[], Any]:
-        def norm() -> torch.Tensor:
-            torch.set_num_threads(threads)
-            return torch.rms_norm(x, (1024,))
-
-        return norm
-
-    one_over_many = in_turns({"one": on(1), "many": on(many)}, 0.5, "cpu").gain("one", "many")
-    return many if one_over_many.low > 1.0 else 1
 
 def _rows(dtype: str, sizes: Sizes, device: str, seconds: float, advance: Callable[[str], None]) -> list[Row]:
     block = Block(sizes, getattr(torch, dtype), device, max(s.past + s.tokens for s in STEPS))
@@ -119,7 +105,8 @@ def _row(block: Block, exact: Block, dtype: str, step: Step, seconds: float, adv
         ops[name] = Served(_explained(name, args), tuple(k for k, n in ran.items() if n),
                            in_turns(ways, seconds, block.device))
     advance(f"{dtype}, {step.name}: block")
-    timings = in_turns({style: _stepping(block, step, do) for style, do in STYLES.items()}, seconds, block.device)
+    whole = {style: _stepping(block, step, do) for style, do in STYLES.items()}
+    timings = in_turns(whole, 2 * seconds, block.device)
     truth, theirs = exact(step, STYLES["torch"]), block(step, STYLES["torch"])
     return Row(dtype, step, ops, timings, _distance(theirs, truth), _distance(ours, truth))
 
@@ -173,37 +160,42 @@ def _introduce(diagnosis: inspection.Diagnosis, sizes: Sizes, device: str) -> No
     show.heading(f"A decoder block on {device}: hidden {sizes.hidden}, {sizes.heads} heads, {sizes.kv_heads} KV heads, "
                  f"head_dim {sizes.head_dim}, ffn {sizes.ffn}, batch 1")
     if device == "cpu":
-        show.text(f"On {torch.get_num_threads()} of {diagnosis.devices[0].cores} cores: as many as are free now.")
+        show.text(f"On {torch.get_num_threads()} of {diagnosis.devices[0].cores} cores: "
+                  "one is left to the rest of the machine, so that the times are steady.")
     show.text("Three ways to run it, with the same matmuls, rope and SwiGLU in between:")
     show.table(("way", "what it calls"), [("lz", "lz.rms_norm, lz.attention, lz.add_rms_norm"), *STYLE_NOTES.items()])
 
 
 def _report(rows: Sequence[Row]) -> None:
+    show.heading(f"The place of each kernel in the plan for {', '.join(step.name for step in STEPS)}")
+    show.text("1 serves the call, the next one steps in if it fails, - cannot serve.")
     for op in OPS:
         show.heading(f"lz.{op}: who serves it, and why not the others")
         show.table(("kernel", *DTYPES, "why"), _verdicts([(row.dtype, row.ops[op].plan) for row in rows]))
-    show.text(f"The place of a kernel in the plan for {', '.join(step.name for step in STEPS)}: "
-              "1 serves the call, the next one steps in if it fails, - cannot serve.")
     show.heading("Is it equal? Error against the same block in float64")
     show.table(("dtype", "step", "torch", "lz", "verdict"),
                [(row.dtype, row.step.name, f"{row.torch_error:.1e}", f"{row.lz_error:.1e}",
                  "equal" if row.equal else "NOT EQUAL") for row in rows], right=("torch", "lz"))
-    show.heading("What is gained: microseconds per call, and how many times faster lz is (median, middle half)")
-    columns = ("dtype", "step", "what", "served by", "lz", *STYLE_NOTES, *(f"over {s}" for s in STYLE_NOTES), "")
-    show.table(columns, [line for row in rows for line in _gains(row)], right=("lz", *STYLE_NOTES))
+    show.heading("What is gained: microseconds per call, and how many times faster lz is")
+    for row in rows:
+        show.text(f"{row.dtype}, {row.step.name}")
+        columns = ("call", "served by", "lz", *STYLE_NOTES, *(f"over {style}" for style in STYLE_NOTES), "")
+        show.table(columns, _gains(row), right=("lz", *STYLE_NOTES))
+    timed = [t for row in rows for t in (*(s.timings for s in row.ops.values()), row.block)]
     for style in STYLE_NOTES:
-        verdicts = [t.gain(style, "lz").verdict for row in rows for t in (*(s.timings for s in row.ops.values()), row.block)]
-        show.text(f"Against {style}: " + ", ".join(f"{word} in {verdicts.count(word)}" for word in (
-            "faster", "even", "slower")) + f" of {len(verdicts)}; faster and slower where three quarters of the rounds are.")
+        verdicts = [t.gain(style, "lz").verdict for t in timed]
+        counts = ", ".join(f"{word} in {verdicts.count(word)}" for word in ("faster", "even", "slower"))
+        show.text(f"Against {style}: {counts} of {len(timed)}.")
+    show.text("Medians over rounds in which each way has its turn, with half the span of the middle half of the "
+              "rounds. Faster and slower are said where three quarters of the rounds agree.")
 
 
 def _gains(row: Row) -> list[tuple[str, ...]]:
     lines = []
     for name, timings in (*((op, s.timings) for op, s in row.ops.items()), ("whole block", row.block)):
         by = ", then ".join(row.ops[name].by) if name in row.ops else ""
-        gain = timings.gain("torch", "lz")
-        lines.append((row.dtype, row.step.name, name, by, *(f"{timings.median(s):.1f}" for s in ("lz", *STYLE_NOTES)),
-                      *(str(timings.gain(s, "lz")) for s in STYLE_NOTES), gain.verdict))
+        lines.append((name, by, *(f"{timings.median(s):.1f}" for s in ("lz", *STYLE_NOTES)),
+                      *(str(timings.gain(s, "lz")) for s in STYLE_NOTES), timings.gain("torch", "lz").verdict))
     return lines
 
 

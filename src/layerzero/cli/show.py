@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -41,7 +40,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
     if not out.is_terminal:
         _plain(columns, rows, right)
         return
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
     for name in columns:
         grid.add_column(name, justify="right" if name in right else "left", overflow="fold",
                         no_wrap=name in right or name == "kernel")

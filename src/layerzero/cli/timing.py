@@ -23,7 +23,7 @@ class Ratio:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})"
+        return f"{self.median:.2f}x ±{(self.high - self.low) / 2:.2f}"
 
     @property
     def verdict(self) -> str:

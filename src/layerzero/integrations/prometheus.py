@@ -25,7 +25,7 @@ SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-
 def install(registry: Any = None) -> Callable[[], None]:
     """Expose LayerZero in `registry` (prometheus_client's default one); returns what takes it out again."""
     try:
-        import prometheus_client
+        import prometheus_client.core
     except ImportError as e:
         raise ConfigError("counters for Prometheus need prometheus_client, which is not installed; "
                           "install layerzero[telemetry]") from e
@@ -91,8 +91,9 @@ class _Collector:
         yield from (calls, breakers, epoch)
 
     def _empty(self) -> tuple[Any, Any, Any]:
-        core = self.client.core
-        return (core.CounterMetricFamily("layerzero_calls", "Calls, by the kernel chosen for them", labels=("op", "kernel")),
-                core.GaugeMetricFamily("layerzero_breaker_state", "Circuit breaker: " + ", ".join(
-                    f"{n} {state}" for state, n in BREAKER_STATES.items()), labels=("kernel",)),
-                core.GaugeMetricFamily("layerzero_world_epoch", "How often what choices depend on has changed", labels=()))
+        """The families that are read when asked for, without samples."""
+        states = ", ".join(f"{n} {state}" for state, n in BREAKER_STATES.items())
+        counter, gauge = self.client.core.CounterMetricFamily, self.client.core.GaugeMetricFamily
+        return (counter("layerzero_calls", "Calls, by the kernel chosen for them", labels=("op", "kernel")),
+                gauge("layerzero_breaker_state", f"Circuit breaker: {states}", labels=("kernel",)),
+                gauge("layerzero_world_epoch", "How often what choices depend on has changed", labels=()))

@@ -22,8 +22,11 @@ class Binding:
 def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms: Sequence[Transform],
          variant: str) -> Binding:
     accepted = accepted_params(kernel.id, op, loaded)
-    call = loaded if isinstance(loaded, Direct) else Direct(
-        loaded, tuple(n for n in accepted if _positional(loaded, n)), {n: n for n in accepted if not _positional(loaded, n)})
+    if isinstance(loaded, Direct):
+        call = loaded
+    else:
+        by_position = [n for n in accepted if _positional(loaded, n)]
+        call = Direct(loaded, tuple(by_position), {n: n for n in accepted if n not in by_position})
     names = ", ".join(p.name for p in op.params)
     scope: dict[str, Any] = {"FN": call.fn}
     lines: list[str] = []

@@ -21,6 +21,7 @@ from ..spec.op import Op
 from ..spec.reason import Code, Reason
 from .loading import LOAD_ERRORS
 
+PLUGIN_ERRORS: tuple[type[BaseException], ...] = (LayerZeroError, *LOAD_ERRORS)
 ENTRY_POINTS = ("layerzero.ops", "layerzero.backends")
 
 
@@ -85,7 +86,7 @@ def discover() -> tuple[Catalog, list[Event]]:
             try:
                 for item in _items(entry.load(), origin):
                     catalog = catalog.adding(item, origin)
-            except (LayerZeroError, *LOAD_ERRORS) as e:
+            except PLUGIN_ERRORS as e:
                 problems.append(BackendUnavailable(kernel=entry.name, reason=Reason(
                     Code.IMPORT_FAILED, f"plugin {entry.name} of {origin}", f"{type(e).__name__}: {e}")))
     return catalog, problems

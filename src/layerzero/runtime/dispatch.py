@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Dispatcher:
         self.globals = hotpath.namespace(context.current.get, faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
         exec(hotpath.stub(op), self.globals)
-        self.twin: Callable[..., Any] = self.globals["call"]
+        self.twin: FunctionType = self.globals["call"]
         self.twin.__name__ = self.twin.__qualname__ = op.name
         self.twin.__doc__ = op.reference.__doc__
         self.twin.__module__ = "layerzero"
@@ -71,7 +72,7 @@ class Dispatcher:
             scope = dict(self.globals)
             exec(hotpath.source(program, torch.version.cuda is not None), scope)
             key_of = scope["key_of"].__code__
-            self.key_of = type(self.twin)(key_of, self.globals)
+            self.key_of = FunctionType(key_of, self.globals)
             self.twin.__code__ = scope["call"].__code__
             self.program = program
         self.world, self.cache = world, cache
@@ -127,7 +128,8 @@ class Dispatcher:
             self.native.put(entry, world.epoch, values)
         return self.serve(entry, values)
 
-    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: BaseException) -> Any:
+    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                       fault: BaseException) -> Any:
         return self.recover(entry, self.bound(args, kwargs), fault)
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -342,10 +344,12 @@ def change_health(group: str, new: health.Health | None) -> None:
     before = worlds.current().health.get(group)
     worlds.publish(change, f"health:{group}")
     if (before.state if before else "closed") != (new.state if new else "closed"):
-        events.emit(HealthChanged(kernel=group, state=new.state if new else "closed", reason=new.reason if new else None))
+        state, reason = (new.state, new.reason) if new else ("closed", None)
+        events.emit(HealthChanged(kernel=group, state=state, reason=reason))
 
 
-def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[tuple[str, Reason]], op: str) -> None:
+def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[tuple[str, Reason]],
+          op: str) -> None:
     """Record what went wrong and count it against the kernel if it was the kernel."""
     if kernel is None:
         failures.append(("(unregistered)", faults.reason_of(fault, "kernel")))

@@ -80,7 +80,7 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
         elif p.choices and value not in p.choices:
             raise InvalidCall.of(op.name, Reason(
                 Code.LAYOUT_UNKNOWN if p.name == op.variant else Code.VALUE_OUT_OF_RANGE,
-                tuple(c for c in p.choices if c), value, p.name))
+                tuple(c for c in p.choices if c), str(value), p.name))
     return tensors
 
 
@@ -106,7 +106,7 @@ def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping
             label, tokens = tokens[0][1:], tokens[1:]
             if lead.setdefault(label, head) != head:
                 raise InvalidCall.of(op.name, Reason(
-                    Code.DIM_MISMATCH, f"{lead[label]} like the other tensors", head, f"{name}'s leading shape"))
+                    Code.DIM_MISMATCH, f"{lead[label]} like the other tensors", str(head), f"{name}'s leading shape"))
             rows = 1
             for n in head:
                 rows = rows * n

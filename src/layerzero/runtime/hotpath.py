@@ -8,6 +8,7 @@ looks it up, and calls what it finds. Anything unusual goes to the slow path, wh
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -109,7 +110,8 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
         lines += ["    " + line for line in _optional_lines(p, op, wanted, bound)]
         key.append(f"k_{p.name}")
     key.append(_grad_element([p.name for p in required], wanted))
-    lines += [f"    d_{f.fact} = {_over_locals(op.derived[f.fact], op)}" for f in program.fields if f.fact in op.derived]
+    lines += [f"    d_{f.fact} = {_over_locals(op.derived[f.fact], op)}" for f in program.fields
+              if f.fact in op.derived]
     lines.append("except NOT_PLAIN: break")
     key += [p.name for p in op.params if p.kind == "bool"]
     key += [element for f in program.fields if f.fact not in op.by_name for element in _number_elements(f, op)]
@@ -147,7 +149,7 @@ def _scalars(program: KeyProgram) -> list[str]:
     op = program.op
     strings = [p for p in op.params if p.kind == "str"]
     fields = [f for f in program.fields if f.fact in op.by_name]
-    plain = [p for p in strings if not p.required] + [op.by_name[f.fact] for f in fields if not op.by_name[f.fact].required]
+    plain = [p for p in (*strings, *(op.by_name[f.fact] for f in fields)) if not p.required]
     always = [p.name for p in strings if p.required]
     always += [e for f in fields if op.by_name[f.fact].required for e in _number_elements(f, op)]
     if not plain:
@@ -247,8 +249,6 @@ def _always_bound(op: Op) -> set[str]:
 
 def _over_locals(text: str, op: Op) -> str:
     """A derived fact's expression over the local names of the generated code."""
-    import re
-
     def local(match: re.Match[str]) -> str:
         name = match.group(0)
         if name in op.derived:

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from ..select.engine import select
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
 from ..spec.kernel import Kernel
-from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from . import context, events, hardware, loading, native
@@ -248,9 +246,7 @@ def get_config() -> dict[str, Any]:
         policy = policy.with_layer(layer)
     source = {name: layer.name for layer in reversed(policy.layers) for name in layer.settings}
     return {"settings": dict(policy.settings), "source": {n: source.get(n, "default") for n in policy.settings},
-            "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)} for layer in policy.layers for r in layer.rules],
+            "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)}
+                      for layer in policy.layers for r in layer.rules],
             "policy_hash": policy.hash, "policy_file": str(worlds.current().policy_file or "")}
 
-
-__all__ = ["Check", "Diagnosis", "KernelInfo", "Op", "Stats", "doctor", "explain", "get_config", "list_kernels", "select",
-           "select_kernel", "stats", "validate", "which"]

@@ -66,7 +66,7 @@ def availability(kernel: Kernel) -> Reason | None:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    from packaging.specifiers import SpecifierSet      # not needed before something is checked
+    from packaging.specifiers import SpecifierSet  # not needed before something is checked
     from packaging.version import InvalidVersion, Version
     try:
         return SpecifierSet(wanted).contains(Version(version.partition("+")[0]), prereleases=True)

@@ -170,9 +170,8 @@ def dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) ->
     floats = {p.name for p in op.params if p.kind == "float"}
     if any(floats & set(parse(text).names) for text in op.derived.values()):
         return None
-    text = str(signature(op)).partition(" ->")[0]
-    return NativeDispatcher(op, compiled.Dispatcher(op.name, f"{op.name}{_untyped(op)}\n--\n\n{op.reference.__doc__ or text}",
-                                                    miss, recover))
+    doc = f"{op.name}{_untyped(op)}\n--\n\n{op.reference.__doc__ or ''}"
+    return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, miss, recover))
 
 
 def _untyped(op: Op) -> str:

@@ -78,7 +78,8 @@ def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
     rejected: list[Rejected] = []
     fit: list[tuple[Kernel, tuple[Transform, ...], int]] = []
     for kernel in crew.viable:
-        reasons, transforms, workspace = _judge(kernel, crew.dynamic[kernel.id], op, facts, around, bool(named), thorough)
+        reasons, transforms, workspace = _judge(
+            kernel, crew.dynamic[kernel.id], op, facts, around, bool(named), thorough)
         if reasons:
             rejected.append(Rejected(kernel.id, tuple(reasons)))
         else:
@@ -195,7 +196,7 @@ def _rank(op: Op, fit: Sequence[tuple[Kernel, tuple[Transform, ...], int]], fact
     steps = []
     for kernel, transforms, workspace in fit:
         boost = around.policy.boost(kernel.id, op.name, facts)
-        steps.append(Step(kernel.id, score(guesses[kernel.id] * scale, measured.get(kernel.id), transforms, boost, rates),
-                          transforms, workspace, "untested on hardware" if kernel.untested else ""))
+        worth = score(guesses[kernel.id] * scale, measured.get(kernel.id), transforms, boost, rates)
+        steps.append(Step(kernel.id, worth, transforms, workspace, "untested on hardware" if kernel.untested else ""))
     steps.sort(key=lambda s: (s.score.total_us, s.kernel))
     return tuple(steps)

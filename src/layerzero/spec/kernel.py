@@ -112,8 +112,7 @@ class Kernel:
 
 _PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace",
           "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
-          "jit",
-          "untested", "note")
+          "jit", "untested", "note")
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
@@ -124,11 +123,13 @@ def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) ->
         try:
             signature = inspect.signature(run)
         except (TypeError, ValueError) as e:
-            raise RegistrationError(f"kernel {kernel_id!r}: cannot read the signature of {run!r}; wrap it in direct(...)") from e
+            raise RegistrationError(
+                f"kernel {kernel_id!r}: cannot read the signature of {run!r}; wrap it in direct(...)") from e
         named = []
         for p in signature.parameters.values():
             if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                raise RegistrationError(f"kernel {kernel_id!r}: takes *args or **kwargs; name the parameters of lz.{op.name}")
+                raise RegistrationError(
+                    f"kernel {kernel_id!r}: takes *args or **kwargs; name the parameters of lz.{op.name}")
             if p.name in op.by_name:
                 named.append(p.name)
             elif p.default is p.empty:

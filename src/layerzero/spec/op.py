@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType, NoneType
@@ -182,13 +182,15 @@ class Op:
     def from_json(cls, data: Mapping[str, Any], resolve: Callable[[str], Any] | None = None) -> Op:
         resolve = resolve or resolve_import_path
         plain = ("name", "family", "shapes", "variant", "derived", "flops", "bytes", "autocast", "outputs")
+        fields: dict[str, Any] = {k: data[k] for k in plain}
+        for k in ("exact", "same_dtype", "differentiable", "dtypes", "cases"):
+            fields[k] = tuple(data[k])
         returns = data["returns"]
-        return cls(
-            returns={k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns),
-            **{k: data[k] for k in plain}, **{k: tuple(data[k]) for k in ("exact", "same_dtype", "differentiable", "dtypes", "cases")},
-            requires=tuple(condition_from_json(r) for r in data["requires"]),
-            tolerance=Tolerance.from_json(data["tolerance"]),
-            **{n: resolve(path) for n, path in data["code"].items()})
+        fields["returns"] = {k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns)
+        fields["requires"] = tuple(condition_from_json(r) for r in data["requires"])
+        fields["tolerance"] = Tolerance.from_json(data["tolerance"])
+        fields.update({n: resolve(path) for n, path in data["code"].items()})
+        return cls(**fields)
 
 
 _CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check")

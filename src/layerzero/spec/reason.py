@@ -114,11 +114,13 @@ class Code(str, Enum):
     BACKWARD_UNSUPPORTED = (
         "BACKWARD_UNSUPPORTED", Category.MODE, "has no backward; a gradient was asked for",
         "call under torch.no_grad() for inference")
-    NOT_DETERMINISTIC = ("NOT_DETERMINISTIC", Category.MODE, "is not deterministic; deterministic results were asked for")
+    NOT_DETERMINISTIC = (
+        "NOT_DETERMINISTIC", Category.MODE, "is not deterministic; deterministic results were asked for")
     CUDA_GRAPH_UNSAFE = ("CUDA_GRAPH_UNSAFE", Category.MODE, "is not safe to capture in a CUDA graph")
     COMPILE_UNSUPPORTED = ("COMPILE_UNSUPPORTED", Category.MODE, "cannot be traced by torch.compile")
     TP_INVARIANCE_REQUIRED = (
-        "TP_INVARIANCE_REQUIRED", Category.MODE, "results may differ across tensor-parallel sizes; {want} was asked for")
+        "TP_INVARIANCE_REQUIRED", Category.MODE,
+        "results may differ across tensor-parallel sizes; {want} was asked for")
     JIT_NOT_WARMED = (
         "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
         "name it with backend=, or set allow_jit: true")
@@ -223,7 +225,18 @@ class Reason:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Reason:
-        return cls(Code(data["code"]), _tupled(data.get("want")), _tupled(data.get("got")), data.get("fact", ""))
+        return cls(code_named(data["code"]), _tupled(data.get("want")), _tupled(data.get("got")), data.get("fact", ""))
+
+
+def code_named(text: str) -> Code:
+    """The code with this stable string; ValueError if there is none."""
+    found = _CODES.get(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a reason code")
+    return found
+
+
+_CODES: Mapping[str, Code] = {code.value: code for code in Code}
 
 
 def _text(value: Value) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Union
 
 from .errors import SpecError
-from .reason import Code, Reason, Value, plain
+from .reason import Code, Reason, Value, code_named, plain
 
 Facts = Mapping[str, Any]
 
@@ -135,7 +135,7 @@ def condition_from_json(data: Mapping[str, Any]) -> Condition:
         return When(condition_from_json(data["when"]), condition_from_json(data["then"]))
     value = data["value"]
     return Rule(data["fact"], data["test"], tuple(value) if isinstance(value, list) else value,
-                Code(data["code"]), data.get("repair", ""))
+                code_named(data["code"]), data.get("repair", ""))
 
 
 # The words backends write their requirements in.

@@ -1,0 +1,26 @@
+"""What holds for every test: no policy from the caller's environment, and no GPU test where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# A developer's own LAYERZERO_DENY or LAYERZERO_POLICY must not decide a test. The cache folder stays: the
+# native call path is built into it.
+for _name in [n for n in os.environ if n.startswith("LAYERZERO_") and n != "LAYERZERO_CACHE_DIR"]:
+    del os.environ[_name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needy = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multigpu")]
+    if not needy:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in needy:
+        if count == 0:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+        elif count < 2 and item.get_closest_marker("multigpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices; this machine has {count}"))

@@ -1,0 +1,138 @@
+"""Every numeric limit in the rules, one step inside and one step outside. Generated: no limit is written here twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import KERNELS
+
+from layerzero.runtime.facts import read
+from layerzero.runtime.hardware import probe
+from layerzero.spec.device import Device
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.rules import AnyOf, Condition, Rule, When
+from layerzero.verify.contract import case_values
+
+NUMERIC = ("eq", "ne", "le", "ge", "multiple_of")
+
+
+def _gpu(name: str, sm: int, generation: str, cores: int) -> Device:
+    return Device("cuda", 0, name, "nvidia", sm=sm, gpu_generation=generation, tensor_core_generation=cores,
+                  supports_bf16=True, torch_version="2.13.0", runtime_version="13.0")
+
+
+DEVICES = (_gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5), _gpu("A100", 80, "ampere", 3), probe("cpu"))
+
+
+def steps(leaf: Rule) -> tuple[Any, Any]:
+    """The last value the test lets through, and the first it does not."""
+    limit: Any = leaf.value
+    unit = 0.5 if isinstance(limit, float) else 1
+    return {"le": (limit, limit + unit), "ge": (limit, limit - unit), "eq": (limit, limit + unit),
+            "ne": (limit + unit, limit), "multiple_of": (2 * limit, 2 * limit + unit)}[leaf.test]
+
+
+def is_numeric(leaf: Rule) -> bool:
+    return leaf.test in NUMERIC and isinstance(leaf.value, (int, float)) and not isinstance(leaf.value, bool)
+
+
+def meeting(leaf: Rule) -> Any:
+    """Some value that the leaf lets through."""
+    if leaf.test == "in" or leaf.test == "not_in":
+        return next((v for v in leaf.value if v is not None), None) if leaf.test == "in" else "another"
+    if leaf.test in ("present", "absent"):
+        return "float32" if leaf.test == "present" else None
+    if leaf.test == "has":
+        return (leaf.value,)
+    if is_numeric(leaf):
+        return steps(leaf)[0]
+    return leaf.value if leaf.test == "eq" else "another"
+
+
+def breaking(leaf: Rule) -> Any:
+    """Some value that it does not."""
+    if leaf.test == "in" or leaf.test == "not_in":
+        return "another" if leaf.test == "in" else leaf.value[0]
+    if leaf.test in ("present", "absent"):
+        return None if leaf.test == "present" else "float32"
+    if leaf.test == "has":
+        return ()
+    if is_numeric(leaf):
+        return steps(leaf)[1]
+    if isinstance(leaf.value, bool):
+        return not leaf.value if leaf.test == "eq" else leaf.value
+    return "another" if leaf.test == "eq" else leaf.value
+
+
+def isolated(rule: Condition, leaf: Rule, facts: dict[str, Any]) -> Iterator[Rule]:
+    """Set `facts` so that the verdict of `rule` hangs on `leaf` alone; yields `leaf` if that can be done."""
+    if rule is leaf:
+        yield leaf
+    elif isinstance(rule, When):
+        if leaf in rule.then.leaves():
+            for condition in rule.condition.leaves():
+                facts[condition.fact] = meeting(condition)
+            yield from isolated(rule.then, leaf, facts)
+        # a leaf of the condition only decides whether `then` is asked
+    elif isinstance(rule, AnyOf):
+        for other in rule.rules:
+            if leaf not in other.leaves():
+                for alternative in other.leaves():
+                    facts[alternative.fact] = breaking(alternative)
+        for branch in rule.rules:
+            if leaf in branch.leaves():
+                yield from isolated(branch, leaf, facts)
+
+
+def limits() -> list[Any]:
+    rows = []
+    for kernel in KERNELS:
+        for i, rule in enumerate(kernel.requires):
+            leaves = [leaf for leaf in rule.leaves() if is_numeric(leaf) and list(isolated(rule, leaf, {}))]
+            rows += [pytest.param(kernel, rule, leaf, id=f"{kernel.id}-{i}-{leaf.fact}-{leaf.test}-{leaf.value}")
+                     for leaf in leaves]
+    return rows
+
+
+LIMITS = limits()
+
+
+@pytest.mark.parametrize(("kernel", "rule", "leaf"), LIMITS)
+def test_limit(kernel: Kernel, rule: Condition, leaf: Rule) -> None:
+    inside, outside = steps(leaf)
+    facts: dict[str, Any] = {}
+    assert list(isolated(rule, leaf, facts)) == [leaf]
+    assert rule.check({**facts, leaf.fact: inside}) is None
+    reason = rule.check({**facts, leaf.fact: outside})
+    assert reason is not None
+    assert reason.code in {other.code for other in rule.leaves()}
+    if rule is leaf:
+        assert (reason.code, reason.got, reason.fact) == (leaf.code, outside, leaf.fact)
+
+
+def accepted_facts(kernel: Kernel) -> dict[str, Any] | None:
+    """The facts of some case of the op that the kernel would serve on one of the devices."""
+    for device in DEVICES:
+        for dtype in kernel.op.dtypes:
+            for case in kernel.op.cases:
+                facts = {**read(kernel.op, case_values(kernel.op, case, dtype)), **device.facts()}
+                if not list(kernel.reasons(facts)):
+                    return facts
+    return None
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
+def test_each_limit_alone_turns_an_accepted_call_away(kernel: Kernel) -> None:
+    facts = accepted_facts(kernel)
+    assert facts is not None, f"{kernel.id} accepts none of its op's cases on any of {[d.name for d in DEVICES]}"
+    for leaf in kernel.requires:
+        if isinstance(leaf, Rule) and is_numeric(leaf):
+            _, outside = steps(leaf)
+            codes = [r.code for r in kernel.reasons({**facts, leaf.fact: outside})]
+            assert leaf.code in codes, f"{leaf}: {outside} was let through"
+
+
+def test_the_limits_are_many() -> None:
+    assert len(LIMITS) >= 150

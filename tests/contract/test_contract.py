@@ -1,0 +1,228 @@
+"""Every kernel against the contract of its op: kernel x case x dtype, generated from the declarations."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import KERNELS, case_id
+
+from layerzero.ops import CATALOG as OPS
+from layerzero.ops.attention import OP as attention
+from layerzero.ops.rms_norm import OP as rms_norm
+from layerzero.runtime import loading
+from layerzero.runtime.facts import read
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.reason import Category
+from layerzero.verify.contract import case_values, check_case, check_kernel, refusals, worst_indices
+
+ALSO_FLOAT64 = ("reference", "torch")
+# A compiling kernel takes seconds per case: enough of them to meet every feature once.
+JIT_CASES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"hkv": 2}, "float32"),
+    ({"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, "float32"),
+    ({"sq": 192, "sk": 320, "causal": True, "align": "bottom_right", "window": (16, -1)}, "bfloat16"),
+    ({"alibi": True, "softcap": 5.0, "window": (8, 8)}, "float32"),
+)
+
+
+def here(kernel: Kernel) -> str:
+    """Why a kernel can serve no CPU call at all, or nothing."""
+    reason = loading.availability(kernel)
+    if reason is not None:
+        return str(reason)
+    facts = read(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))
+    device_rules = [rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()} == {"device"}]
+    found = next((r for rule in device_rules if (r := rule.check(facts)) is not None), None)
+    return "" if found is None else str(found)
+
+
+def grid() -> list[Any]:
+    rows = []
+    for kernel in KERNELS:
+        absent = here(kernel)
+        if absent:
+            rows.append(pytest.param(kernel, {}, "float32", id=kernel.id, marks=pytest.mark.skip(reason=absent)))
+            continue
+        dtypes = (*kernel.op.dtypes, *(("float64",) if kernel.backend in ALSO_FLOAT64 else ()))
+        cells = JIT_CASES if kernel.jit else [(case, dtype) for dtype in dtypes for case in kernel.op.cases]
+        rows += [pytest.param(kernel, case, dtype, id=f"{kernel.id}-{dtype}-{case_id(case)}") for case, dtype in cells]
+    return rows
+
+
+GRID = grid()
+
+
+@pytest.mark.parametrize(("kernel", "case", "dtype"), GRID)
+def test_kernel_keeps_the_contract(kernel: Kernel, case: dict[str, Any], dtype: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight.*")
+        result = check_case(kernel, case, dtype)
+    if result.status == "skipped":
+        pytest.skip("; ".join(map(str, result.reasons)))
+    assert result.passed, str(result)
+
+
+def test_enough_of_the_grid_runs_here() -> None:
+    """The rules must not hide what they are there to admit."""
+    cells = [p.values for p in GRID if not p.marks and p.values[0].op is attention]
+    served = [1 for kernel, case, dtype in cells if not refusals(kernel, case_values(attention, case, dtype))]
+    assert len(served) >= 300
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_has_its_formula_and_a_library(name: str) -> None:
+    backends = {k.backend for k in KERNELS if k.op.name == name}
+    assert {"reference", "torch"} <= backends
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_formula_serves_every_case(name: str) -> None:
+    kernel = next(k for k in KERNELS if k.id == f"reference.{name}")
+    for dtype in kernel.op.dtypes:
+        for case in kernel.op.cases:
+            assert refusals(kernel, case_values(kernel.op, case, dtype)) == ()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
+def test_what_a_kernel_does_not_take_its_rules_speak_of(kernel: Kernel) -> None:
+    """A parameter left out of the call must be held at its default by a rule."""
+    if loading.availability(kernel) is not None:
+        pytest.skip(str(loading.availability(kernel)))
+    try:
+        taken = loading.accepted_params(kernel.id, kernel.op, loading.load(kernel))
+    except loading.LoadFailed as e:
+        pytest.skip(str(e.reason))
+    spoken = {leaf.fact.partition(".")[0] for rule in kernel.requires for leaf in rule.leaves()}
+    left_out = {p.name for p in kernel.op.params if not p.required} - {*taken, "enable_gqa", kernel.op.variant}
+    assert left_out <= spoken
+
+
+def test_ids_are_unique_and_loads_can_be_named() -> None:
+    assert len({k.id for k in KERNELS}) == len(KERNELS)
+    for kernel in KERNELS:
+        assert "<" not in kernel.to_json()["load"], f"{kernel.id}: load must be a function of its module"
+
+
+# The judge is judged: each kind of wrong kernel must be found out.
+
+def _right(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    return rms_norm.reference(x, weight, eps)
+
+
+def _a_little_off(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    return _right(x, weight, eps) * (1 + 2e-5)
+
+
+def _eps_forgotten(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    return _right(x, weight, 0.0)
+
+
+def _one_element_wrong(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    out = _right(x, weight, eps)
+    out[-1, -1] += 0.01
+    return out
+
+
+def _leaves_a_gap(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    out = torch.empty_like(x)
+    out[:, 1:] = _right(x, weight, eps)[:, 1:]
+    return out
+
+
+def _overwrites_its_input(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    out = _right(x, weight, eps)
+    x.mul_(2)
+    return out
+
+
+def _overwrites_without_a_trace(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    out = _right(x, weight, eps)
+    if weight is not None:
+        weight.data.mul_(2)                    # bumps no version
+    return out
+
+
+def _writes_beside_its_input(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())[-1] = 7.0
+    return _right(x, weight, eps)
+
+
+def _returns_its_input(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    return x
+
+
+def _returns_another_dtype(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    return _right(x, weight, eps).double()
+
+
+def _returns_another_shape(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    return _right(x, weight, eps)[None]
+
+
+def _returns_two(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> Any:
+    return _right(x, weight, eps), x.clone()
+
+
+def _gives_nan(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    out = _right(x, weight, eps)
+    out[0, 0] = float("nan")
+    return out
+
+
+def _rolls_dice(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    return _right(x, weight, eps) * (1 + 1e-7 * torch.rand_like(x))
+
+
+def _raises(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+WRONG = {
+    _a_little_off: "exceeds", _one_element_wrong: "worst at [(4, 63)", _leaves_a_gap: "not finite",
+    _overwrites_its_input: "x was overwritten", _overwrites_without_a_trace: "weight was overwritten",
+    _writes_beside_its_input: "x was overwritten", _returns_its_input: "shares memory with x",
+    _returns_another_dtype: "the contract says", _returns_another_shape: "the contract says",
+    _returns_two: "returned 2 results", _gives_nan: "not finite", _rolls_dice: "two runs differ",
+    _raises: "no kernel image",
+}
+
+
+def fake(run: Callable[..., Any]) -> Kernel:
+    return Kernel("fake.kernel", rms_norm, lambda: run)
+
+
+def test_a_right_kernel_passes() -> None:
+    results = check_kernel(fake(_right))
+    assert len(results) == len(rms_norm.cases) * len(rms_norm.dtypes)
+    assert all(r.passed for r in results)
+
+
+@pytest.mark.parametrize(("run", "word"), WRONG.items(), ids=lambda v: getattr(v, "__name__", ""))
+def test_a_wrong_kernel_is_found_out(run: Callable[..., Any], word: str) -> None:
+    case = {"stride": "padded"} if run is _writes_beside_its_input else {}
+    result = check_case(fake(run), case, "float32")
+    assert result.status == "failed"
+    assert word in result.detail
+
+
+def test_an_error_only_small_inputs_show_is_found_by_the_cases() -> None:
+    assert any(r.status == "failed" for r in check_kernel(fake(_eps_forgotten), dtypes=("float32",)))
+
+
+def test_a_library_that_is_not_here_skips_with_its_reason() -> None:
+    missing = replace(fake(_right), package="no_such_package")
+    result = check_case(missing, {}, "float32")
+    assert result.status == "skipped"
+    assert [r.code.category for r in result.reasons] == [Category.SOFTWARE]
+
+
+def test_worst_indices_come_worst_first() -> None:
+    truth = torch.zeros(2, 3, dtype=torch.float64)
+    out = torch.tensor([[0.0, 0.5, 0.0], [2.0, 0.0, float("nan")]])
+    assert worst_indices(out, truth, 3) == [(1, 2), (1, 0), (0, 1)]

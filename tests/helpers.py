@@ -1,0 +1,147 @@
+"""Shared by the tests: fake kernels, devices that are not here, other processes."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import layerzero as lz
+from layerzero.runtime import facts as reading
+from layerzero.runtime import world as worlds
+from layerzero.runtime.inspection import dispatcher_of
+from layerzero.select.policy import Layer, Policy
+from layerzero.spec.device import Device, generation_of
+from layerzero.spec.op import Op
+
+ATTENTION, RMS_NORM = lz.op("attention"), lz.op("rms_norm")
+ROOT = Path(__file__).parents[1]
+
+
+class Fake:
+    """A kernel that computes the contract's formula, counts its calls, and throws `fault` while that is set.
+
+    It is chosen before all others; of two fakes, the one with the greater prior goes first.
+    """
+
+    def __init__(self, id: str = "fake.one", op: Op = RMS_NORM, *, fault=None, before: Callable[[], object] | None = None,
+                 prior: float = 1e6, **declared) -> None:
+        self.fault, self.before, self.op = fault, before, op
+        self.loads, self._calls = 0, itertools.count()
+        self.got: dict[str, object] = {}       # the arguments of the last call
+        self.kernel = lz.Kernel(id, op, self._load, prior=prior, **declared)
+
+    @property
+    def id(self) -> str:
+        return self.kernel.id
+
+    @property
+    def calls(self) -> int:
+        return int(repr(self._calls)[6:-1])
+
+    def _load(self):
+        self.loads += 1
+        signature = inspect.signature(self.op.reference)
+
+        def run(*args, **kwargs):
+            next(self._calls)
+            self.got = signature.bind(*args, **kwargs).arguments
+            if self.before is not None:
+                self.before()
+            if self.fault is not None:
+                raise self.fault
+            return self.op.reference(*args, **kwargs)
+
+        run.__signature__ = signature
+        return run
+
+
+def register(*fakes: Fake) -> None:
+    for fake in fakes:
+        lz.register(fake.kernel)
+
+
+def only(*patterns: str, op: str = "*") -> None:
+    """From now on just these kernels may serve: not even the reference."""
+    ids = [k.id for k in worlds.current().catalog.kernels if k.id not in patterns]
+    lz.configure(rules=(lz.PolicyRule.of("deny", ids, op),))
+
+
+def health_of(group: str):
+    return worlds.current().health.get(group)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
+    """What `condition` gives once it holds; the test fails if it never does."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {seconds} s: {inspect.getsource(condition).strip()}"
+        time.sleep(0.005)
+    return found
+
+
+def of(kind: type, events: list) -> list:
+    return [e for e in events if isinstance(e, kind)]
+
+
+def rows(n: int = 3, hidden: int = 16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, hidden, generator=torch.Generator().manual_seed(seed))
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    return RMS_NORM.reference(x)
+
+
+def qkv(seq_q: int = 8, seq_k: int | None = None, heads: int = 2, kv_heads: int | None = None, dim: int = 16,
+        batch: int = 1, dtype: torch.dtype = torch.float32, layout: str = "bhsd") -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(seq_q)
+
+    def rand(n_heads: int, seq: int) -> torch.Tensor:
+        shape = (batch, n_heads, seq, dim) if layout == "bhsd" else (batch, seq, n_heads, dim)
+        return torch.randn(shape, generator=gen).to(dtype)
+
+    seq_k, kv_heads = seq_k or seq_q, kv_heads or heads
+    return [rand(heads, seq_q), rand(kv_heads, seq_k), rand(kv_heads, seq_k)]
+
+
+def nvidia(sm: int) -> Device:
+    """A GPU that need not be here."""
+    row = generation_of(sm)
+    return Device("cuda", 0, f"a GPU of SM {sm}", "nvidia", sm=sm, gpu_generation=row.name,
+                  tensor_core_generation=row.tensor_core, supports_bf16=row.bf16, supports_fp8=row.fp8,
+                  supports_fp4=row.fp4, runtime_version="12.8", torch_version="2.9.0")
+
+
+def call_facts(op: Op, *args, **kwargs) -> dict[str, object]:
+    """Every fact of a call of `op`, as selection gets them."""
+    bound = inspect.signature(op.reference).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return reading.read(op, bound.arguments)
+
+
+def policy(*rules: lz.PolicyRule, **settings) -> Policy:
+    return Policy((Layer("programmatic", settings, rules),))
+
+
+def path_of(op: Op | str, path: str) -> Callable:
+    """The public function of an op by its native or by its Python path."""
+    found = dispatcher_of(op if isinstance(op, str) else op.name)
+    return found.twin if path == "python" else found.public
+
+
+def python(code: str, *, timeout: float = 120.0, **environ: str) -> str:
+    """What `code` prints in a process of its own, with no LAYERZERO_* variable but those given."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_") or k == "LAYERZERO_CACHE_DIR"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env={**env, **environ}, capture_output=True,
+                          text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

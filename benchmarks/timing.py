@@ -79,33 +79,30 @@ class Race:
 
 def compiled(call: str, scope: Mapping[str, Any]) -> Loop:
     """A loop over `call` with every name of `scope` a local."""
-    names = ", ".join(scope)
-    text = (f"def make(now, {names}):\n"
-            f"    def loop(calls, now=now, {', '.join(f'{n}={n}' for n in scope)}):\n"
-            "        out = None\n"
-            "        turns = range(calls)\n"
-            "        began = now()\n"
-            "        for _ in turns:\n" + textwrap.indent(call, " " * 12) + "\n"
-            "        return began, now(), out\n"
-            "    return loop\n")
+    text = (f"def loop({', '.join(('calls', 'now', *scope))}):\n"
+            "    out = None\n"
+            "    turns = range(calls)\n"
+            "    began = now()\n"
+            "    for _ in turns:\n" + textwrap.indent(call, " " * 8) + "\n"
+            "    return began, now(), out\n")
     made: dict[str, Any] = {}
     exec(text, made)
-    loop: Loop = made["make"](time.perf_counter_ns, **scope)
-    return loop
+    loop = made["loop"]
+    return lambda calls: loop(calls, time.perf_counter_ns, **scope)
 
 
 def race(contestants: Sequence[Contestant], rounds: int, calls: int, wait: Callable[[], None] = lambda: None,
          seed: int = 0) -> Race:
     """Let them run. `wait` is called before each batch, outside the clock: a device must be idle by then."""
-    field_ = [Contestant(EMPTY, "pass", {"f": None}), *contestants]
-    loops = {c.name: compiled(c.call, c.scope) for c in field_}
-    turns = {c.name: _turns(c, loops[c.name], calls) for c in field_}
-    samples: dict[str, list[float]] = {c.name: [] for c in field_}
+    everyone = [Contestant(EMPTY, "pass", {}), *contestants]
+    loops = {c.name: compiled(c.call, c.scope) for c in everyone}
+    turns = {c.name: _turns(c, loops[c.name], calls) for c in everyone}
+    samples: dict[str, list[float]] = {c.name: [] for c in everyone}
     order = random.Random(seed)
     with _quiet():
         for _ in range(rounds):
-            order.shuffle(field_)
-            for c in field_:
+            order.shuffle(everyone)
+            for c in everyone:
                 with c.around():
                     wait()
                     began, ended, _out = loops[c.name](turns[c.name])
@@ -119,11 +116,11 @@ def race_in_threads(contestants: Sequence[Contestant], threads: int, rounds: int
     """The same with `threads` threads at once: wall time over the calls of all of them."""
     loops = {c.name: compiled(c.call, c.scope) for c in contestants}
     samples: dict[str, list[float]] = {c.name: [] for c in contestants}
-    order, field_ = random.Random(seed), list(contestants)
+    order, everyone = random.Random(seed), list(contestants)
     with _quiet():
         for turn in range(rounds + 1):
-            order.shuffle(field_)
-            for c in field_:
+            order.shuffle(everyone)
+            for c in everyone:
                 ns = _together(c, loops[c.name], threads, calls)
                 if turn:                       # the first round is the warm-up
                     samples[c.name].append(ns)

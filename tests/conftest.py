@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-# A developer's own LAYERZERO_DENY or LAYERZERO_POLICY must not decide a test. The cache folder stays: the
-# native call path is built into it.
-for _name in [n for n in os.environ if n.startswith("LAYERZERO_") and n != "LAYERZERO_CACHE_DIR"]:
+# A developer's own LAYERZERO_DENY or LAYERZERO_POLICY must not decide a test. What says which call path is
+# used stays: LAYERZERO_NATIVE=0 runs the tests in pure Python.
+KEPT = ("LAYERZERO_CACHE_DIR", "LAYERZERO_NATIVE")
+for _name in [n for n in os.environ if n.startswith("LAYERZERO_") and n not in KEPT]:
     del os.environ[_name]
 
 

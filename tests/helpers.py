@@ -1,4 +1,4 @@
-"""Shared by the tests: fake kernels, devices that are not here, other processes."""
+"""Shared by the tests: fake kernels, devices that are not here, other processes, and the fixtures of two folders."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import layerzero as lz
+from layerzero.runtime import context, events, native
 from layerzero.runtime import facts as reading
 from layerzero.runtime import world as worlds
 from layerzero.runtime.inspection import dispatcher_of
@@ -24,6 +27,33 @@ from layerzero.spec.op import Op
 
 ATTENTION, RMS_NORM = lz.op("attention"), lz.op("rms_norm")
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def world():
+    """What the test registers, configures and breaks is gone after it."""
+    saved, override = worlds.current(), context.current.get()
+    yield
+    assert context.current.get() is override, "a test left an override behind"
+    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, memo={}, born=time.monotonic()), "end of a test")
+    events.reset()
+
+
+@pytest.fixture
+def happened(world):
+    """Every event of the test, in order."""
+    seen: list = []
+    stop = lz.subscribe(seen.append)
+    yield seen
+    stop()
+
+
+@pytest.fixture(params=["native", "python"])
+def path(request):
+    """Both ways a call can go: through the compiled table, and through the generated Python."""
+    if request.param == "native" and native.module() is None:
+        pytest.skip(f"the native path is not in use: {native.status().text}")
+    return request.param
 
 
 class Fake:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ..spec.rules import Condition, absent, any_of, at_least, device, differs, dtypes, equals, off, one_of, when
 
+_serial = count()
 BLOCK = 128                # of the block mask: below one block there is nothing to skip
 
 
@@ -28,13 +30,13 @@ def _flex() -> Callable[..., Any]:
 
     @lru_cache(maxsize=None)
     def compiled(*kind: Any) -> Callable[..., Any]:
-        """One per kind of call, with a code object of its own: torch counts recompilations by code object, and past
-        eight goes on unfused without a word. fullgraph makes it raise instead, should one kind need so many."""
+        """One per kind of call, with a name of its own: by that torch counts recompilations, and past eight goes on
+        unfused without a word. fullgraph makes it raise instead, should one kind need so many."""
         def attend(query: Tensor, key: Tensor, value: Tensor, score: Any, block_mask: Any, scale: float | None,
                    aux: dict[str, Any]) -> Any:
             return flex_attention(query, key, value, score, block_mask, scale, enable_gqa=True, **aux)
 
-        attend.__code__ = attend.__code__.replace(co_name=f"flex_attention_{compiled.cache_info().misses}")
+        attend.__code__ = attend.__code__.replace(co_name=f"flex_attention_{next(_serial)}")
         return torch.compile(attend, fullgraph=True)
 
     @lru_cache(maxsize=256)

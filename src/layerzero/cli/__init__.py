@@ -15,9 +15,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         from .app import app
     except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+        library = (e.name or "").partition(".")[0]
+        if library not in ("typer", "rich", "click"):
             raise
-        print(f"lz needs {e.name}, which is not installed: pip install 'layerzero[cli]'", file=sys.stderr)
+        print(f"lz needs {library}, which is not installed: pip install 'layerzero[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
     with warnings.catch_warnings():
         warnings.showwarning = _one_line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,12 +130,10 @@ def config(as_json: Json = False) -> None:
 @app.command()
 def build(force: Annotated[bool, typer.Option("--force", help="compile even if it is built already")] = False) -> None:
     """Compile the native call path for this Python and this torch."""
-    native.build(force=force)
+    path = native.build(force=force, say=show.text)
     state = native.status()
-    show.text(state.text)
-    if state.hint:
-        show.text(f"hint: {state.hint}")
-    raise typer.Exit(0 if state.ok else 1)
+    show.text(f"{path}\nnative fast path: {state.text}" + (f"\nhint: {state.hint}" if state.hint else ""))
+    raise typer.Exit(0 if state.ok or not state.wanted else 1)
 
 
 @app.command()
@@ -158,6 +157,9 @@ def show_plan(plan: Plan) -> None:
 
 def _plan(op: str, words: list[str], dtype: str, device: str | None, backend: str | None, on: Path | None) -> Plan:
     found = inspection.dispatcher_of(op).op
+    ids = [kernel.id for kernel in worlds.current().kernels(op)]
+    if backend is not None and not any(fnmatchcase(i, pattern) for i in ids for pattern in (backend, f"{backend}.*")):
+        raise ConfigError(f"--backend: no kernel of {op} matches {backend!r}{suggest(backend, ids)}")
     machine = _device_file(on) if on is not None else hardware.probe(_kind(device))
     return inspection.explain(op, backend=backend, on=machine, **parse_call(found, words, dtype))
 

@@ -65,6 +65,8 @@ def _value(op: Op, param: Param, text: str, floating: torch.dtype) -> Any:
         if param.kind == "bool":
             return _BOOLS[text.lower()]
         return {"int": int, "float": float, "str": str}[param.kind](text)
+    except InvalidCall:
+        raise
     except (ValueError, KeyError):
         end = " or none" if param.optional else ""
         raise InvalidCall(f"lz {op.name}: {param.name} must be {_EXAMPLES[param.kind]}{end}, got {text!r}") from None

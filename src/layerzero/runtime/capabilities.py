@@ -43,6 +43,7 @@ _KERNEL: Mapping[str, type] = {
     "op": str, "load": str, "variants": list, "requires": list}
 _NUMERIC_TENSOR_FACTS = ("stride_last", "alignment", "ndim")
 _NUMERIC_FACTS = ("sm", "tensor_core_generation", "itemsize")
+_SET_FACTS = ("isa",)
 _WORDS = {str: "text", bool: "true or false", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -216,7 +217,9 @@ def _leaf(rule: Mapping[str, Any], at: str, op: Op) -> Iterator[Reason]:
     if bad & {"fact", "test", "value"}:
         return
     if rule["test"] in ("le", "ge", "multiple_of") and not _is_numeric(rule["fact"], op):
-        yield _bad(f"{at}.test", f"a test of text, as {rule['fact']} is no number", rule["test"])
+        yield _bad(f"{at}.test", f"one for a value that is no number, as {rule['fact']} is none", rule["test"])
+    elif rule["test"] == "has" and rule["fact"] not in _SET_FACTS:
+        yield _bad(f"{at}.test", f"one for a single value, as {rule['fact']} is one", "has")
     elif want := _value_wanted(rule["test"], rule["value"]):
         yield _bad(f"{at}.value", want, _shown(rule["value"]))
     elif "repair" not in bad and (want := _repair_wanted(rule, op)):

@@ -68,7 +68,9 @@ class Dispatcher:
         program = world.program(self.op)
         self.past_hits = old_hits
         cache = OpCache(world.policy.setting("cache_size"), self._evicted)
-        if self.program is None or program.id != self.program.id:
+        if self.op.read is not None:            # no tensors: the slow way, which is quick beside such work
+            self.program = program
+        elif self.program is None or program.id != self.program.id:
             scope = dict(self.globals)
             exec(hotpath.source(program, torch.version.cuda is not None), scope)
             key_of = scope["key_of"].__code__

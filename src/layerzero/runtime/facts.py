@@ -18,8 +18,9 @@ from ..spec.op import Op
 from ..spec.reason import Code, Reason
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int, torch.SymInt),
-                                       "float": (float, int, torch.SymFloat), "str": (str,)}
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "int": (int, torch.SymInt), "float": (float, int, torch.SymFloat), "str": (str,),
+    "generator": (torch.Generator,), "object": (object,)}
 _dtype_names: dict[torch.dtype, str] = {}
 
 
@@ -33,7 +34,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = None) -> dict[str, Any]:
     """All facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming the argument."""
     tensors = check_types(op, values)
-    facts: dict[str, Any] = {p.name: values[p.name] for p in op.params if p.kind != "tensor"}
+    facts: dict[str, Any] = {p.name: values[p.name] for p in op.params if p.kind in ("bool", "int", "float", "str")}
+    if op.read is not None:
+        facts.update(op.read(dict(values)))
     variant = facts[op.variant] if op.variant else ""
     patterns = op.patterns.get(variant)
     if patterns is None:
@@ -42,14 +45,15 @@ def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = Non
     if not tensors:
         facts.update(device="cpu", dtype=None, itemsize=0, tensor_kind="plain")
     else:
-        first = next(iter(tensors.values()))
+        first = tensors[op.main_tensor]
         facts["dtype"], facts["itemsize"] = dtype_name(first.dtype), first.dtype.itemsize
         facts["device"] = first.device.type
         facts["tensor_kind"] = tensor_kind(tensors.values())
         _same_home(op, tensors, first)
     facts.update(dims)
     for name, text in op.derived.items():
-        facts[name] = parse(text)(facts)
+        absent = any(facts[n] is None for n in parse(text).names)
+        facts[name] = None if absent else parse(text)(facts)
     for name in op.tensors:
         tensor = tensors.get(name)
         for fact, get in TENSOR_READERS.items():
@@ -75,7 +79,7 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
             if not isinstance(value, Tensor):
                 raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, "a Tensor", type(value).__name__, p.name))
             tensors[p.name] = value
-        elif not isinstance(value, _KINDS[p.kind]) or (p.kind != "bool" and isinstance(value, bool)):
+        elif not isinstance(value, _KINDS[p.kind]) or (p.kind in ("int", "float") and isinstance(value, bool)):
             raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, type(value).__name__, p.name))
         elif p.choices and value not in p.choices:
             raise InvalidCall.of(op.name, Reason(
@@ -168,14 +172,21 @@ def tensor_kind(tensors: Collection[Tensor]) -> str:
 
 
 def stride_last(t: Tensor) -> Any:
-    return 1 if t.dim() == 0 or t.layout != torch.strided or t.shape[-1] == 1 else t.stride(-1)
+    """1 also where no element is ever stepped over: such a tensor is contiguous whatever its strides say."""
+    if t.dim() == 0 or t.layout != torch.strided:
+        return 1
+    last = t.stride(-1)
+    return 1 if last == 1 or t.shape[-1] == 1 or t.numel() == 0 else last
 
 
 def alignment(t: Tensor) -> int | None:
     """The largest power of two up to 128 that divides the address and every outer stride in bytes."""
     if type(t) not in PLAIN_TYPES or t.device.type == "meta":
         return None
-    bits = 128 | t.data_ptr()
+    try:
+        bits = 128 | t.data_ptr()
+    except RuntimeError:                        # a wrapper, as under vmap: there is no storage to look at
+        return None
     for stride in t.stride()[:-1]:
         bits |= stride * t.element_size()
     return bits & -bits

@@ -28,7 +28,7 @@ PyObject *capturing;      // torch's question whether a CUDA graph is being capt
 
 // ---------------------------------------------------------------- the program
 
-enum Kind { TENSOR, BOOL, INT, FLOAT, STR };
+enum Kind { TENSOR, BOOL, INT, FLOAT, STR, GENERATOR };   // a generator is passed on, never read
 enum Token { BIND, CHECK, LITERAL, LEAD, SAME_LEAD, SPREAD };
 enum Code { FACT, CONST, ADD, SUB, MUL, DIV, MOD, EQ, NE, LT, LE, GT, GE, MAX, MIN };
 

@@ -54,13 +54,13 @@ def source(program: KeyProgram, watch_capture: bool = False) -> str:
         "    while True:",
         "        if backend is not None or policy is not None: break",
         *("        " + line for line in body),
-        "        entry = TABLE.get(KEY)",
-        f"        if entry is None: return MISS(KEY, ({names},))",
-        "        entry.tick()",
+        "        _entry = TABLE.get(KEY)",
+        f"        if _entry is None: return MISS(KEY, ({names},))",
+        "        _entry.tick()",
         "        try:",
-        f"            return entry.run({names})",
-        "        except FAULTS as fault:",
-        f"            return RECOVER(entry, ({names},), fault)",
+        f"            return _entry.run({names})",
+        "        except FAULTS as _fault:",
+        f"            return RECOVER(_entry, ({names},), _fault)",
         f"    return SLOW(({names},), backend, policy)",
         "",
         f"def key_of({names}):",
@@ -79,39 +79,46 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
         wanted.setdefault(tensor, set()).add(fact)
     required = [p for p in op.params if p.kind == "tensor" and not p.optional]
     optional = [p for p in op.params if p.kind == "tensor" and p.optional]
-    lines = ["if AUTOCAST() or LEVEL() is not None: break"]
-    for p in required:
-        lines.append(f"if type({p.name}) is not T and type({p.name}) is not P: break")
+    names = [p.name for p in required]
+    lines = ["if AUTOCAST() or LEVEL() is not None: break", *_scalar_checks(op)]
+    lines += [f"if type({n}) is not TENSOR and type({n}) is not PARAMETER: break" for n in names]
     lines.append("try:")
-    if op.variant:
-        word = "if"
-        for variant, patterns in op.patterns.items():
-            lines.append(f"    {word} {op.variant} == {variant!r}:")
-            lines += ["        " + line for line in _shape_lines(patterns, required)]
-            word = "elif"
-        lines.append("    else: break")
-    else:
-        lines += ["    " + line for line in _shape_lines(op.patterns[""], required)]
     key = [str(program.id), "OVERRIDE()", "DETERMINISTIC()"]
-    first, alike = required[0].name if required else "", [p.name for p in required[1:] if p.name in op.same_dtype]
+    first = op.main_tensor
     if first:
-        lines.append(f"    dtype, home = {first}.dtype, {first}.get_device()")
-        key += ["dtype", f"{first}.device"]
-    for p in required[1:]:
-        if p.name in alike:                     # a mixture is the caller's mistake: the slow path says so
-            lines.append(f"    if {p.name}.dtype is not dtype or {p.name}.get_device() != home: break")
+        lines.append(f"    _dtype, _home = {first}.dtype, {first}.device")
+        key += ["_dtype", "_home"]
+    for n in names:
+        if n == first:
+            continue
+        if n in op.same_dtype:                  # a mixture is the caller's mistake: the slow path says so
+            lines.append(f"    if {n}.dtype is not _dtype or {n}.device != _home: break")
         else:
-            lines.append(f"    if {p.name}.get_device() != home: break")
-            key.append(f"{p.name}.dtype")
-    key += _together([p.name for p in required], wanted)
-    lines += ["    grad = GRAD()"]
-    bound = _always_bound(op)
+            lines.append(f"    if {n}.device != _home: break")
+            key.append(f"{n}.dtype")
+    lines.append("    _grad = GRAD()")
+    word = "if"
+    for variant, patterns in op.patterns.items():
+        shapes = _shape_lines(patterns, required, optional)
+        if not op.variant:
+            lines += ["    " + line for line in shapes]
+            continue
+        lines += [f"    {word} {op.variant} == {variant!r}:", *("        " + line for line in shapes)]
+        word = "elif"
+    if op.variant:
+        lines.append("    else: break")
+    lines += ["    " + line for line in _strides(names, wanted)]
+    key += _tensor_elements(names, wanted)
     for p in optional:
-        lines += ["    " + line for line in _optional_lines(p, op, wanted, bound)]
+        elements = [f"{p.name}.dtype", f"_grad and {p.name}.requires_grad", *_tensor_elements([p.name], wanted)]
+        if _is_spread(p, op):
+            elements.append(f"s_{p.name}")
+        lines += [f"    if {p.name} is None: k_{p.name} = None", "    else:",
+                  *("        " + line for line in _strides([p.name], wanted)),
+                  f"        k_{p.name} = ({', '.join(elements)},)"]
         key.append(f"k_{p.name}")
-    key.append(_grad_element([p.name for p in required], wanted))
-    lines += [f"    d_{f.fact} = {_over_locals(op.derived[f.fact], op)}" for f in program.fields
-              if f.fact in op.derived]
+    key.append(_grad_element(names, wanted))
+    lines += [f"    d_{f.fact} = {_derived(f.fact, op)}" for f in program.fields if f.fact in op.derived]
     lines.append("except NOT_PLAIN: break")
     key += [p.name for p in op.params if p.kind == "bool"]
     key += [element for f in program.fields if f.fact not in op.by_name for element in _number_elements(f, op)]
@@ -122,17 +129,37 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     return lines
 
 
-def _together(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
-    """The strides of several tensors in one element: True when all of them are contiguous."""
-    out = []
+def _scalar_checks(op: Op) -> list[str]:
+    """A value of the wrong type may equal one of the right type: True == 1. The slow path says what was wrong."""
+    lines = []
+    for kind, exact in (("bool", "bool"), ("int", "int"), ("float", "float"), ("str", "str")):
+        own = [p for p in op.params if p.kind == kind]
+        given = [p.name for p in own if not p.optional]
+        if given:
+            plain = " is ".join([f"type({n})" for n in given] + [exact])
+            whole = f" and not WHOLE({', '.join(given)})" if kind == "float" else ""
+            lines.append(f"if not ({plain}){whole}: break")
+        for n in (p.name for p in own if p.optional):
+            whole = f" and type({n}) is not int" if kind == "float" else ""
+            lines.append(f"if {n} is not None and type({n}) is not {exact}{whole}: break")
+    return lines
+
+
+def _strides(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
+    """z_<first tensor>: the strides of several tensors in one value, True when all of them are contiguous."""
     strided = [n for n in names if wanted.get(n, set()) & {"contiguous", "stride_last"}]
-    if strided:
+    lines = [f"if {n}.layout is not STRIDED: break" for n in names if n not in strided]
+    if strided:                                 # of a sparse tensor STRIDE_LAST says that it is not plain
         every = " and ".join(f"{n}.is_contiguous()" for n in strided)
         one_by_one = ", ".join(f"{n}.is_contiguous() or STRIDE_LAST({n})" for n in strided)
-        out.append(f"True if {every} else ({one_by_one},)")
-    out += [f"ALIGNMENT({n})" for n in names if "alignment" in wanted.get(n, ())]
-    out += [f"{n}.ndim" for n in names if "ndim" in wanted.get(n, ())]
-    return out
+        lines.append(f"z_{strided[0]} = True if {every} else ({one_by_one},)")
+    return lines
+
+
+def _tensor_elements(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
+    strided = [n for n in names if wanted.get(n, set()) & {"contiguous", "stride_last"}]
+    return [*(f"z_{n}" for n in strided[:1]), *(f"ALIGNMENT({n})" for n in names if "alignment" in wanted.get(n, ())),
+            *(f"{n}.ndim" for n in names if "ndim" in wanted.get(n, ()))]
 
 
 def _grad_element(names: list[str], wanted: dict[str, set[str]]) -> str:
@@ -140,8 +167,8 @@ def _grad_element(names: list[str], wanted: dict[str, set[str]]) -> str:
     if not flags:
         return "False"
     if any("requires_grad" in wanted.get(n, ()) for n in names):
-        return f"({', '.join(flags)},) if grad else False"
-    return f"({' or '.join(flags)}) if grad else False"
+        return f"({', '.join(flags)},) if _grad else False"
+    return f"({' or '.join(flags)}) if _grad else False"
 
 
 def _scalars(program: KeyProgram) -> list[str]:
@@ -160,67 +187,83 @@ def _scalars(program: KeyProgram) -> list[str]:
     return [*always, f"None if {' and '.join(tests)} else ({', '.join(parts)},)"]
 
 
-def _shape_lines(patterns: Any, tensors: list[Param]) -> list[str]:
+def _is_spread(p: Param, op: Op) -> bool:
+    return next(iter(op.patterns.values())).get(p.name, ("",))[0].startswith("~")
+
+
+def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) -> list[str]:
     """Unpack each shape into d_<size>, and check that sizes named twice agree."""
-    lines: list[str] = []
-    seen: set[str] = set()
-    lead: dict[str, str] = {}
-    count = 0
-    for p in tensors:
-        tokens = patterns.get(p.name)
-        if tokens is None:
-            continue
-        targets, checks = [], []
-        if tokens[0].startswith("*"):
-            label = tokens[0][1:]
-            lines.append(f"s_{p.name} = {p.name}.shape")
-            if label in lead:
-                lines.append(f"if s_{p.name} != s_{lead[label]}: break")
-                continue
-            last = f"d_{tokens[-1]}"
-            lines += [f"if len(s_{p.name}) < 1: break", f"{last} = s_{p.name}[-1]",
-                      f"d_{label} = {p.name}.numel() // {last}"]
-            lead[label] = p.name
-            seen |= {label, tokens[-1]}
-            continue
+    binder = _Binder(patterns)
+    lines = [line for p in required for line in binder.lines(p.name, certain=True)]
+    late = dict.fromkeys(t.lstrip("*") for p in optional for t in patterns.get(p.name, ())
+                         if t[0] not in "~0123456789" and t.lstrip("*") not in binder.certain)
+    lines += [f"d_{size} = None" for size in late]
+    lines += [f"l_{size} = None" for size in late if any(f"*{size}" in patterns.get(p.name, ()) for p in optional)]
+    for p in optional:
+        lines += [f"if {p.name} is not None:",
+                  f"    if type({p.name}) is not TENSOR and type({p.name}) is not PARAMETER: break",
+                  f"    if {p.name}.device != _home: break" if required else "    pass",
+                  *("    " + line for line in binder.lines(p.name, certain=False))]
+    return lines
+
+
+class _Binder:
+    """Writes the lines that bind the sizes of one tensor after another.
+
+    A size of a required tensor is bound for certain; one that only optional tensors have may be None still.
+    """
+
+    def __init__(self, patterns: Any) -> None:
+        self.patterns = patterns
+        self.certain: set[str] = set()
+        self.lead: dict[str, tuple[str, tuple[str, ...]]] = {}     # of required tensors: who has it, and what follows
+        self.count = 0
+
+    def lines(self, name: str, certain: bool) -> list[str]:
+        tokens: tuple[str, ...] = self.patterns.get(name, ())
+        if not tokens:
+            return []
+        if tokens[0].startswith("~"):
+            sizes = ", ".join(f"d_{t[1:]}" for t in tokens)
+            return [f"s_{name} = SPREAD({name}.shape, ({sizes},))", f"if s_{name} is None: break"]
+        if not tokens[0].startswith("*"):
+            return self._unpack(tokens, f"{name}.shape", certain)
+        label, tail = tokens[0][1:], tokens[1:]
+        lines = [f"s_{name} = {name}.shape"]
+        if label in self.lead and self.lead[label][1] == tail and set(tail) <= self.certain:
+            return [*lines, f"if s_{name} != s_{self.lead[label][0]}: break"]
+        lines.append(f"if len(s_{name}) < {max(len(tail), 1)}: break")
+        if tail:
+            lines += self._unpack(tail, f"s_{name}[-{len(tail)}:]", certain)
+        head = f"s_{name}[:-{len(tail)}]" if tail else f"s_{name}"
+        rows = f"{name}.numel() // ({' * '.join('1' if t.isdigit() else f'd_{t}' for t in tail) or '1'})"
+        if label in self.lead:
+            first, behind = self.lead[label]
+            return [*lines, f"if {head} != s_{first}{f'[:-{len(behind)}]' if behind else ''}: break"]
+        if certain:
+            self.lead[label] = name, tail
+            self.certain.add(label)
+            return [*lines, f"d_{label} = {rows}"]
+        return [*lines, f"if l_{label} is None: l_{label}, d_{label} = {head}, {rows}",
+                f"elif {head} != l_{label}: break"]
+
+    def _unpack(self, tokens: tuple[str, ...], shape: str, certain: bool) -> list[str]:
+        targets, checks, late = [], [], []
         for token in tokens:
-            if token.isdigit() or token in seen:
-                count += 1
-                targets.append(f"t{count}")
-                checks.append(f"t{count} != {token if token.isdigit() else 'd_' + token}")
-            else:
-                seen.add(token)
+            if certain and not token.isdigit() and token not in self.certain:
+                self.certain.add(token)
                 targets.append(f"d_{token}")
-        comma = "," if len(targets) == 1 else ""
-        lines.append(f"{', '.join(targets)}{comma} = {p.name}.shape")
+                continue
+            self.count += 1
+            targets.append(f"t{self.count}")
+            if token.isdigit() or token in self.certain:
+                checks.append(f"t{self.count} != {token if token.isdigit() else 'd_' + token}")
+            else:
+                late += [f"if d_{token} is None: d_{token} = t{self.count}", f"elif d_{token} != t{self.count}: break"]
+        lines = [f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {shape}"]
         if checks:
             lines.append(f"if {' or '.join(checks)}: break")
-    return lines
-
-
-def _optional_lines(p: Param, op: Op, wanted: dict[str, set[str]], bound: set[str]) -> list[str]:
-    tokens = next(iter(op.patterns.values())).get(p.name, ())
-    elements = [f"{p.name}.dtype", f"grad and {p.name}.requires_grad", *_together([p.name], wanted)]
-    lines = [f"if {p.name} is None:", f"    k_{p.name} = None",
-             *(f"    d_{t} = None" for t in tokens if t not in bound and not t.startswith("~") and not t.isdigit()),
-             "else:", f"    if type({p.name}) is not T and type({p.name}) is not P: break",
-             f"    if {p.name}.get_device() != home: break"]
-    if tokens and tokens[0].startswith("~"):
-        sizes = ", ".join(f"d_{t[1:]}" for t in tokens)
-        lines += [f"    spread = SPREAD({p.name}.shape, ({sizes},))", "    if spread is None: break"]
-        elements.append("spread")
-    elif tokens:
-        fresh = [t for t in tokens if t not in bound and not t.isdigit()]
-        if fresh:
-            targets = ", ".join(f"d_{t}" if t in fresh else f"x_{t}" for t in tokens)
-            lines.append(f"    {targets}{',' if len(tokens) == 1 else ''} = {p.name}.shape")
-            lines += [f"    if x_{t} != {t if t.isdigit() else 'd_' + t}: break" for t in tokens if t not in fresh]
-            bound.update(fresh)
-        else:
-            sizes = ", ".join(t if t.isdigit() else f"d_{t}" for t in tokens)
-            lines.append(f"    if {p.name}.shape != ({sizes},): break")
-    lines.append(f"    k_{p.name} = ({', '.join(elements)},)")
-    return lines
+        return lines + late
 
 
 def _number_elements(field: NumberField, op: Op) -> list[str]:
@@ -230,21 +273,41 @@ def _number_elements(field: NumberField, op: Op) -> list[str]:
         return [x]
     tests = [f"{x} == {v!r}" for v in field.equals] + [f"{x} > {v!r}" for v in field.above]
     tests += [f"{x} % {v!r} == 0" for v in field.multiples]
+    if param and param.kind == "float":
+        tests.append(f"{x} != {x}")             # NaN fails every comparison, also those that a small number passes
     if not field.bucket:
         parts = tests
     elif not field.multiples and all(v >= len(BUCKETS) for v in (*field.equals, *field.above)):
         beyond = f"({', '.join([f'BUCKET({x})', *tests])},)"       # below the table's end those tests are all false
-        parts = [f"B[{x}] if 0 <= {x} < {len(BUCKETS)} else {beyond}"]
+        parts = [f"BUCKETS[{x}] if 0 <= {x} < {len(BUCKETS)} else {beyond}"]
     else:
-        parts = [f"B[{x}] if 0 <= {x} < {len(BUCKETS)} else BUCKET({x})", *tests]
-    may_be_none = param.optional if param else field.fact in op.dims and field.fact not in _always_bound(op)
-    return [f"None if {x} is None else ({', '.join(parts or ['0'])},)"] if may_be_none else parts
+        parts = [f"BUCKETS[{x}] if 0 <= {x} < {len(BUCKETS)} else BUCKET({x})", *tests]
+    return [f"None if {x} is None else ({', '.join(parts or ['0'])},)"] if _may_be_none(field.fact, op) else parts
 
 
-def _always_bound(op: Op) -> set[str]:
-    patterns = next(iter(op.patterns.values()))
-    return {t.lstrip("*") for p in op.params if p.kind == "tensor" and not p.optional
-            for t in patterns.get(p.name, ())}
+def _may_be_none(fact: str, op: Op) -> bool:
+    if fact in op.by_name:
+        return op.by_name[fact].optional
+    if fact in op.derived:
+        return any(_may_be_none(name, op) for name in parse(op.derived[fact]).names)
+    return fact in op.dims and not any(
+        fact in [t.lstrip("*") for t in patterns.get(p.name, ())]
+        for patterns in op.patterns.values() for p in op.params if p.kind == "tensor" and not p.optional)
+
+
+def _derived(name: str, op: Op) -> str:
+    """A derived fact over the local names; None where something it reads is None."""
+    unsure = [n for n in _basis(name, op) if _may_be_none(n, op)]
+    value = _over_locals(op.derived[name], op)
+    if not unsure:
+        return value
+    absent = " or ".join(f"{n if n in op.by_name else 'd_' + n} is None" for n in unsure)
+    return f"None if {absent} else {value}"
+
+
+def _basis(name: str, op: Op) -> list[str]:
+    """The sizes and parameters that a derived fact comes down to."""
+    return [base for n in parse(op.derived[name]).names for base in (_basis(n, op) if n in op.derived else [n])]
 
 
 def _over_locals(text: str, op: Op) -> str:
@@ -274,12 +337,23 @@ def spread(shape: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | N
     return tuple(out)
 
 
+def _stride_last(t: Tensor) -> tuple[Any]:
+    if t.layout is not torch.strided:
+        raise ValueError("not a strided tensor")
+    return (stride_last(t),)
+
+
+def _whole(*values: Any) -> bool:
+    return all(type(v) is float or type(v) is int for v in values)
+
+
 def namespace(override: Callable[[], Any], faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
     """The globals of a generated function. TABLE, MISS, SLOW and RECOVER are the dispatcher's to set."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
-        "T": Tensor, "P": torch.nn.Parameter, "B": BUCKETS, "BUCKET": bucket, "SPREAD": spread,
-        "STRIDE_LAST": lambda t: (stride_last(t),), "ALIGNMENT": alignment, "OVERRIDE": override, "FAULTS": faults,
+        "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket, "SPREAD": spread,
+        "STRIDED": torch.strided, "STRIDE_LAST": _stride_last, "WHOLE": _whole, "ALIGNMENT": alignment,
+        "OVERRIDE": override, "FAULTS": faults,
         "AUTOCAST": torch._C._is_any_autocast_enabled, "LEVEL": torch._C._functorch.maybe_current_level,
         "GRAD": torch.is_grad_enabled, "DETERMINISTIC": torch._C._get_deterministic_algorithms,
         "CAPTURING": capturing, "NOT_PLAIN": (ValueError, RuntimeError, ZeroDivisionError),
@@ -292,4 +366,5 @@ def stub(op: Op) -> str:
     declared = _declaration(op)
     return "\n".join([
         f"def call({declared}):", f"    return SLOW(({names},), backend, policy)", "",
-        f"def values_of({declared}):", f"    return ({names},)"])
+        f"def values_of({declared}):", f"    return ({names},)", "",
+        f"values_of.__qualname__ = {op.name!r}"])    # Python names it when the arguments do not fit

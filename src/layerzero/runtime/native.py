@@ -34,7 +34,7 @@ from .config import cache_dir
 from .hotpath import signature
 
 SOURCE = Path(__file__).with_name("fastpath.cpp")
-_KINDS = ("tensor", "bool", "int", "float", "str")
+_KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
 BIND, CHECK, LITERAL, LEAD, SAME_LEAD, SPREAD = range(6)
 
@@ -165,7 +165,7 @@ class NativeDispatcher:
 def dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) -> NativeDispatcher | None:
     """The native dispatcher of an op, or None where there is no native path for it."""
     compiled = module()
-    if compiled is None or any(p.kind == "str" and not p.choices for p in op.params):
+    if compiled is None or op.read is not None or any(p.kind == "str" and not p.choices for p in op.params):
         return None
     floats = {p.name for p in op.params if p.kind == "float"}
     if any(floats & set(parse(text).names) for text in op.derived.values()):

@@ -23,7 +23,8 @@ from .dispatch import dispatchers
 
 _library = torch.library.Library("layerzero", "FRAGMENT")
 _defined: dict[str, Op] = {}
-_TYPES = {"tensor": "Tensor", "bool": "bool", "int": "SymInt", "float": "float", "str": "str"}
+_TYPES = {"tensor": "Tensor", "bool": "bool", "int": "SymInt", "float": "float", "str": "str",
+          "generator": "Generator"}
 
 
 def schema(op: Op) -> str:
@@ -42,7 +43,7 @@ def schema(op: Op) -> str:
 
 def define(op: Op) -> None:
     """Register the op with torch. A second op of the same name takes over the first one's schema only if equal."""
-    if op.name in _defined:
+    if op.name in _defined or op.read is not None:      # text and the like are not torch's business
         return
     _library.define(schema(op))
     _library.impl(op.name, _implementation(op.name, op.outputs == "Tensor[]"), "CompositeImplicitAutograd")

@@ -59,7 +59,7 @@ class Param:
     """One parameter of the signature, by what the hot path must do with it."""
 
     name: str
-    kind: str                                  # tensor | bool | int | float | str
+    kind: str                                  # tensor | bool | int | float | str | generator | object
     optional: bool = False                     # may be None
     default: Any = inspect.Parameter.empty
     choices: tuple[str | None, ...] = ()       # of a Literal
@@ -93,7 +93,8 @@ class Op:
     shapes: Mapping[str, Any]                  # param -> "batch heads seq_q head_dim", or per variant
     variant: str = ""                          # the str parameter whose value picks the shapes
     returns: Any = ()                          # shape of each result, or per variant
-    same_dtype: tuple[str, ...] = ()           # tensors that must share the first one's dtype
+    same_dtype: tuple[str, ...] = ()           # tensors that must share the main one's dtype
+    main: str = ""                             # the tensor that gives dtype and device; the first if not said
     derived: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()                # sizes that validity or speed needs exactly
     requires: tuple[Condition, ...] = ()       # the contract's own limits: breaking one is the caller's error
@@ -103,7 +104,9 @@ class Op:
     autocast: str = ""                         # "lower": cast to the autocast dtype, as torch does for this op
     canonical: Callable[[dict[str, Any]], Redirect | None] | None = None   # rewrites unusual calls (3-D, nested)
     extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None  # what rules cannot say
-    outputs: str = "Tensor"                    # Tensor, or Tensor[] where the count depends on the call
+    outputs: str = "Tensor"                    # Tensor, or Tensor[] for several or where the count depends on the call
+    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None   # facts of an op whose arguments are not tensors
+    reads: tuple[str, ...] = ()                # the names of those facts
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
     def __post_init__(self) -> None:
@@ -122,7 +125,7 @@ class Op:
     @cached_property
     def params(self) -> tuple[Param, ...]:
         hints = typing.get_type_hints(self.reference)
-        return tuple(_param(p, hints.get(p.name), self.name)
+        return tuple(_param(p, hints.get(p.name), self.name, self.read is not None)
                      for p in inspect.signature(self.reference).parameters.values())
 
     @cached_property
@@ -155,8 +158,12 @@ class Op:
     @cached_property
     def fact_names(self) -> frozenset[str]:
         tensor_facts = {f"{t}.{f}" for t in self.tensors for f in TENSOR_FACTS}
-        return frozenset({*DEVICE_FACTS, *CALL_FACTS, *self.dims, *self.derived, *tensor_facts,
-                          *(p.name for p in self.params if p.kind != "tensor")})
+        return frozenset({*DEVICE_FACTS, *CALL_FACTS, *self.dims, *self.derived, *tensor_facts, *self.reads,
+                          *(p.name for p in self.params if p.kind in ("bool", "int", "float", "str"))})
+
+    @property
+    def main_tensor(self) -> str:
+        return self.main or next((p.name for p in self.params if p.kind == "tensor" and not p.optional), "")
 
     def check_rule(self, rule: Condition, owner: str) -> None:
         for leaf in rule.leaves():
@@ -173,7 +180,8 @@ class Op:
             "derived": dict(self.derived), "exact": list(self.exact),
             "requires": [r.to_json() for r in self.requires], "flops": self.flops, "bytes": self.bytes,
             "differentiable": list(self.differentiable), "autocast": self.autocast, "outputs": self.outputs,
-            "dtypes": list(self.dtypes), "tolerance": self.tolerance.to_json(),
+            "main": self.main, "reads": list(self.reads), "dtypes": list(self.dtypes),
+            "tolerance": self.tolerance.to_json(),
             "cases": [dict(c) for c in self.cases],
             "code": {n: import_path(getattr(self, n)) for n in _CALLABLES if getattr(self, n) is not None},
         }
@@ -181,9 +189,9 @@ class Op:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], resolve: Callable[[str], Any] | None = None) -> Op:
         resolve = resolve or resolve_import_path
-        plain = ("name", "family", "shapes", "variant", "derived", "flops", "bytes", "autocast", "outputs")
+        plain = ("name", "family", "shapes", "variant", "derived", "flops", "bytes", "autocast", "outputs", "main")
         fields: dict[str, Any] = {k: data[k] for k in plain}
-        for k in ("exact", "same_dtype", "differentiable", "dtypes", "cases"):
+        for k in ("exact", "same_dtype", "differentiable", "dtypes", "cases", "reads"):
             fields[k] = tuple(data[k])
         returns = data["returns"]
         fields["returns"] = {k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns)
@@ -193,7 +201,7 @@ class Op:
         return cls(**fields)
 
 
-_CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check")
+_CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check", "read")
 
 
 def _plain(value: Any) -> Any:
@@ -216,7 +224,10 @@ def resolve_import_path(path: str) -> Any:
     return value
 
 
-def _param(p: inspect.Parameter, hint: Any, op: str) -> Param:
+_KINDS = {"Tensor": "tensor", "bool": "bool", "int": "int", "float": "float", "str": "str", "Generator": "generator"}
+
+
+def _param(p: inspect.Parameter, hint: Any, op: str, any_object: bool) -> Param:
     if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
         raise SpecError(f"op {op!r}: *args and **kwargs hide what a call is; name every parameter")
     options = typing.get_args(hint)
@@ -228,11 +239,12 @@ def _param(p: inspect.Parameter, hint: Any, op: str) -> Param:
         choices = tuple(typing.get_args(literal)) + ((None,) if optional else ())
         kind = "str"
     else:
-        kind = {"Tensor": "tensor", "bool": "bool", "int": "int", "float": "float", "str": "str"}.get(
-            getattr(members[0], "__name__", ""), "")
+        kind = _KINDS.get(getattr(members[0], "__name__", ""), "") if len(members) == 1 else ""
+    if not kind and any_object:
+        kind, optional = "object", True
     if not kind:
         raise SpecError(f"op {op!r}: parameter {p.name!r} has type {hint!r}; "
-                        "known are Tensor, bool, int, float, str, Literal, each also optional")
+                        "known are Tensor, bool, int, float, str, Literal, Generator, each also optional")
     return Param(p.name, kind, optional, p.default, choices, p.kind is p.KEYWORD_ONLY)
 
 

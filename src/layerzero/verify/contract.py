@@ -13,9 +13,10 @@ and no input has changed, not even the parts of its storage outside the view.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..runtime import hardware, loading
 from ..runtime.binding import bind
 from ..runtime.facts import read
 from ..runtime.faults import FAULTS, classify, reason_of
-from ..spec.kernel import Kernel
+from ..spec.kernel import Direct, Kernel
 from ..spec.op import Op
 from ..spec.plan import Transform
 from ..spec.reason import Reason
@@ -76,12 +77,18 @@ def refusals(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Reason, ...]:
 
 
 def call(kernel: Kernel, values: Mapping[str, Any]) -> Any:
-    """Load the kernel and run it, with the views its layout asks for, as the dispatcher would."""
+    """Run the kernel with the views its layout asks for, as the dispatcher would."""
     op = kernel.op
     variant = values[op.variant] if op.variant else ""
     moves = op.variant and kernel.variants and variant not in kernel.variants
     transforms = (Transform("layout", kernel.variants[0]),) if moves else ()
-    return bind(op, kernel, loading.load(kernel), transforms, variant).run(*(values[p.name] for p in op.params))
+    return bind(op, kernel, loaded(kernel), transforms, variant).run(*(values[p.name] for p in op.params))
+
+
+@lru_cache(maxsize=None)
+def loaded(kernel: Kernel) -> Callable[..., Any] | Direct:
+    """Once per kernel: what compiles on first use must not do so for every case."""
+    return loading.load(kernel)
 
 
 def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0) -> CaseResult:

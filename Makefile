@@ -56,13 +56,13 @@ $(BIN)/python:
 	@shared=; if $(PYTHON) $(HAS_TORCH); then shared=--system-site-packages; fi; \
 	$(PYTHON) -m venv $$shared $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $$shared $(VENV) && \
-	  $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+	  $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
 
 $(VENV)/.ready: pyproject.toml | $(BIN)/python
-	@$(BIN)/python $(HAS_TORCH) || { echo "==> installing $(TORCH) (the largest part; once)"; $(PIP) install -q "$(TORCH)"; }
+	@$(BIN)/python $(HAS_TORCH) || { echo "==> installing $(TORCH) (the largest part; once)"; $(PIP) install -qq "$(TORCH)"; }
 	@$(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(VENV)/constraints.txt
 	@echo "==> installing layerzero and its tools, with $$(cat $(VENV)/constraints.txt)"
-	@$(PIP) install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	@$(PIP) install -qq -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 # The library works without the native call path, so a failure here is loud but not the end.

@@ -152,15 +152,19 @@ def op_page(op: Op) -> Iterator[str]:
     yield f"```text\n{inspect.cleandoc(op.reference.__doc__ or '')}\n```\n"
     names = list(next(iter(op.patterns.values())))
     columns = [v or "shape" for v in op.patterns]
-    yield "Shapes (`~` broadcasts, `*` is any number of dimensions):\n\n" + table(
-        ("", *columns), [(code(name), *(code(" ".join(p[name])) for p in op.patterns.values())) for name in names] + [
-            (f"result {i}" if i else "result", *(code(" ".join(r[i])) for r in op.result_patterns.values()))
-            for i in range(len(next(iter(op.result_patterns.values()))))])
+    rows = [(code(name), *(code(" ".join(p[name])) for p in op.patterns.values())) for name in names]
+    rows += [(f"result {i}" if i else "result", *(code(" ".join(r[i])) for r in op.result_patterns.values()))
+             for i in range(len(next(iter(op.result_patterns.values()))))]
+    if rows:
+        yield "Shapes (`~` broadcasts, `*` is any number of dimensions):\n\n" + table(("", *columns), rows)
+    if op.reads:
+        yield f"Facts read from its arguments: {listed(op.reads)}.\n"
     if op.derived:
         yield "Derived facts:\n\n" + table(("fact", "is"), [(code(k), code(v)) for k, v in op.derived.items()])
-    yield "The contract's own limits; breaking one is the caller's error (`InvalidCall`):\n\n" + table(
-        ("must hold", "else"), [(words(r), ", ".join(dict.fromkeys(code(x.code.value) for x in r.leaves())))
-                                for r in op.requires])
+    if op.requires:
+        yield "The contract's own limits; breaking one is the caller's error (`InvalidCall`):\n\n" + table(
+            ("must hold", "else"), [(words(r), ", ".join(dict.fromkeys(code(x.code.value) for x in r.leaves())))
+                                    for r in op.requires])
     yield "How wrong a kernel may be, against the reference computed in a wider dtype: at most " \
         f"{op.tolerance.times_eager:g} x the error of the eager formula at the same dtype and a few roundings, and " \
         "inside this table unless the eager formula is not:\n\n" + table(

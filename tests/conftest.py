@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,10 @@ import pytest
 KEPT = ("LAYERZERO_CACHE_DIR", "LAYERZERO_NATIVE")
 for _name in [n for n in os.environ if n.startswith("LAYERZERO_") and n not in KEPT]:
     del os.environ[_name]
+
+# Processes that a test starts find the library from any folder, installed or not.
+_src = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_src, os.environ.get("PYTHONPATH"))))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

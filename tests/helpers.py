@@ -20,6 +20,7 @@ import layerzero as lz
 from layerzero.runtime import context, events, native
 from layerzero.runtime import facts as reading
 from layerzero.runtime import world as worlds
+from layerzero.runtime.dispatch import dispatchers
 from layerzero.runtime.inspection import dispatcher_of
 from layerzero.select.policy import Layer, Policy
 from layerzero.spec.device import Device, generation_of
@@ -37,6 +38,8 @@ def world():
     assert context.current.get() is override, "a test left an override behind"
     worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, memo={}, born=time.monotonic()), "end of a test")
     events.reset()
+    for found in dispatchers.values():
+        found.ledger.fallbacks.clear()
 
 
 @pytest.fixture

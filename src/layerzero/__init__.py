@@ -38,6 +38,7 @@ from .spec.plan import Plan
 from .spec.reason import Code, Reason
 
 if TYPE_CHECKING:
+    from .runtime.capabilities import use as use_capabilities
     from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
     from .runtime.inspection import select_kernel as select
     from .runtime.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
@@ -49,6 +50,7 @@ _LATER = {
     **{name: ("inspection", name) for name in
        ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which")},
     "select": ("inspection", "select_kernel"),
+    "use_capabilities": ("capabilities", "use"),
     **{name: ("settings", name) for name in
        ("configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock")},
 }
@@ -60,7 +62,10 @@ _torch_face.install(list(_ops.values()))
 
 def op(name: str) -> Op:
     """The declaration of an operation."""
-    return _world.current().catalog.ops[name] if name not in _ops else _ops[name]
+    if name in _ops:
+        return _ops[name]
+    from .runtime.inspection import dispatcher_of
+    return dispatcher_of(name).op
 
 
 def __dir__() -> list[str]:
@@ -93,7 +98,10 @@ def __getattr__(name: str) -> Any:
         found = globals()[name] = getattr(importlib.import_module(f"layerzero.runtime.{module}"), attribute)
         return found
     if not name.startswith("_") and name in _world.current().catalog.ops:
-        return _dispatch.function(_world.current().catalog.ops[name])
+        added = _world.current().catalog.ops[name]
+        fn = _dispatch.function(added)
+        _torch_face.define(added)
+        return fn
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
 
 
@@ -103,5 +111,5 @@ __all__ = [
     "NoKernel", "Op", "Plan", "PolicyRule", "Reason", "RegistrationError", "SpecError", "Tolerance", "add_rms_norm",
     "attention", "clear_cache", "configure", "direct", "disabled", "doctor", "explain", "get_config", "get_locks",
     "layer_norm", "list_kernels", "load_config", "lock", "op", "prefer", "register", "reload", "rms_norm", "select",
-    "stats", "subscribe", "unlock", "unregister", "validate", "varlen_attention", "which",
+    "stats", "subscribe", "unlock", "unregister", "use_capabilities", "validate", "varlen_attention", "which",
 ]

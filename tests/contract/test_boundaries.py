@@ -23,7 +23,8 @@ def _gpu(name: str, sm: int, generation: str, cores: int) -> Device:
                   supports_bf16=True, torch_version="2.13.0", runtime_version="13.0")
 
 
-DEVICES = (_gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5), _gpu("A100", 80, "ampere", 3), probe("cpu"))
+DEVICES = (_gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5), _gpu("A100", 80, "ampere", 3),
+           probe("cpu"))
 
 
 def steps(leaf: Rule) -> tuple[Any, Any]:

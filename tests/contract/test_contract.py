@@ -169,6 +169,10 @@ def _returns_two(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float
     return _right(x, weight, eps), x.clone()
 
 
+def _returns_nothing(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> None:
+    return None
+
+
 def _gives_nan(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
     out = _right(x, weight, eps)
     out[0, 0] = float("nan")
@@ -188,7 +192,8 @@ WRONG = {
     _overwrites_its_input: "x was overwritten", _overwrites_without_a_trace: "weight was overwritten",
     _writes_beside_its_input: "x was overwritten", _returns_its_input: "shares memory with x",
     _returns_another_dtype: "the contract says", _returns_another_shape: "the contract says",
-    _returns_two: "returned 2 results", _gives_nan: "not finite", _rolls_dice: "two runs differ",
+    _returns_two: "returned 2 results", _returns_nothing: "result 0 is None",
+    _gives_nan: "not finite", _rolls_dice: "two runs differ",
     _raises: "no kernel image",
 }
 

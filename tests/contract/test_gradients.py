@@ -16,18 +16,20 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "attention": (
         {}, {"causal": True}, {"hkv": 2, "causal": True}, {"sq": 1, "sk": 257, "hkv": 2}, {"lse": True},
         {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
-        {"sq": 5, "sk": 9, "causal": True, "align": "top_left"}, {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
+        {"sq": 5, "sk": 9, "causal": True, "align": "top_left"},
+        {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
         {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"d": 72}, {"d": 80, "dv": 48}, {"mask": "float"},
         {"mask": "bool", "hkv": 2}, {"mask": "dead_rows"}, {"window": (16, 0), "causal": True},
         {"alibi": True, "causal": True}, {"softcap": 5.0}, {"scale": 0.3}, {"layout": "bshd", "causal": True},
         {"stride": "transposed"}, {"stride": "padded"}, {"sq": 8, "sk": 0}),
     "varlen_attention": (
-        {}, {"causal": True, "align": "bottom_right", "hkv": 2}, {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)},
-        {"lengths_q": (0, 12, 3)}),
+        {}, {"causal": True, "align": "bottom_right", "hkv": 2}, {"lengths_q": (0, 12, 3)},
+        {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)}),
     "rms_norm": ({}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "transposed", "rows": (6, 4)},
                  {"weight_dtype": "float32"}, {"rows": (0,)}),
     "add_rms_norm": ({}, {"rows": (2, 7)}, {"affine": False}, {"stride": "padded"}),
-    "layer_norm": ({}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "padded"}, {"weight_dtype": "float32"}),
+    "layer_norm": ({}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "padded"},
+                   {"weight_dtype": "float32"}),
 }
 
 
@@ -54,7 +56,10 @@ def rows() -> list[Any]:
             if not refusals(kernel, wanting_gradients(kernel, case_values(kernel.op, case, dtype)))]
 
 
-@pytest.mark.parametrize(("kernel", "case", "dtype"), rows())
+ROWS = rows()
+
+
+@pytest.mark.parametrize(("kernel", "case", "dtype"), ROWS)
 def test_backward(kernel: Kernel, case: dict[str, Any], dtype: str) -> None:
     op = kernel.op
     values = wanting_gradients(kernel, case_values(op, case, dtype))
@@ -62,16 +67,11 @@ def test_backward(kernel: Kernel, case: dict[str, Any], dtype: str) -> None:
     if not kernel.differentiable:
         assert any(r.grad_fn is None for r in results), f"{kernel.id} could be differentiable"
         return
-    assert all(r.grad_fn is not None for r in results), f"{kernel.id} loses the gradient of a result and does not say so"
-    exact = wanting_gradients(kernel, upcast({n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}))
+    assert all(r.grad_fn is not None for r in results), f"{kernel.id} silently loses the gradient of a result"
+    exact = wanting_gradients(kernel, upcast(values))
     truth = gradients(kernel, exact, results_of(op.reference(**exact)))
     eager = gradients(kernel, values, results_of(op.reference(**values)))
     got = gradients(kernel, values, results)
-    if not all(t.isfinite().all() for t in truth.values()):
-        if kernel.backend == "reference":
-            pytest.skip("the formula itself has no finite gradient here")
-        assert all(g.isfinite().all() for g in got.values())
-        return
     rtol, atol = op.tolerance.of(dtype)
     for name, want in truth.items():
         assert got[name].dtype == values[name].dtype
@@ -83,7 +83,7 @@ def test_backward(kernel: Kernel, case: dict[str, Any], dtype: str) -> None:
 
 
 def test_every_kernel_that_claims_a_backward_and_runs_here_was_asked_for_it() -> None:
-    asked = {p.values[0].id for p in rows()}
+    asked = {p.values[0].id for p in ROWS}
     served = {k.id for k in KERNELS for case in k.op.cases if not refusals(k, case_values(k.op, case, "float32"))}
     claims = {k.id for k in KERNELS if k.differentiable and k.id in served}
     assert claims - asked <= {"torch.flex"}    # its rules refuse a gradient on the CPU

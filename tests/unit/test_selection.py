@@ -410,11 +410,11 @@ def test_selection_reads_nothing_but_its_arguments():
     ours, given = [kernel("lib.a", prior=3), kernel("lib.b")], facts(dtype=torch.float16)
     frozen = dict(given)
     plans = {str(decide(ours, given=given)) for _ in range(3)}
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     try:
         plans.add(str(decide(ours, given=given)))
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
     assert len(plans) == 1 and given == frozen
 
 

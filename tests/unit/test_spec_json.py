@@ -172,6 +172,22 @@ def test_an_op_without_what_its_family_needs_is_refused(family, missing):
     assert small_op(family=family, derived={**rest, missing: "width"}).family == family
 
 
+def read(values: dict[str, Any]) -> dict[str, Any]:
+    return {"length": len(values["x"])}
+
+
+def test_every_field_of_an_op_travels():
+    full = small_op(
+        family="attention", derived={"head_dim": "width", "seq_q": "rows", "seq_k": "rows"}, exact=("width",), main="x",
+        requires=(at_most("width", 64),), differentiable=("x",), autocast="lower", canonical=read, extra_check=read,
+        outputs="Tensor[]", same_dtype=("x", "weight"), dtypes=("float64",), read=read, reads=("length",))
+    back = Op.from_json(through_json(full.to_json()))
+    for name in Op.__dataclass_fields__:
+        assert getattr(back, name) == getattr(full, name), name
+        default = Op.__dataclass_fields__[name].default
+        assert name == "variant" or getattr(full, name) != default, f"{name} is at its default: nothing is shown"
+
+
 def test_an_op_without_cases_is_refused():
     with pytest.raises(SpecError, match="has no cases"):
         small_op(cases=())

@@ -17,8 +17,27 @@ from ..ops.varlen_attention import OP as varlen_attention
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.reason import Code
-from ..spec.rules import (Condition, absent, any_of, at_least, at_most, device, dtypes, equals, generations, multiple_of,
-                          off, one_of, plain_tensors, present, sm, unit_stride, vendor, when)
+from ..spec.rules import (
+    Condition,
+    absent,
+    aligned,
+    any_of,
+    at_least,
+    at_most,
+    device,
+    dtypes,
+    equals,
+    generations,
+    multiple_of,
+    off,
+    one_of,
+    plain_tensors,
+    present,
+    sm,
+    unit_stride,
+    vendor,
+    when,
+)
 
 NO_DROPOUT = equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
 NO_ALIBI = absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
@@ -35,7 +54,7 @@ def _common(op: Op) -> tuple[Condition, ...]:
             at_most("head_dim", 256), *same_head_dim, at_least("seq_q", 1, Code.EMPTY_INPUT),
             at_least("seq_k", 1, Code.EMPTY_INPUT), at_least("batch", 1, Code.EMPTY_INPUT),
             at_least("kv_heads", 1, Code.EMPTY_INPUT), unit_stride("query"), unit_stride("key"), unit_stride("value"),
-            plain_tensors())
+            aligned("query", 16), aligned("key", 16), aligned("value", 16), plain_tensors())
 
 
 ALIGNED = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
@@ -46,7 +65,8 @@ DENSE: tuple[Condition, ...] = (
     when(at_least("window_right", 0), ALIGNED_OR_SQUARE), *LSE)
 PACKED: tuple[Condition, ...] = (
     *_common(varlen_attention), any_of(off("is_causal"), ALIGNED), when(at_least("window_left", 0), ALIGNED),
-    when(at_least("window_right", 0), ALIGNED), dtypes("int32", of="cu_seqlens_q.dtype"), dtypes("int32", of="cu_seqlens_k.dtype"))
+    when(at_least("window_right", 0), ALIGNED), dtypes("int32", of="cu_seqlens_q.dtype"),
+    dtypes("int32", of="cu_seqlens_k.dtype"))
 V2: tuple[Condition, ...] = (
     sm(at_least=80), any_of(equals("softcap", 0.0), equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)))
 V3: tuple[Condition, ...] = (generations("hopper"), NO_DROPOUT)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.attention import OP as attention
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ..spec.rules import Condition, absent, any_of, at_least, device, differs, dtypes, equals, off, one_of, when
+from ..spec.rules import Condition, absent, at_least, device, differs, dtypes, equals, off, when
 
 _serial = count()
 BLOCK = 128                # of the block mask: below one block there is nothing to skip

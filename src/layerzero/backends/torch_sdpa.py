@@ -18,8 +18,28 @@ from ..ops.attention import OP as attention
 from ..ops.formulas import FLOATS, position_terms
 from ..spec.kernel import Const, Direct, Kernel, direct
 from ..spec.reason import Code
-from ..spec.rules import (Condition, Rule, absent, any_of, at_least, at_most, device, differs, dtypes, equals, multiple_of,
-                          off, on, one_of, present, sm, unit_stride, vendor, when)
+from ..spec.rules import (
+    Condition,
+    Rule,
+    absent,
+    aligned,
+    any_of,
+    at_least,
+    at_most,
+    device,
+    differs,
+    dtypes,
+    equals,
+    multiple_of,
+    off,
+    on,
+    one_of,
+    present,
+    sm,
+    unit_stride,
+    vendor,
+    when,
+)
 
 HALF = ("float16", "bfloat16")
 NONE = Const(None)
@@ -39,6 +59,7 @@ TOP_LEFT = any_of(off("is_causal"), equals("causal_offset", 0),
 BOTTOM_RIGHT = any_of(off("is_causal"), equals("causal_offset", 0),
                       one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
 HAS_HEADS = at_least("kv_heads", 1, Code.EMPTY_INPUT)
+HAS_BATCH = at_least("batch", 1, Code.EMPTY_INPUT)
 NOT_EMPTY = (at_least("seq_q", 1, Code.EMPTY_INPUT), at_least("seq_k", 1, Code.EMPTY_INPUT), HAS_HEADS)
 UNIT_STRIDES = (unit_stride("query"), unit_stride("key"), unit_stride("value"))
 MASK_WITHOUT_GRAD = differs("attn_mask.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
@@ -46,9 +67,10 @@ SLOPES_WITHOUT_GRAD = differs("alibi_slopes.requires_grad", True, Code.BACKWARD_
 # The entries return the log-sum-exp but no gradient through it: a loss on it would silently lose its share.
 LSE_WITHOUT_GRAD = any_of(off("return_lse"), off("grad", Code.BACKWARD_UNSUPPORTED))
 FLOAT_MASK = one_of("attn_mask.dtype", None, *FLOATS, code=Code.MASK_DTYPE_UNSUPPORTED)
-# Query, key and value of one width.
-SAME_HEAD_DIM: tuple[Condition, ...] = (
-    (equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),) if "head_dim_gap" in attention.fact_names else ())
+SAME_HEAD_DIM = equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
+# The CUDA kernels load 16 bytes at a time. From another address cuDNN answers wrongly, flash kills the context.
+ON_16_BYTES = (aligned("query", 16), aligned("key", 16), aligned("value", 16))
+MASK_NDIM = one_of("attn_mask.ndim", None, 2, 3, 4, code=Code.MASK_BROADCAST_UNSUPPORTED)
 
 
 def _entry(name: str) -> Callable[..., Any]:
@@ -61,6 +83,20 @@ def _entry(name: str) -> Callable[..., Any]:
 def _sdpa() -> Direct:
     return direct(torch.nn.functional.scaled_dot_product_attention, "query", "key", "value", "attn_mask", "dropout_p",
                   "is_causal", scale="scale", enable_gqa=Const(True))
+
+
+def _sdpa_bias() -> Callable[..., Any]:
+    """torch's choice again, with all that depends on position folded into an additive mask."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
+            window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None) -> Tensor:
+        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
+                             query.dtype)
+        return sdpa(query, key, value, mask, dropout_p, scale=scale, enable_gqa=True)
+
+    return run
 
 
 def _math() -> Direct:
@@ -120,7 +156,7 @@ def _flash_bias() -> Callable[..., Any]:
 
 def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, causal_align: str | None,
                   window_left: int, window_right: int, alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Mask, causality, window and ALiBi as one tensor to add to the scores, of 2 or 4 dimensions."""
+    """Mask, causality, window and ALiBi as one tensor to add to the scores; of 4 dimensions, those of size 1 spread."""
     bias, hidden = position_terms(query.shape[2], key.shape[2], is_causal, causal_align, window_left, window_right,
                                   alibi_slopes, query.device)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -131,7 +167,7 @@ def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causa
         assert hidden is not None, "the rules let a call through that has nothing to fold"
         bias = torch.zeros((), dtype=dtype, device=query.device).expand(hidden.shape)
     mask = bias.to(dtype) if hidden is None else bias.to(dtype).masked_fill(hidden, -math.inf)
-    return mask if mask.dim() in (2, 4) else mask[(None,) * (4 - mask.dim())]
+    return mask[(None,) * (4 - mask.dim())]
 
 
 # NVIDIA
@@ -164,6 +200,17 @@ def _efficient() -> Direct:
                   "dropout_p", "is_causal", scale="scale", item=0)
 
 
+def _efficient_lse() -> Callable[..., Any]:
+    efficient = _entry("_scaled_dot_product_efficient_attention")
+
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None) -> tuple[Tensor, Tensor]:
+        out, lse = efficient(query, key, value, None, True, 0.0, is_causal, scale=scale)[:2]
+        return out, lse[..., :query.shape[2]]          # it comes padded to a multiple of 32 rows
+
+    return run
+
+
 def _efficient_bias() -> Callable[..., Any]:
     efficient = _entry("_scaled_dot_product_efficient_attention")
 
@@ -173,8 +220,10 @@ def _efficient_bias() -> Callable[..., Any]:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
                              query.dtype)
         # Its loads are 16 elements wide: every row of the mask must start on such a boundary.
-        mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 16))[..., :mask.shape[-1]]
-        mask = mask.expand(*query.shape[:-1], key.shape[2])
+        seq_k = key.shape[2]
+        mask = mask.expand(*mask.shape[:-1], seq_k)
+        mask = torch.nn.functional.pad(mask, (0, -seq_k % 16))[..., :seq_k] if seq_k % 16 else mask.contiguous()
+        mask = mask.expand(*query.shape[:-1], seq_k)
         return efficient(query, key, value, mask, True, dropout_p, False, scale=scale)[0]  # type: ignore[no-any-return]
 
     return run
@@ -196,17 +245,39 @@ def _cudnn_lse() -> Callable[..., Any]:
     return run
 
 
+def _cudnn_bias() -> Callable[..., Any]:
+    cudnn = _entry("_scaled_dot_product_cudnn_attention")
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+            scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
+            window_right: int = -1, alibi_slopes: Tensor | None = None, return_lse: bool = False) -> Any:
+        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
+                             query.dtype).expand(query.shape[0], -1, query.shape[2], key.shape[2])
+        out, lse = cudnn(query, key, value, mask, True, 0.0, False, False, scale=scale)[:2]
+        return (out, lse.reshape(query.shape[:-1])) if return_lse else out
+
+    return run
+
+
 FOLDS_SOMETHING = any_of(on("is_causal"), at_least("window_left", 0), at_least("window_right", 0))
 FOLDS_PER_HEAD = any_of(present("alibi_slopes.dtype"), present("attn_mask.dtype", Code.FEATURE_UNSUPPORTED))
+FOLDS_ANY = any_of(*FOLDS_SOMETHING.rules, *FOLDS_PER_HEAD.rules)
+FOLDS_WITHOUT_GRAD = (MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, LSE_WITHOUT_GRAD)
+NO_BOOL_FOR_CUDNN = when(dtypes(*HALF), any_of(
+    differs("device", "cuda"), differs("attn_mask.dtype", "bool", Code.MASK_DTYPE_UNSUPPORTED)))
+# Behind torch's own choice on CUDA may be cuDNN or flash; where it pads an odd head_dim, it copies.
+SDPA_ON_CUDA: tuple[Condition, ...] = (
+    when(device("cuda"), HAS_BATCH),            # cuDNN gives None for an empty batch
+    *(when(device("cuda"), when(multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
 
 CPU_FLASH: tuple[Condition, ...] = (
-    device("cpu"), dtypes(*FLOATS), *SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT, NO_SOFTCAP)
+    device("cpu"), dtypes(*FLOATS), SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT, NO_SOFTCAP)
 CUDA = (device("cuda"), vendor("nvidia"))
 # Grids put batch and heads on axes that end at 65535.
-GRID = (at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED), at_most("heads", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED))
+GRID = tuple(at_most(size, 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED) for size in ("batch", "heads"))
 CUDA_FLASH: tuple[Condition, ...] = (
     *CUDA, sm(at_least=80), sm(below=122), dtypes(*HALF), multiple_of("head_dim", 8), at_most("head_dim", 256),
-    *SAME_HEAD_DIM, *NOT_EMPTY, at_least("batch", 1, Code.EMPTY_INPUT), *GRID, *UNIT_STRIDES, NO_MASK, NO_SOFTCAP, NO_ALIBI,
+    SAME_HEAD_DIM, *NOT_EMPTY, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_MASK, NO_SOFTCAP, NO_ALIBI,
     # its backward does not fit the shared memory of these
     any_of(off("grad"), at_most("head_dim", 192),
            Rule("sm", "not_in", (86, 87, 88, 89, 120, 121), Code.BACKWARD_UNSUPPORTED)))
@@ -215,20 +286,24 @@ CUDA_EFFICIENT: tuple[Condition, ...] = (
     any_of(one_of("dtype", "float16", "float32"), sm(at_least=80)),
     when(dtypes(*HALF), multiple_of("head_dim", 8)), when(dtypes(*HALF), multiple_of("head_dim_v", 8)),
     multiple_of("head_dim", 4), multiple_of("head_dim_v", 4), equals("group", 1, Code.GQA_UNSUPPORTED), *NOT_EMPTY,
-    at_least("batch", 1, Code.EMPTY_INPUT), at_most("batch_heads", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED), *UNIT_STRIDES,
-    NO_SOFTCAP, NO_LSE)
+    HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_SOFTCAP)
 CUDA_CUDNN: tuple[Condition, ...] = (
     *CUDA, sm(at_least=80), sm(below=122), dtypes(*HALF), multiple_of("head_dim", 8), multiple_of("head_dim_v", 8),
     at_most("head_dim", 128), at_most("head_dim_v", 128), at_least("seq_q", 1, Code.EMPTY_INPUT),
-    at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED), HAS_HEADS, at_least("batch", 1, Code.EMPTY_INPUT), *GRID, *UNIT_STRIDES,
-    NO_MASK, NO_DROPOUT, *NO_EXTRAS, TOP_LEFT)
+    at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED), HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES,
+    *ON_16_BYTES, NO_DROPOUT, NO_SOFTCAP)
+CUDNN_PLAIN: tuple[Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)
 
 BHSD = ("bhsd",)
 
 KERNELS = (
     Kernel("torch.sdpa", attention, _sdpa, prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
-        HAS_HEADS, one_of("attn_mask.ndim", None, 2, 3, 4, code=Code.MASK_BROADCAST_UNSUPPORTED), *NO_EXTRAS, NO_LSE,
-        TOP_LEFT), note="torch's default choice, against which everything is compared"),
+        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, *SDPA_ON_CUDA, NO_BOOL_FOR_CUDNN),
+        note="torch's default choice, against which everything is compared; with cuDNN a bool mask that hides a whole "
+             "row gives the mean of all values"),
+    Kernel("torch.sdpa_bias", attention, _sdpa_bias, prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True,
+           workspace="2 * itemsize * elements", requires=(
+               HAS_HEADS, NO_SOFTCAP, NO_LSE, SLOPES_WITHOUT_GRAD, *SDPA_ON_CUDA, FOLDS_ANY)),
     Kernel("torch.sdpa_math", attention, _math, prior=1.2, overhead_us=15.0, variants=BHSD,
            workspace="3 * max(itemsize, 4) * elements", requires=(
                HAS_HEADS, FLOAT_MASK, *NO_EXTRAS, NO_LSE, TOP_LEFT),
@@ -251,7 +326,7 @@ KERNELS = (
                *CPU_FLASH, NO_MASK, NO_ALIBI, LSE_WITHOUT_GRAD, FOLDS_SOMETHING)),
     Kernel("torch.sdpa_flash_bias_heads", attention, _flash_bias, torch=">=2.9", prior=3.5, overhead_us=20.0,
            variants=BHSD, workspace="2 * max(itemsize, 4) * elements", requires=(
-               *CPU_FLASH, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, LSE_WITHOUT_GRAD, FOLDS_PER_HEAD)),
+               *CPU_FLASH, *FOLDS_WITHOUT_GRAD, FOLDS_PER_HEAD)),
     Kernel("torch.sdpa_flash_cuda", attention, _flash_cuda, prior=12.0, variants=BHSD, requires=(
         *CUDA_FLASH, *NO_WINDOW, NO_LSE, BOTTOM_RIGHT),
         note="aligns causality bottom-right, which is why torch refuses it unequal lengths"),
@@ -259,18 +334,23 @@ KERNELS = (
            requires=(*CUDA_FLASH, *NO_WINDOW, NO_DROPOUT, WITH_LSE, BOTTOM_RIGHT,
                      # a row that sees no key comes back as +inf
                      any_of(off("is_causal"), at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
-    Kernel("torch.sdpa_flash_window", attention, _flash_window, prior=12.0, overhead_us=2.0, variants=("bshd",), requires=(
-        *CUDA_FLASH, NO_LSE, FOLDS_SOMETHING,
-        any_of(equals("causal_offset", 0),
-               one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
-    Kernel("torch.sdpa_efficient", attention, _efficient, prior=8.0, variants=BHSD, deterministic_backward=False, requires=(
-        *CUDA_EFFICIENT, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)),
+    Kernel("torch.sdpa_flash_window", attention, _flash_window, prior=12.0, overhead_us=2.0, variants=("bshd",),
+           requires=(*CUDA_FLASH, NO_LSE, FOLDS_SOMETHING,
+                     any_of(equals("causal_offset", 0),
+                            one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
+    Kernel("torch.sdpa_efficient", attention, _efficient, prior=8.0, variants=BHSD, deterministic_backward=False,
+           requires=(*CUDA_EFFICIENT, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT)),
+    Kernel("torch.sdpa_efficient_lse", attention, _efficient_lse, prior=8.0, overhead_us=1.0, variants=BHSD,
+           differentiable=False, requires=(
+               *CUDA_EFFICIENT, NO_DROPOUT, NO_MASK, NO_ALIBI, *NO_WINDOW, WITH_LSE, TOP_LEFT)),
     Kernel("torch.sdpa_efficient_bias", attention, _efficient_bias, prior=5.0, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
-               *CUDA_EFFICIENT, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD,
-               any_of(*FOLDS_SOMETHING.rules, *FOLDS_PER_HEAD.rules))),
+               *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
     Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, variants=BHSD, deterministic=False,
-           deterministic_backward=False, requires=(*CUDA_CUDNN, NO_LSE)),
+           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE)),
     Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=1.0, variants=BHSD,
-           deterministic=False, differentiable=False, requires=(*CUDA_CUDNN, WITH_LSE)),
+           deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE)),
+    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=8.0, overhead_us=20.0, variants=BHSD,
+           workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False, requires=(
+               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY)),
 )

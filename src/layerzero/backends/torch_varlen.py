@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,23 +15,41 @@ from ..ops.formulas import position_terms
 from ..ops.varlen_attention import OP as varlen_attention
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ..spec.rules import (Condition, any_of, at_least, at_most, device, dtypes, equals, multiple_of, off, one_of, sm,
-                          unit_stride, vendor, when)
+from ..spec.rules import (
+    Condition,
+    aligned,
+    any_of,
+    at_least,
+    at_most,
+    device,
+    dtypes,
+    equals,
+    multiple_of,
+    off,
+    one_of,
+    sm,
+    unit_stride,
+    vendor,
+    when,
+)
 
 NO_SOFTCAP = equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
 # FlashAttention measures from the bottom right, and how long each sequence is only the device knows.
 ALIGNED = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 BOTTOM_RIGHT: tuple[Condition, ...] = (
-    any_of(off("is_causal"), ALIGNED), when(at_least("window_left", 0), ALIGNED), when(at_least("window_right", 0), ALIGNED))
+    any_of(off("is_causal"), ALIGNED), when(at_least("window_left", 0), ALIGNED),
+    when(at_least("window_right", 0), ALIGNED))
 SAME_HEAD_DIM: tuple[Condition, ...] = (
     (equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),) if "head_dim_gap" in varlen_attention.fact_names else ())
+# The CUDA kernels load 16 bytes at a time. From another address cuDNN answers wrongly, flash kills the context.
+ON_16_BYTES = (aligned("query", 16), aligned("key", 16), aligned("value", 16))
 FLASH: tuple[Condition, ...] = (
     device("cuda"), vendor("nvidia"), sm(at_least=80), sm(below=122), dtypes("float16", "bfloat16"),
     multiple_of("head_dim", 8), at_most("head_dim", 256), *SAME_HEAD_DIM,
     at_least("tokens_q", 1, Code.EMPTY_INPUT), at_least("tokens_k", 1, Code.EMPTY_INPUT),
     at_least("kv_heads", 1, Code.EMPTY_INPUT), at_least("batch", 1, Code.EMPTY_INPUT),
     at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),
-    unit_stride("query"), unit_stride("key"), unit_stride("value"),
+    unit_stride("query"), unit_stride("key"), unit_stride("value"), *ON_16_BYTES,
     dtypes("int32", of="cu_seqlens_q.dtype"), dtypes("int32", of="cu_seqlens_k.dtype"), NO_SOFTCAP, *BOTTOM_RIGHT)
 
 
@@ -41,7 +60,7 @@ def _varlen() -> Callable[..., Any]:
     known = inspect.signature(varlen_attn).parameters
     missing = [name for name in ("scale", "window_size") if name not in known]
     if missing:
-        raise ImportError(f"{' and '.join(missing)} in torch.nn.attention.varlen.varlen_attn (torch {torch.__version__})")
+        raise ImportError(f"{' and '.join(missing)} in torch.nn.attention.varlen_attn (torch {torch.__version__})")
     grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
 
     def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
@@ -87,7 +106,8 @@ def per_sequence(
         if windowed or shifted:
             _, hidden = position_terms(q.shape[2], k.shape[2], is_causal, causal_align, window_left, window_right, None,
                                        query.device)
-            mask = None if hidden is None else ~hidden
+            if hidden is not None:              # additive: cuDNN gives a row hidden by a bool mask a mean, not zero
+                mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -math.inf)
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None, scale=scale,
                                            enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
@@ -101,5 +121,6 @@ KERNELS = (
     Kernel("torch.varlen_flash", varlen_attention, _varlen_flash, prior=12.0, overhead_us=2.0, requires=FLASH),
     Kernel("torch.per_sequence", varlen_attention, _per_sequence, prior=3.0, overhead_us=50.0, baseline=True,
            graph_safe=False, traceable=False, note="reads the lengths on the host",
-           requires=(at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP)),
+           requires=(at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP,
+                     *(when(device("cuda"), when(multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))),
 )

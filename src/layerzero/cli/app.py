@@ -19,6 +19,7 @@ from ..spec.plan import Plan
 from . import demo as demonstration
 from . import show
 from .arguments import parse_call
+from .block import SIZES
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="LayerZero: which kernel serves a call on this machine, and why.")
@@ -140,7 +141,12 @@ def build(force: Annotated[bool, typer.Option("--force", help="compile even if i
 def demo(as_json: Json = False, device: DeviceKind = None,
          seconds: Annotated[float, typer.Option(help="time to spend on each measurement")] = 0.8) -> None:
     """A decoder block through lz and through plain torch: who serves, why, is it equal, what is gained."""
-    raise typer.Exit(demonstration.run(_kind(device), seconds, as_json))
+    kind = _kind(device)
+    if kind not in SIZES:
+        if device is not None:
+            raise ConfigError(f"lz demo runs on {' or '.join(SIZES)}, got {device!r}")
+        kind = "cpu"
+    raise typer.Exit(demonstration.run(kind, seconds, as_json))
 
 
 def show_plan(plan: Plan) -> None:

@@ -64,7 +64,7 @@ class Row:
 def run(device: str, seconds: float, as_json: bool) -> int:
     """Print the demonstration; 1 if a result was not equal."""
     began = time.perf_counter()
-    sizes = SIZES["cpu" if device == "cpu" else "cuda"]
+    sizes = SIZES[device]
     diagnosis = inspection.doctor()
     if device == "cpu":                        # threads wait for each other where other work takes a core
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))

@@ -10,6 +10,8 @@ from ..spec.kernel import Const, Direct, Kernel, accepted_params
 from ..spec.op import Op
 from ..spec.plan import Transform
 
+_ORDER = ("layout", "cast", "contiguous")      # a copy comes last: what the kernel sees must be contiguous
+
 
 @dataclass(frozen=True)
 class Binding:
@@ -31,7 +33,7 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
     scope: dict[str, Any] = {"FN": call.fn}
     lines: list[str] = []
     target = variant
-    for t in transforms:
+    for t in sorted(transforms, key=lambda t: _ORDER.index(t.kind)):
         if t.kind == "layout":
             target = t.target
             lines += _permute_inputs(op, variant, target)
@@ -39,9 +41,7 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
             lines.append(f"if {t.target} is not None: {t.target} = {t.target}.contiguous()")
         else:
             scope["DTYPE"] = _torch_dtype(t.target)
-            first = op.tensors[0]
-            lines.append(f"was = {first}.dtype")
-            lines += [f"if {n} is not None: {n} = {n}.to(DTYPE)" for n in op.same_dtype or op.tensors[:1]]
+            lines += _cast_inputs(op, variant)
     if target != variant:
         lines.append(f"{op.variant} = {target!r}")
     arguments = [_argument(a, scope) for a in call.args]
@@ -95,6 +95,14 @@ def _permute_inputs(op: Op, source: str, target: str) -> list[str]:
             prefix = f"if {name} is not None: " if op.by_name[name].optional else ""
             lines.append(f"{prefix}{name} = {_move(name, axes)}")
     return lines
+
+
+def _cast_inputs(op: Op, variant: str) -> list[str]:
+    """The tensors that share a dtype, and a mask that has it too."""
+    masks = [n for n, tokens in op.patterns[variant].items() if tokens[0].startswith("~")]
+    return [f"was = {op.main_tensor}.dtype",
+            *(f"if {n} is not None: {n} = {n}.to(DTYPE)" for n in op.same_dtype or (op.main_tensor,)),
+            *(f"if {n} is not None and {n}.dtype == was: {n} = {n}.to(DTYPE)" for n in masks)]
 
 
 def _restore(op: Op, transforms: Sequence[Transform], source: str, target: str, scope: dict[str, Any]) -> list[str]:

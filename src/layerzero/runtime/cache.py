@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,24 +18,93 @@ from ..spec.plan import Plan
 from .binding import Binding
 
 
-class Entry:
-    """One remembered choice. `tick` counts a hit without a lock."""
+class Count:
+    """How often one entry was hit. `tick` counts a hit without a lock; the native path adds its own hits later."""
 
-    __slots__ = ("_counter", "binding", "fallbacks", "native_hits", "plan", "run", "seen", "tick")
+    __slots__ = ("_ticks", "native", "tick")
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+        self.tick = self._ticks.__next__
+        self.native = 0
+
+    @property
+    def total(self) -> int:
+        return int(repr(self._ticks)[6:-1]) + self.native      # "count(7)": reading it any other way advances it
+
+
+class Entry:
+    """One remembered choice."""
+
+    __slots__ = ("__weakref__", "binding", "count", "plan", "run", "seen", "tick")
 
     def __init__(self, plan: Plan, binding: Binding, run: Callable[..., Any]) -> None:
         self.plan = plan
         self.binding = binding
         self.run = run
-        self._counter = itertools.count()
-        self.tick = self._counter.__next__
-        self.native_hits = 0
-        self.seen = 0
-        self.fallbacks: dict[str, int] = {}    # kernel that served instead -> how often
+        self.count = Count()
+        self.tick = self.count.tick
+        self.seen = 1                          # the call that made it is not yet a use of it
 
     @property
     def hits(self) -> int:
-        return int(self._counter.__reduce__()[1][0]) + self.native_hits
+        return self.count.total
+
+    @property
+    def native_hits(self) -> int:
+        return self.count.native
+
+    @native_hits.setter
+    def native_hits(self, hits: int) -> None:
+        self.count.native = hits
+
+
+class Ledger:
+    """How often each kernel of an op was called, over all worlds, exactly.
+
+    An entry may be hit after its world is gone, by a call that found it before. So its count is kept
+    apart from it, and is closed only when the entry itself is no more.
+    """
+
+    def __init__(self) -> None:
+        self.fallbacks: dict[str, int] = {}    # kernel that served in another's place -> how often
+        self._closed: dict[str, int] = {}
+        self._open: list[tuple[weakref.ref[Entry], str, Count]] = []
+        self._limit = 64
+        self._lock = threading.Lock()
+
+    def open(self, entry: Entry) -> Entry:
+        with self._lock:
+            self._open.append((weakref.ref(entry), entry.plan.kernel or "", entry.count))
+            if len(self._open) > self._limit:
+                self._close_dead()
+                self._limit = 2 * len(self._open) + 64
+        return entry
+
+    def _close_dead(self) -> None:
+        alive = []
+        for record in self._open:
+            entry, kernel, count = record
+            if entry() is not None:
+                alive.append(record)
+            else:
+                self._closed[kernel] = self._closed.get(kernel, 0) + count.total
+        self._open = alive
+
+    def fell_back(self, kernel: str) -> None:
+        with self._lock:
+            self.fallbacks[kernel] = self.fallbacks.get(kernel, 0) + 1
+
+    def totals(self) -> dict[str, int]:
+        with self._lock:
+            self._close_dead()
+            total = dict(self._closed)
+            for _, kernel, count in self._open:
+                total[kernel] = total.get(kernel, 0) + count.total
+        return total
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
 
 class _Flight:
@@ -53,7 +123,6 @@ class OpCache:
     def __init__(self, size: int, on_evict: Callable[[int], None] = lambda n: None) -> None:
         self.size = size
         self.table: dict[Hashable, Entry] = {}
-        self.retired: dict[str, int] = {}      # hits of entries that were dropped, by kernel
         self._flights: dict[Hashable, _Flight] = {}
         self._lock = threading.Lock()
         self._on_evict = on_evict
@@ -72,6 +141,8 @@ class OpCache:
             if flight.owner == threading.get_ident():
                 return make()                  # a kernel that calls its own op while it loads
             flight.done.wait()
+            if flight.error is not None and not isinstance(flight.error, Exception):
+                return self.obtain(key, make)  # an interrupt is for the thread that got it
             if flight.error is not None:
                 raise flight.error
             assert flight.entry is not None
@@ -100,21 +171,15 @@ class OpCache:
     def _sweep(self) -> int:
         """Drop the entries unused since the last sweep; if all were used, the oldest half."""
         idle = [k for k, e in self.table.items() if e.hits == e.seen]
-        if len(idle) < len(self.table) // 4:
+        if len(idle) < max(len(self.table) // 4, 1):
             idle = list(self.table)[:max(len(self.table) // 2, 1)]
         for k in idle:
-            gone = self.table.pop(k)
-            kernel = gone.plan.kernel or ""
-            self.retired[kernel] = self.retired.get(kernel, 0) + gone.hits
+            del self.table[k]
         for e in self.table.values():
             e.seen = e.hits
         return len(idle)
 
-    def hits(self) -> dict[str, int]:
-        """How often each kernel was called from this cache."""
-        with self._lock:
-            total = dict(self.retired)
-            for entry in self.table.values():
-                kernel = entry.plan.kernel or ""
-                total[kernel] = total.get(kernel, 0) + entry.hits
-        return total
+    def after_fork(self) -> None:
+        """In the child: what other threads held or were about to make is not going to come."""
+        self._lock = threading.Lock()
+        self._flights = {}

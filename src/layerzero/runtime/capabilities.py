@@ -255,7 +255,7 @@ def _repair_wanted(rule: Mapping[str, Any], op: Op) -> str:
 
 def _is_numeric(fact: str, op: Op) -> bool:
     param = op.by_name.get(fact)
-    return (fact in op.dims or fact in op.derived or fact in _NUMERIC_FACTS
+    return (fact in (*op.dims, *op.derived, *op.reads, *_NUMERIC_FACTS)    # what `reads` are, only the op knows
             or (param is not None and param.kind in ("int", "float"))
             or fact.rpartition(".")[2] in _NUMERIC_TENSOR_FACTS)
 

@@ -19,7 +19,7 @@ from ..spec.event import BackendUnavailable, Event
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
-from .loading import LOAD_ERRORS
+from .loading import LOAD_ERRORS, is_version_range
 
 PLUGIN_ERRORS: tuple[type[BaseException], ...] = (LayerZeroError, *LOAD_ERRORS)
 ENTRY_POINTS = ("layerzero.ops", "layerzero.backends")
@@ -58,6 +58,10 @@ class Catalog:
         if known is not item.op:
             raise RegistrationError(f"kernel {item.id!r} from {origin} was declared for another op called "
                                     f"{item.op.name!r}; declare it with the registered one: lz.op({item.op.name!r})")
+        for what, wanted in (("version", item.version), ("torch", item.torch)):
+            if not is_version_range(wanted):
+                raise RegistrationError(f"kernel {item.id!r} from {origin}: {what}={wanted!r} is not a version range; "
+                                        "write it like '>=2.5,<3'")
         if item.id in self.by_id:
             raise RegistrationError(f"kernel {item.id!r} from {origin} is already registered by "
                                     f"{self.origins.get(item.id, 'layerzero')}; unregister it first")

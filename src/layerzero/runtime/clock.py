@@ -42,11 +42,11 @@ def _run() -> None:
                 return
             wait = _deadline - time.monotonic()
             if wait > 0:
-                _wake.wait(wait)
+                _wake.wait(min(wait, threading.TIMEOUT_MAX))
                 continue
             _deadline = None
         worlds.pass_time(time.monotonic())
-        follow(worlds.current())
+        worlds.consult(follow)
 
 
 def due(now: float) -> bool:
@@ -57,8 +57,8 @@ def _after_fork() -> None:
     global _wake, _thread
     _wake = threading.Condition()
     _thread = None                              # threads do not survive a fork; the next world starts it anew
-    if _deadline is not None:
-        follow(worlds.current())
+    if worlds.exists():
+        worlds.consult(follow)
 
 
 if hasattr(os, "register_at_fork"):

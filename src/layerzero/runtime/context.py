@@ -87,3 +87,8 @@ def for_call(backend: str | None, policy: Any) -> Override | None:
         pattern = backend if "." in backend or "*" in backend else f"{backend}.*"
         rules = (PolicyRule("lock", (pattern,), origin="backend="), *rules)
     return intern(context, Layer("call", settings, rules))
+
+
+def after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()

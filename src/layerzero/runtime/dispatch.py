@@ -8,6 +8,7 @@ recover the kernel threw: say whose fault it was, and let the next one of the sa
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,13 +28,14 @@ from . import clock, context, events, faults, health, hotpath, loading, native, 
 from . import facts as reading
 from . import world as worlds
 from .binding import Binding, bind
-from .cache import Entry, OpCache
+from .cache import Entry, Ledger, OpCache
 from .context import Override
 from .world import World
 
 dispatchers: dict[str, Dispatcher] = {}
 _loaded: dict[str, Any] = {}
 _loading = threading.RLock()
+_probes: dict[str, threading.Lock] = {}        # held while a half-open kernel is tried
 
 
 class _ProbeBusy(RuntimeError):
@@ -50,7 +52,8 @@ class Dispatcher:
         self.program: KeyProgram | None = None
         self.key_of: Callable[..., Any] = lambda *values: None
         self.world: World | None = None
-        self.past_hits: dict[str, int] = {}
+        self.now: tuple[World, OpCache] | None = None          # both at once: an entry belongs in its own world's cache
+        self.ledger = Ledger()
         self.globals = hotpath.namespace(context.current.get, faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
         exec(hotpath.stub(op), self.globals)
@@ -64,9 +67,7 @@ class Dispatcher:
     # a new world: new cache, and new code where the key changed
 
     def install(self, world: World) -> None:
-        old_hits = self.hits()
         program = world.program(self.op)
-        self.past_hits = old_hits
         cache = OpCache(world.policy.setting("cache_size"), self._evicted)
         if self.op.read is not None:            # no tensors: the slow way, which is quick beside such work
             self.program = program
@@ -77,7 +78,7 @@ class Dispatcher:
             self.key_of = FunctionType(key_of, self.globals)
             self.twin.__code__ = scope["call"].__code__
             self.program = program
-        self.world, self.cache = world, cache
+        self.world, self.cache = self.now = world, cache
         self.globals["TABLE"] = cache.table
         if self.native is not None:
             self.native.install(program, world.epoch, world.policy.setting("cache_size"))
@@ -89,45 +90,48 @@ class Dispatcher:
         now = time.monotonic()
         if clock.due(now):
             worlds.pass_time(now)
-        world = worlds.current()
         if self.world is None:
-            with _loading:
-                if self.world is None:
-                    self.install(world)
-        return self.world or world
+            worlds.consult(lambda world: self.install(world) if self.world is None else None)
+        assert self.world is not None
+        return self.world
+
+    def _here(self) -> tuple[World, OpCache]:
+        self._ready()
+        assert self.now is not None
+        return self.now
 
     # miss
 
     def miss(self, key: Any, values: tuple[Any, ...]) -> Any:
-        return self.serve(self.obtain(key, values), values)
+        entry = self.obtain(key, values)
+        entry.tick()
+        return self.serve(entry, values)
 
     def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None = None) -> Entry:
-        world = self._ready()
-        assert self.program is not None
-        if key is None or key[0] != self.program.id:
+        world, cache = self._here()
+        if key is None or key[0] != world.program(self.op).id:
             key = self.key_of(*values)          # the key was made by code of an older world
         if override is None:
             override = context.current.get()
-        cache = self.cache
         if key is None:
-            facts = self.facts(values)
+            facts = self.facts(values, world)
             key = ("facts", override, *facts.values())
             return cache.obtain(key, lambda: self.entry(world, facts, override))
-        return cache.obtain(key, lambda: self.entry(world, self.facts(values), override))
+        return cache.obtain(key, lambda: self.entry(world, self.facts(values, world), override))
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
         """The native table does not know this call: serve it, and tell the table if it is an ordinary one."""
         if kwargs.keys() & set(hotpath.EXTRAS):
             return self.twin(*args, **kwargs)
         values = self.bound(args, kwargs)
-        world = self._ready()
+        world, cache = self._here()
         key = self.key_of(*values)
         if key is None:
             return self.slow(values, None, None)
-        entry = self.cache.table.get(key) or self.obtain(key, values)
+        entry = cache.table.get(key) or self.obtain(key, values)
         entry.tick()
-        if self.native is not None and self.world is world:
-            self.native.put(entry, world.epoch, values)
+        if self.native is not None:
+            self.native.put(entry, world.epoch, values)        # refused if the world has changed meanwhile
         return self.serve(entry, values)
 
     def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
@@ -140,10 +144,10 @@ class Dispatcher:
 
     # facts, contract, plan, entry
 
-    def facts(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        """The facts of a call that keeps the contract; InvalidCall for one that does not."""
+    def facts(self, values: tuple[Any, ...], world: World | None = None) -> dict[str, Any]:
+        """The facts of a call that keeps the contract, as `world` wants them; InvalidCall for one that does not."""
         named = dict(zip(self.names, values))
-        facts = reading.read(self.op, named, self.program.needed if self.program else None)
+        facts = reading.read(self.op, named, (world or self._ready()).program(self.op).needed)
         broken = [r for rule in self.op.requires if (r := rule.check(facts)) is not None]
         if broken:
             raise InvalidCall.of(self.op.name, *broken)
@@ -166,29 +170,32 @@ class Dispatcher:
             except loading.LoadFailed as e:
                 world = mark_unloadable(kernel, e.reason)
         watched = world.health.get(kernel.health)
-        run = binding.run if watched is None else self.watched(kernel, binding, watched)
+        run = binding.run if watched is None else self.watched(kernel, binding, watched, bool(plan.locked))
         micros = (time.perf_counter() - began) * 1e6
         events.emit(Selected(self.op.name, kernel.id, len(plan.steps) + len(plan.rejected), micros,
                              tuple(map(str, step.transforms))))
-        return Entry(plan, binding if watched is None else Binding(run, None), run)
+        return self.ledger.open(Entry(plan, binding if watched is None else Binding(run, None), run))
 
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any]) -> Binding:
         return bind(self.op, kernel, loaded(kernel), step.transforms, facts[self.op.variant] if self.op.variant else "")
 
-    def watched(self, kernel: Kernel, binding: Binding, state: health.Health) -> Callable[..., Any]:
-        """A kernel that failed lately: the first success clears it; a half-open one is tried by one call at a time."""
-        token = threading.Lock()
-        probing = state.state == "half_open"
+    def watched(self, kernel: Kernel, binding: Binding, state: health.Health, named: bool) -> Callable[..., Any]:
+        """A kernel that failed lately: the first success clears it.
+
+        A half-open one is tried by one call at a time, whatever its shapes; calls that name it have no other choice.
+        """
+        probing = state.state == "half_open" and not named
 
         def run(*values: Any) -> Any:
-            if probing and not token.acquire(blocking=False):
+            token = _probes.setdefault(kernel.health, threading.Lock()) if probing else None
+            if token is not None and not token.acquire(blocking=False):
                 raise _ProbeBusy(f"{kernel.id} is being probed")
             try:
                 out = binding.run(*values)
             finally:
-                if probing:
+                if token is not None:
                     token.release()
-            change_health(kernel.health, None)
+            change_health(kernel.health, health.succeeded)
             return out
 
         return run
@@ -225,7 +232,9 @@ class Dispatcher:
             except faults.FAULTS as next_fault:
                 blame(world, kernel, next_fault, failures, self.op.name)
                 continue
-            entry.fallbacks[kernel.id] = entry.fallbacks.get(kernel.id, 0) + 1
+            if kernel.health in worlds.current().health:
+                change_health(kernel.health, health.succeeded)
+            self.ledger.fell_back(kernel.id)
             events.emit(Fallback(self.op.name, failures[0][0], kernel.id, failures[0][1]))
             return out
         lines = [f"  {name}: {reason.message}" for name, reason in failures]
@@ -266,9 +275,10 @@ class Dispatcher:
         return self.serve(entry, values)
 
     def _by_facts(self, values: tuple[Any, ...], override: Override | None) -> Entry:
-        world, facts = self._ready(), self.facts(values)
+        world, cache = self._here()
+        facts = self.facts(values, world)
         key = ("facts", override, *facts.values())
-        return self.cache.table.get(key) or self.cache.obtain(key, lambda: self.entry(world, facts, override))
+        return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override))
 
     def _under_autocast(self, named: dict[str, Any], first: torch.Tensor, backend: str | None, policy: Any) -> Any:
         """As torch does for its own op: the inputs in the autocast dtype, and no autocast inside."""
@@ -306,12 +316,10 @@ class Dispatcher:
     # what happened
 
     def hits(self) -> dict[str, int]:
-        total = dict(self.past_hits)
+        """How often each kernel was chosen for a call, in this process."""
         if self.native is not None:
             self.native.collect()
-        for kernel, n in self.cache.hits().items():
-            total[kernel] = total.get(kernel, 0) + n
-        return total
+        return self.ledger.totals()
 
 
 def loaded(kernel: Kernel) -> Any:
@@ -336,18 +344,21 @@ def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
     return worlds.publish(lambda w: w.but(unloadable={**w.unloadable, kernel.id: reason}), f"unloadable:{kernel.id}")
 
 
-def change_health(group: str, new: health.Health | None) -> None:
-    def change(world: World) -> World:
-        rest = {k: h for k, h in world.health.items() if k != group}
-        if new is not None:
-            rest[group] = new
-        return world if rest == world.health else world.but(health=rest)
+def change_health(group: str, change: Callable[[health.Health | None], health.Health | None]) -> None:
+    """Replace the health of `group` by `change` of it; in one step, so that no fault is lost among threads."""
+    before = after = None
 
-    before = worlds.current().health.get(group)
-    worlds.publish(change, f"health:{group}")
-    if (before.state if before else "closed") != (new.state if new else "closed"):
-        state, reason = (new.state, new.reason) if new else ("closed", None)
-        events.emit(HealthChanged(kernel=group, state=state, reason=reason))
+    def apply(world: World) -> World:
+        nonlocal before, after
+        before = world.health.get(group)
+        after = change(before)
+        rest = {k: h for k, h in world.health.items() if k != group}
+        return world if after == before else world.but(health=rest if after is None else {**rest, group: after})
+
+    worlds.publish(apply, f"health:{group}")
+    state = after.state if after else "closed"
+    if (before.state if before else "closed") != state:
+        events.emit(HealthChanged(kernel=group, state=state, reason=after.reason if after else None))
 
 
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[tuple[str, Reason]],
@@ -360,13 +371,11 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
     reason = faults.reason_of(fault, kind)
     failures.append((kernel.id, reason))
     if kind == "sticky":
-        change_health(kernel.health, health.disabled(reason))
+        change_health(kernel.health, lambda old: health.disabled(reason))
         raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}.", [reason]) from fault
     if kind in ("kernel", "timeout") and not isinstance(fault, _ProbeBusy):
-        setting = world.policy.setting
-        old = worlds.current().health.get(kernel.health)
-        change_health(kernel.health, health.failed(
-            old, reason, time.monotonic(), setting("breaker_threshold"), setting("breaker_cooldown")))
+        now, threshold, cooldown = time.monotonic(), *map(world.policy.setting, ("breaker_threshold", "breaker_cooldown"))
+        change_health(kernel.health, lambda old: health.failed(old, reason, now, threshold, cooldown))
 
 
 def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernel:
@@ -390,8 +399,8 @@ def function(op: Op) -> Callable[..., Any]:
     found = dispatchers.get(op.name)
     if found is None or found.op is not op:
         found = dispatchers[op.name] = Dispatcher(op)
-        if worlds._current is not None and op.name in worlds._current.catalog.ops:
-            found.install(worlds._current)
+        if worlds.exists():
+            worlds.consult(lambda world: found.install(world) if op.name in world.catalog.ops else None)
     return found.public
 
 
@@ -403,3 +412,25 @@ def _follow(world: World) -> None:
 
 
 worlds.listen(_follow)
+
+
+def _after_fork() -> None:
+    """In the child: threads that held a lock, made an entry or probed a kernel are gone."""
+    global _loading
+    _loading = threading.RLock()
+    _probes.clear()
+    for dispatcher in dispatchers.values():
+        dispatcher.cache.after_fork()
+        dispatcher.ledger.after_fork()
+    if worlds.exists():
+        worlds.consult(_follow_if_behind)
+
+
+def _follow_if_behind(world: World) -> None:
+    """The fork may have come between two dispatchers taking over a new world."""
+    if any(d.world is not None and d.world is not world for d in dispatchers.values()):
+        _follow(world)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

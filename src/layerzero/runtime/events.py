@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..spec.event import Event, Fallback, HealthChanged, PolicyRejected
+from ..spec.event import BackendUnavailable, Event, Fallback, HealthChanged, PolicyRejected
 
 log = logging.getLogger("layerzero")
 Sink = Callable[[Event], None]
@@ -16,7 +16,7 @@ Sink = Callable[[Event], None]
 _sinks: tuple[Sink, ...] = ()
 _counts: Counter[tuple[str, str, str]] = Counter()
 _lock = threading.Lock()
-_LOUD = (Fallback, HealthChanged, PolicyRejected)
+_LOUD = (BackendUnavailable, Fallback, HealthChanged, PolicyRejected)
 
 
 def emit(event: Event) -> None:
@@ -40,13 +40,16 @@ def describe(event: Event) -> str:
 def subscribe(sink: Sink) -> Callable[[], None]:
     """Call `sink` with every event from now on; returns a function that stops it."""
     global _sinks
+    def forward(event: Event) -> None:         # one of its own per subscription, so that each stops alone
+        sink(event)
+
     with _lock:
-        _sinks = (*_sinks, sink)
+        _sinks = (*_sinks, forward)
 
     def stop() -> None:
         global _sinks
         with _lock:
-            _sinks = tuple(s for s in _sinks if s is not sink)
+            _sinks = tuple(s for s in _sinks if s is not forward)
 
     return stop
 

@@ -13,6 +13,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -25,11 +26,12 @@ constexpr int MAX_PARAMS = 48, MAX_WORDS = 96, MAX_SLOTS = 48, MAX_STACK = 24;
 PyTypeObject *tensor_type, *parameter_type;
 PyObject *override_var;   // the ContextVar of context.py
 PyObject *capturing;      // torch's question whether a CUDA graph is being captured, or NULL
+PyObject *faults;         // what a kernel may throw: faults.py
 
 // ---------------------------------------------------------------- the program
 
 enum Kind { TENSOR, BOOL, INT, FLOAT, STR, GENERATOR };   // a generator is passed on, never read
-enum Token { BIND, CHECK, LITERAL, LEAD, SAME_LEAD, SPREAD };
+enum Token { SIZE, LITERAL, LEAD, SPREAD };
 enum Code { FACT, CONST, ADD, SUB, MUL, DIV, MOD, EQ, NE, LT, LE, GT, GE, MAX, MIN };
 
 struct Param {
@@ -38,10 +40,11 @@ struct Param {
   bool optional, keyword_only;
   std::vector<PyObject *> choices;              // of a str parameter
 };
-struct Dim { Token token; int64_t value; };     // value: slot, literal, or index of the tensor with the same lead
+struct Dim { Token token; int64_t value; };     // value: a slot, or the literal
 struct Tensor {
   int param;
-  bool want_stride, want_alignment, want_ndim;
+  bool want_stride, want_alignment, want_ndim, want_grad;
+  bool alike;                                   // must have the main tensor's dtype
   std::vector<std::vector<Dim>> shapes;         // one per variant
 };
 struct Instruction { Code code; int64_t value; };
@@ -58,6 +61,7 @@ struct Program {
   std::vector<Derived> derived;
   std::vector<Field> fields;
   int variant = -1;                             // the str parameter that picks the shapes
+  int main = -1;                                // the tensor that gives dtype and device
   int variants = 1, slots = 0;
   bool watch_capture = false;
 };
@@ -124,7 +128,9 @@ bool order_arguments(const Program &p, PyObject *const *args, Py_ssize_t n, PyOb
   for (Py_ssize_t j = 0; j < named; j++) {
     PyObject *name = PyTuple_GET_ITEM(keywords, j);
     size_t i = n;
-    while (i < count && p.params[i].name != name) i++;       // both interned: equal means identical
+    while (i < count && p.params[i].name != name) i++;       // mostly both are interned: equal means identical
+    if (i == count)
+      for (i = n; i < count && PyUnicode_Compare(p.params[i].name, name); i++) {}
     if (i == count || out[i]) return false;
     out[i] = args[n + j];
   }
@@ -135,11 +141,13 @@ bool order_arguments(const Program &p, PyObject *const *args, Py_ssize_t n, PyOb
 
 int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 
+// False: it has no answer in 64 bits, so Python must give it.
 bool evaluate(const std::vector<Instruction> &code, const int64_t *slots, const bool *known, int64_t *out, bool *is_known) {
   int64_t stack[MAX_STACK];
   int top = 0;
   *is_known = true;
   for (const Instruction &i : code) {
+    if (top == MAX_STACK) return false;
     if (i.code == FACT) {
       if (!known[i.value]) { *is_known = false; return true; }
       stack[top++] = slots[i.value];
@@ -148,9 +156,9 @@ bool evaluate(const std::vector<Instruction> &code, const int64_t *slots, const 
     if (i.code == CONST) { stack[top++] = i.value; continue; }
     int64_t b = stack[--top], a = stack[--top], r = 0;
     switch (i.code) {
-      case ADD: r = a + b; break;
-      case SUB: r = a - b; break;
-      case MUL: r = a * b; break;
+      case ADD: if (__builtin_add_overflow(a, b, &r)) return false; break;
+      case SUB: if (__builtin_sub_overflow(a, b, &r)) return false; break;
+      case MUL: if (__builtin_mul_overflow(a, b, &r)) return false; break;
       case DIV: if (!b) return false; r = floor_div(a, b); break;
       case MOD: if (!b) return false; r = a - floor_div(a, b) * b; break;
       case EQ: r = a == b; break;
@@ -168,47 +176,51 @@ bool evaluate(const std::vector<Instruction> &code, const int64_t *slots, const 
   return true;
 }
 
-// Bind the sizes of one tensor to slots and check those seen before; notes how it broadcasts.
-bool bind_shape(const std::vector<Dim> &shape, const at::Tensor &t, int64_t *slots, bool *known, uint64_t *spread,
-                const at::Tensor **by_param) {
-  c10::IntArrayRef sizes = t.sizes();
-  size_t n = sizes.size(), m = shape.size();
-  if (!m) return true;
-  if (shape[0].token == SPREAD) {
-    if (n > m) return false;
-    uint64_t bits = n;
-    for (size_t i = 0; i < n; i++) {
-      int64_t want = slots[shape[m - n + i].value];
-      if (sizes[i] != want) {
+// The sizes of a call, by slot. One that only absent tensors have stays unknown.
+struct Sizes {
+  int64_t value[MAX_SLOTS];
+  bool known[MAX_SLOTS] = {};
+  c10::IntArrayRef lead[MAX_SLOTS];             // of a slot that stands for leading sizes: those sizes
+
+  bool agree(const Dim &d, int64_t size) {
+    if (d.token == LITERAL) return size == d.value;
+    if (known[d.value]) return size == value[d.value];
+    value[d.value] = size;
+    return known[d.value] = true;
+  }
+
+  // Bind the sizes of one tensor and check those seen before; notes how it broadcasts.
+  bool bind(const std::vector<Dim> &shape, c10::IntArrayRef sizes, uint64_t *spread) {
+    size_t n = sizes.size(), m = shape.size();
+    if (!m) return true;
+    if (shape[0].token == SPREAD) {
+      if (n > m) return false;
+      *spread = n;
+      for (size_t i = 0; i < n; i++) {
+        int64_t slot = shape[m - n + i].value;
+        if (known[slot] && sizes[i] == value[slot]) continue;
         if (sizes[i] != 1) return false;
-        bits |= 256ull << i;
+        *spread |= 256ull << i;
       }
+      return true;
     }
-    *spread = bits;
+    size_t leading = shape[0].token == LEAD, tail = m - leading;
+    if (leading ? n < tail || n < 1 : n != m) return false;
+    for (size_t i = 0; i < tail; i++)
+      if (!agree(shape[leading + i], sizes[n - tail + i])) return false;
+    if (!leading) return true;
+    int64_t slot = shape[0].value, rows = 1;
+    c10::IntArrayRef head = sizes.slice(0, n - tail);
+    if (known[slot]) return head.equals(lead[slot]);
+    for (int64_t size : head) rows *= size;
+    value[slot] = rows;
+    known[slot] = true;
+    lead[slot] = head;
+    for (size_t i = 0; i < tail; i++)
+      if (!sizes[n - tail + i]) return false;
     return true;
   }
-  if (shape[0].token == LEAD || shape[0].token == SAME_LEAD) {
-    size_t tail = m - 1;
-    if (n < tail || n < 1) return false;
-    if (shape[0].token == SAME_LEAD) return sizes.equals(by_param[shape[0].value]->sizes());
-    int64_t rows = 1;
-    for (size_t i = 0; i + tail < n; i++) rows *= sizes[i];
-    slots[shape[0].value] = rows;
-    known[shape[0].value] = true;
-    for (size_t i = 0; i < tail; i++) {
-      slots[shape[1 + i].value] = sizes[n - tail + i];
-      known[shape[1 + i].value] = true;
-    }
-    return slots[shape[tail].value] != 0;
-  }
-  if (n != m) return false;
-  for (size_t i = 0; i < m; i++) {
-    const Dim &d = shape[i];
-    if (d.token == BIND) { slots[d.value] = sizes[i]; known[d.value] = true; }
-    else if (sizes[i] != (d.token == CHECK ? slots[d.value] : d.value)) return false;
-  }
-  return true;
-}
+};
 
 uint64_t alignment_of(const at::Tensor &t) {    // as facts.py
   uint64_t bits = 128 | (uint64_t)(uintptr_t)t.unsafeGetTensorImpl()->data();
@@ -217,22 +229,35 @@ uint64_t alignment_of(const at::Tensor &t) {    // as facts.py
   return bits & (~bits + 1);
 }
 
-uint64_t number_word(const Field &f, double value, int64_t whole) {
-  if (f.exact) return (uint64_t)whole;
+// Of a whole number. native.py sees to it that no field makes more than 47 tests.
+uint64_t number_word(const Field &f, int64_t value) {
+  if (f.exact) return (uint64_t)value;
   uint64_t word = 0;
+  int bit = 0;
+  for (double x : f.equals) word |= (uint64_t)((double)value == x) << bit++;
+  for (double x : f.above) word |= (uint64_t)((double)value > x) << bit++;
+  for (int64_t x : f.multiples) word |= (uint64_t)(value - floor_div(value, x) * x == 0) << bit++;
+  return f.bucket ? word << 16 | (uint16_t)bucket(value) : word << 16;
+}
+
+uint64_t number_word(const Field &f, double value) {
+  uint64_t word = 0;
+  if (f.exact) {
+    value += 0.0;                               // -0.0 is 0.0
+    std::memcpy(&word, &value, 8);
+    return word;
+  }
   int bit = 0;
   for (double x : f.equals) word |= (uint64_t)(value == x) << bit++;
   for (double x : f.above) word |= (uint64_t)(value > x) << bit++;
-  for (int64_t x : f.multiples) word |= (uint64_t)(whole - floor_div(whole, x) * x == 0) << bit++;
-  return f.bucket ? word << 16 | (uint16_t)bucket(whole) : word << 16;
+  for (int64_t x : f.multiples) word |= (uint64_t)(std::fmod(value, (double)x) == 0) << bit++;
+  return (word | (uint64_t)(value != value) << bit) << 16;      // NaN fails also what a small number passes
 }
 
 // The key of a call into `words`; the number of words, 0 for a call that is not ordinary, -1 on a Python error.
 int read_key(const Program &p, PyObject **values, uint64_t *words) {
   int n = 0;
-  int64_t slots[MAX_SLOTS];
-  bool known[MAX_SLOTS] = {};
-  const at::Tensor *by_param[MAX_PARAMS] = {};
+  Sizes sizes;
   PyObject *over = nullptr;
   if (PyContextVar_Get(override_var, Py_None, &over) < 0) return -1;
   words[n++] = (uint64_t)(uintptr_t)over;
@@ -241,18 +266,28 @@ int read_key(const Program &p, PyObject **values, uint64_t *words) {
   words[n++] = tls.included_.raw_repr();
   words[n++] = tls.excluded_.raw_repr();
   bool grad = c10::GradMode::is_enabled();
-  uint64_t flags = grad | (uint64_t)at::globalContext().deterministicAlgorithms() << 1;
+  uint64_t flags = (uint64_t)at::globalContext().deterministicAlgorithms() << 1;
   int flag_word = n++;
   int variant = 0;
   uint64_t packed = 0;                          // bools, and choices of strings, a byte each
   int filled = 0;
   for (size_t i = 0; i < p.params.size(); i++) {
     const Param &param = p.params[i];
-    if (param.kind != BOOL && param.kind != STR) continue;
     PyObject *v = values[i];
+    if (param.kind == INT || param.kind == FLOAT) {
+      int slot = p.slots + (int)i;              // whole numbers may appear in derived facts
+      if (v == Py_None) { if (!param.optional) return 0; continue; }
+      if (param.kind == FLOAT) { if (!PyFloat_CheckExact(v) && !PyLong_CheckExact(v)) return 0; continue; }
+      if (!PyLong_CheckExact(v)) return 0;
+      sizes.value[slot] = PyLong_AsLongLong(v);
+      if (sizes.value[slot] == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
+      sizes.known[slot] = true;
+    }
+    if (param.kind != BOOL && param.kind != STR) continue;
     uint64_t code = 0;
     if (param.kind == BOOL) {
       if (v == Py_True) code = 1;
+      else if (v == Py_None && param.optional) code = 2;
       else if (v != Py_False) return 0;
     } else {
       size_t c = 0;
@@ -273,7 +308,8 @@ int read_key(const Program &p, PyObject **values, uint64_t *words) {
     if (++filled == 8) { words[n++] = packed; packed = 0; filled = 0; }
   }
   words[n++] = packed;
-  bool on_cuda = false;
+  if (p.main >= 0 && !is_plain(values[p.main])) return 0;
+  const at::Tensor *main = p.main >= 0 ? &THPVariable_Unpack(values[p.main]) : nullptr;
   for (const Tensor &t : p.tensors) {
     PyObject *v = values[t.param];
     if (v == Py_None) {
@@ -285,58 +321,46 @@ int read_key(const Program &p, PyObject **values, uint64_t *words) {
     const at::Tensor &tensor = THPVariable_Unpack(v);
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     if (impl->layout() != c10::kStrided || tensor.is_nested()) return 0;
-    by_param[t.param] = &tensor;
-    uint64_t spread = 0;
-    if (!bind_shape(t.shapes[variant], tensor, slots, known, &spread, by_param)) return 0;
     c10::Device device = impl->device();
-    on_cuda |= device.is_cuda();
+    if (main && device != main->device()) return 0;             // the caller's mistake: Python says so
+    if (t.alike && impl->dtype() != main->dtype()) return 0;
+    uint64_t spread = 0;
+    if (!sizes.bind(t.shapes[variant], impl->sizes(), &spread)) return 0;
     uint64_t word = 1ull << 63 | (uint64_t)(uint8_t)c10::typeMetaToScalarType(impl->dtype()) |
                     (uint64_t)(uint8_t)device.type() << 8 | (uint64_t)(uint8_t)device.index() << 16 | spread << 24;
-    if (grad && impl->requires_grad()) word |= 1ull << 62;
+    if (grad && impl->requires_grad()) {
+      if (t.want_grad) word |= 1ull << 62;
+      else flags |= 1;
+    }
     bool contiguous = t.want_stride && impl->is_contiguous();
     if (contiguous) word |= 1ull << 61;
     if (t.want_ndim) word |= (uint64_t)impl->dim() << 48;
     words[n++] = word;
-    if (t.want_stride && !contiguous) {
-      auto strides = impl->strides();
-      auto sizes = impl->sizes();
-      words[n++] = strides.empty() || sizes.back() == 1 ? 1 : (uint64_t)strides.back();
+    if (t.want_stride && !contiguous)
+      words[n++] = impl->sizes().back() == 1 ? 1 : (uint64_t)impl->strides().back();
+    if (t.want_alignment) {
+      if (!impl->has_storage()) return 0;       // a wrapper, as under vmap
+      words[n++] = device.is_meta() ? 0 : alignment_of(tensor);
     }
-    if (t.want_alignment) words[n++] = alignment_of(tensor);
   }
-  for (size_t i = 0; i < p.params.size(); i++)  // whole numbers may appear in derived facts
-    if (p.params[i].kind == INT) {
-      int slot = p.slots + (int)i;
-      if (values[i] == Py_None) { if (!p.params[i].optional) return 0; continue; }
-      if (!PyLong_CheckExact(values[i])) return 0;
-      slots[slot] = PyLong_AsLongLong(values[i]);
-      if (slots[slot] == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
-      known[slot] = true;
-    }
   for (const Derived &d : p.derived)
-    if (!evaluate(d.code, slots, known, &slots[d.slot], &known[d.slot])) return 0;
+    if (!evaluate(d.code, sizes.value, sizes.known, &sizes.value[d.slot], &sizes.known[d.slot])) return 0;
+  uint64_t absent = 0;                          // which numbers are None, a bit each
+  int numbered = 0;
   for (const Field &f : p.fields) {
-    if (f.slot >= 0) {
-      words[n++] = known[f.slot] ? number_word(f, (double)slots[f.slot], slots[f.slot]) : ~0ull;
-      continue;
-    }
-    PyObject *v = values[f.param];
-    double value;
-    if (v == Py_None) {
-      if (!p.params[f.param].optional) return 0;
-      words[n++] = ~0ull;
-      continue;
-    }
-    if (PyFloat_CheckExact(v)) value = PyFloat_AS_DOUBLE(v);
-    else if (PyLong_CheckExact(v)) {
-      value = PyLong_AsDouble(v);
+    bool given = f.slot >= 0 ? sizes.known[f.slot] : values[f.param] != Py_None;
+    absent = absent << 1 | !given;
+    if (++numbered % 64 == 0) { words[n++] = absent; absent = 0; }
+    if (!given) words[n++] = 0;
+    else if (f.slot >= 0) words[n++] = number_word(f, sizes.value[f.slot]);
+    else {
+      double value = PyFloat_AsDouble(values[f.param]);
       if (value == -1.0 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
-    } else return 0;
-    int64_t bits;
-    std::memcpy(&bits, &value, 8);
-    words[n++] = number_word(f, value, bits);
+      words[n++] = number_word(f, value);
+    }
   }
-  if (p.watch_capture && on_cuda && capturing) {
+  words[n++] = absent;
+  if (p.watch_capture && main && main->is_cuda() && capturing) {
     PyObject *answer = PyObject_CallNoArgs(capturing);
     if (!answer) return -1;
     flags |= (uint64_t)(answer == Py_True) << 2;
@@ -379,8 +403,10 @@ void release(Slot &s) {
   for (PyObject *&c : s.call.constants) Py_CLEAR(c);
 }
 
+constexpr size_t SMALLEST = 64;
+
 void clear(Dispatcher *d) {
-  std::vector<Slot> old(d->table->size());
+  std::vector<Slot> old(SMALLEST);
   old.swap(*d->table);                          // releasing may run Python code: the table must be whole by then
   d->used = 0;
   for (Slot &s : old)
@@ -388,6 +414,13 @@ void clear(Dispatcher *d) {
 }
 
 void place(Dispatcher *d, Slot &&s) {
+  if (2 * (d->used + 1) > d->table->size()) {
+    std::vector<Slot> old(2 * d->table->size());
+    old.swap(*d->table);
+    d->used = 0;
+    for (Slot &o : old)
+      if (o.hash) place(d, std::move(o));
+  }
   std::vector<Slot> &table = *d->table;
   size_t mask = table.size() - 1, i = s.hash & mask;
   while (table[i].hash) i = (i + 1) & mask;
@@ -462,7 +495,7 @@ PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject
         s->hits++;
         PyObject *entry = Py_NewRef(s->entry);
         PyObject *out = run(s->call, values);
-        if (!out && PyErr_ExceptionMatches(PyExc_Exception)) out = recover(d, entry, args, n, keywords);
+        if (!out && PyErr_ExceptionMatches(faults)) out = recover(d, entry, args, n, keywords);
         Py_DECREF(entry);
         return out;
       }
@@ -480,25 +513,28 @@ void numbers(PyObject *tuple, std::vector<double> *out) {
 }
 
 // params: ((name, kind, optional, keyword_only, has_default, default, choices), ...)
-// tensors: ((param, want_stride, want_alignment, want_ndim, (((token, value), ...) per variant)), ...)
+// tensors: ((param, (want_stride, want_alignment, want_ndim, want_grad, alike), (((token, value), ...) per variant)), ...)
 // derived: ((slot, ((code, value), ...)), ...)   fields: ((slot, param, exact, bucket, equals, above, multiples), ...)
 PyObject *install(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
   PyObject *params, *tensors, *derived, *fields;
-  int variant, variants, slots, watch;
+  int variant, variants, slots, main, watch;
   long long epoch, limit;
-  if (!PyArg_ParseTuple(args, "O!O!O!O!iiipLL", &PyTuple_Type, &params, &PyTuple_Type, &tensors, &PyTuple_Type, &derived,
-                        &PyTuple_Type, &fields, &variant, &variants, &slots, &watch, &epoch, &limit))
+  if (!PyArg_ParseTuple(args, "O!O!O!O!iiiipLL", &PyTuple_Type, &params, &PyTuple_Type, &tensors, &PyTuple_Type, &derived,
+                        &PyTuple_Type, &fields, &variant, &variants, &slots, &main, &watch, &epoch, &limit))
     return nullptr;
-  if (PyTuple_GET_SIZE(params) > MAX_PARAMS || slots + PyTuple_GET_SIZE(params) > MAX_SLOTS ||
-      12 + 3 * PyTuple_GET_SIZE(tensors) + PyTuple_GET_SIZE(fields) + PyTuple_GET_SIZE(params) / 8 > MAX_WORDS) {
-    PyErr_SetString(PyExc_OverflowError, "this op has more parameters or facts than the native path holds");
-    return nullptr;
+  Py_ssize_t count = PyTuple_GET_SIZE(params), numbered = PyTuple_GET_SIZE(fields);
+  if (count > MAX_PARAMS || slots + count > MAX_SLOTS ||
+      8 + 3 * PyTuple_GET_SIZE(tensors) + numbered + numbered / 64 + count / 8 > MAX_WORDS) {
+    d->program = nullptr;                       // more than the native path holds: every call goes to Python
+    clear(d);
+    Py_RETURN_FALSE;
   }
   Program *p = new Program;
   p->variant = variant;
   p->variants = variants;
   p->slots = slots;
+  p->main = main;
   p->watch_capture = watch;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
     PyObject *t = PyTuple_GET_ITEM(params, i);
@@ -518,8 +554,9 @@ PyObject *install(PyObject *self, PyObject *args) {
     p->params.push_back(param);
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
-    PyObject *t = PyTuple_GET_ITEM(tensors, i), *shapes = PyTuple_GET_ITEM(t, 4);
-    Tensor tensor{(int)at_index(t, 0), (bool)at_index(t, 1), (bool)at_index(t, 2), (bool)at_index(t, 3), {}};
+    PyObject *t = PyTuple_GET_ITEM(tensors, i), *wants = PyTuple_GET_ITEM(t, 1), *shapes = PyTuple_GET_ITEM(t, 2);
+    Tensor tensor{(int)at_index(t, 0), (bool)at_index(wants, 0), (bool)at_index(wants, 1), (bool)at_index(wants, 2),
+                  (bool)at_index(wants, 3), (bool)at_index(wants, 4), {}};
     for (Py_ssize_t v = 0; v < PyTuple_GET_SIZE(shapes); v++) {
       std::vector<Dim> dims;
       PyObject *shape = PyTuple_GET_ITEM(shapes, v);
@@ -550,16 +587,13 @@ PyObject *install(PyObject *self, PyObject *args) {
     p->fields.push_back(f);
   }
   if (PyErr_Occurred()) { delete p; return nullptr; }
-  size_t size = 64;
-  while (size < 2 * (size_t)limit) size *= 2;
   Program *old = d->program;
   d->program = p;
   d->limit = (size_t)limit;
   d->epoch = epoch;
   clear(d);
-  if (d->table->size() != size) d->table->assign(size, Slot());
   delete old;                                   // its names and defaults are kept: they are few and shared
-  Py_RETURN_NONE;
+  Py_RETURN_TRUE;
 }
 
 // put(entry, epoch, values, fn, sources, constants, keywords or None, positional, item, first) -> bool
@@ -596,7 +630,10 @@ PyObject *put(PyObject *self, PyObject *args) {
   s.call.positional = positional;
   s.call.item = item;
   s.call.first = first;
-  if (d->used >= d->limit) sweep(d);
+  if (d->used >= d->limit) {
+    sweep(d);
+    if (epoch != d->epoch) { release(s); Py_RETURN_FALSE; }     // what the sweep dropped may have run Python code
+  }
   place(d, std::move(s));
   Py_RETURN_TRUE;
 }
@@ -649,7 +686,7 @@ PyObject *make(PyTypeObject *type, PyObject *args, PyObject *) {
   d->name = new std::string(name);
   d->doc = new std::string(doc);
   d->program = nullptr;
-  d->table = new std::vector<Slot>(64);
+  d->table = new std::vector<Slot>(SMALLEST);
   d->used = 0;
   d->limit = 32;
   d->epoch = -1;
@@ -661,7 +698,7 @@ PyObject *make(PyTypeObject *type, PyObject *args, PyObject *) {
 }
 
 PyMethodDef methods[] = {
-    {"install", install, METH_VARARGS, "Take a key program and forget every entry."},
+    {"install", install, METH_VARARGS, "Take a key program and forget every entry; False if it is too large."},
     {"put", put, METH_VARARGS, "Remember what to call for calls like these values; False if they are not ordinary."},
     {"key", (PyCFunction)(void (*)(void))key, METH_FASTCALL | METH_KEYWORDS, "The key of a call, or None."},
     {"lookup", (PyCFunction)(void (*)(void))lookup, METH_FASTCALL | METH_KEYWORDS, "The entry a call would hit, or None."},
@@ -671,10 +708,11 @@ PyMethodDef methods[] = {
 PyGetSetDef getters[] = {{"call", get_call, nullptr, "The public function.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyTypeObject dispatcher_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// setup(Tensor, Parameter, override ContextVar, capturing or None)
+// setup(Tensor, Parameter, override ContextVar, capturing or None, what a kernel may throw)
 PyObject *setup(PyObject *, PyObject *args) {
-  PyObject *t, *p, *v, *c;
-  if (!PyArg_ParseTuple(args, "OOOO", &t, &p, &v, &c)) return nullptr;
+  PyObject *t, *p, *v, *c, *f;
+  if (!PyArg_ParseTuple(args, "OOOOO", &t, &p, &v, &c, &f)) return nullptr;
+  faults = Py_NewRef(f);
   tensor_type = (PyTypeObject *)Py_NewRef(t);
   parameter_type = (PyTypeObject *)Py_NewRef(p);
   override_var = Py_NewRef(v);

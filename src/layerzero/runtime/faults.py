@@ -45,4 +45,4 @@ def reason_of(error: BaseException, kind: str) -> Reason:
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
     code = {"memory": Code.OUT_OF_MEMORY, "timeout": Code.KERNEL_TIMEOUT, "sticky": Code.DEVICE_FAULT}.get(
         kind, Code.KERNEL_FAILED)
-    return Reason(code, None, text)
+    return Reason(code, f"its time limit ({text})" if kind == "timeout" else None, text)

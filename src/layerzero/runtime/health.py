@@ -40,12 +40,19 @@ def failed(old: Health | None, reason: Reason, now: float, threshold: int, coold
     failures = old.failures + 1
     if old.state == "disabled":
         return old
+    if old.state == "open":                    # a call that had begun before: the cooldown goes on as it was
+        return replace(old, failures=failures, reason=reason)
     if old.state == "half_open":
         longer = min(old.cooldown * 2, LONGEST_COOLDOWN)
         return Health("open", failures, longer, now + longer, reason)
     if failures >= threshold:
         return Health("open", failures, cooldown, now + cooldown, reason)
     return Health("closed", failures, 0.0, 0.0, reason)
+
+
+def succeeded(old: Health | None) -> Health | None:
+    """None: nothing against it any more. A call that had begun before it was opened or disabled changes nothing."""
+    return old if old is not None and old.state in ("open", "disabled") else None
 
 
 def disabled(reason: Reason) -> Health:

@@ -21,7 +21,7 @@ from ..spec.grid import bucket
 from ..spec.op import Op, Param
 from .facts import alignment, stride_last
 
-BUCKETS = [bucket(n) for n in range(4096)]
+BUCKETS = [bucket(n) for n in range(4097)]      # to the end of a bucket
 EXTRAS = ("backend", "policy")
 
 
@@ -172,19 +172,24 @@ def _grad_element(names: list[str], wanted: dict[str, set[str]]) -> str:
 
 
 def _scalars(program: KeyProgram) -> list[str]:
-    """Strings and tested numbers in one element, which is None while all of them are at their defaults."""
+    """Strings and tested numbers in one element, which is None while all of them are at their defaults.
+
+    A number whose default no rule tells from others stays out of it: it would split keys for nothing.
+    """
     op = program.op
-    strings = [p for p in op.params if p.kind == "str"]
-    fields = [f for f in program.fields if f.fact in op.by_name]
-    plain = [p for p in (*strings, *(op.by_name[f.fact] for f in fields)) if not p.required]
-    always = [p.name for p in strings if p.required]
-    always += [e for f in fields if op.by_name[f.fact].required for e in _number_elements(f, op)]
-    if not plain:
-        return always
-    tests = [f"{p.name} is None" if p.default is None else f"{p.name} == {p.default!r}" for p in plain]
-    parts = [p.name for p in strings if not p.required]
-    parts += [e for f in fields if not op.by_name[f.fact].required for e in _number_elements(f, op)]
-    return [*always, f"None if {' and '.join(tests)} else ({', '.join(parts)},)"]
+    always: list[str] = []
+    tests: list[str] = []
+    parts: list[str] = []
+    fields: list[tuple[Param, NumberField | None]] = [(p, None) for p in op.params if p.kind == "str"]
+    fields += [(op.by_name[f.fact], f) for f in program.fields if f.fact in op.by_name]
+    for p, f in fields:
+        elements = [p.name] if f is None else _number_elements(f, op)
+        if p.required or not (f is None or f.exact or p.default is None or p.default in f.equals):
+            always += elements
+        else:
+            tests.append(f"{p.name} is None" if p.default is None else f"{p.name} == {p.default!r}")
+            parts += elements
+    return [*always, f"None if {' and '.join(tests)} else ({', '.join(parts)},)"] if tests else always
 
 
 def _is_spread(p: Param, op: Op) -> bool:
@@ -236,7 +241,7 @@ class _Binder:
         if tail:
             lines += self._unpack(tail, f"s_{name}[-{len(tail)}:]", certain)
         head = f"s_{name}[:-{len(tail)}]" if tail else f"s_{name}"
-        rows = f"{name}.numel() // ({' * '.join('1' if t.isdigit() else f'd_{t}' for t in tail) or '1'})"
+        rows = f"{name}.numel() // ({' * '.join(t if t.isdigit() else f'd_{t}' for t in tail) or '1'})"
         if label in self.lead:
             first, behind = self.lead[label]
             return [*lines, f"if {head} != s_{first}{f'[:-{len(behind)}]' if behind else ''}: break"]

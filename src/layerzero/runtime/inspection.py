@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
 from ..spec.kernel import Kernel
-from ..spec.plan import Plan
+from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
 from . import context, events, hardware, loading, native
 from . import world as worlds
@@ -52,19 +52,28 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
         redirect = found.op.canonical(named)
         if redirect is not None:
             return explain(redirect.op, backend=backend, policy=policy, on=on, **redirect.values)
-    facts = found.facts(values)
     world = worlds.current()
+    facts = found.facts(values, world)
     if on is not None:
         world = replace(world, devices={**world.devices, on.type: on}, memo={})
         facts = {**facts, "device": on.type}
     plan = world.plan(found.op, facts, override, thorough=True)
-    key = found.key_of(*values) if on is None and override is context.current.get() else None
-    entry = found.cache.table.get(key) if key is not None else None
-    if entry is None:
+    if on is not None:
         return plan
-    notes = {k: f"served {n} calls as a fallback" for k, n in entry.fallbacks.items()}
-    steps = tuple(replace(s, note=notes.get(s.kernel, s.note)) for s in plan.steps)
-    return replace(plan, steps=steps, from_cache=True)
+    key = found.key_of(*values) if override is context.current.get() else None
+    steps = tuple(replace(s, note=", ".join(_notes(s, found, world))) for s in plan.steps)
+    return replace(plan, steps=steps, from_cache=key is not None and key in found.cache.table)
+
+
+def _notes(step: Step, found: Dispatcher, world: worlds.World) -> Iterator[str]:
+    """What became of earlier calls of this op."""
+    if step.note:
+        yield step.note
+    health = world.health.get(world.catalog.by_id[step.kernel].health)
+    if health is not None:
+        yield f"{health.state}, {health.failures} faults in a row; last: {health.reason.got if health.reason else ''}"
+    if times := found.ledger.fallbacks.get(step.kernel):
+        yield f"served {times} calls as a fallback"
 
 
 def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:

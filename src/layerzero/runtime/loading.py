@@ -6,8 +6,10 @@ so that a broken library costs its own kernels and nothing else.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,13 +21,10 @@ import torch
 from ..spec.kernel import Direct, Kernel, accepted_params
 from ..spec.reason import Code, Reason
 
-# What importing a broken library has been seen to raise, beyond ImportError: one calls os.exit, one
-# lacks a C++ symbol, one exits the interpreter.
-LOAD_ERRORS: tuple[type[BaseException], ...] = (
-    ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError, LookupError, AssertionError,
-    NameError, SyntaxError, SystemExit)
+# Importing a broken library has been seen to raise all kinds of errors, its own among them, and to exit.
+LOAD_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
-_ABI = ("undefined symbol", "symbol not found", "cannot open shared object", "abi", "_c.so", "glibcxx")
+_ABI = re.compile(r"undefined symbol|symbol not found|cannot open shared object|_c\.so|glibcxx|cxxabi|\babi\b", re.IGNORECASE)
 
 
 class LoadFailed(Exception):
@@ -44,8 +43,16 @@ def installed_version(distribution: str) -> str | None:
 
 @lru_cache(maxsize=None)
 def findable(package: str) -> bool:
+    """Is there such a module? Looks at files only: importlib's own search would import the packages around it."""
+    top, *parts = package.split(".")
     try:
-        return importlib.util.find_spec(package) is not None
+        spec = importlib.util.find_spec(top)
+        for i in range(len(parts)):
+            inside = spec.submodule_search_locations if spec is not None else None
+            if inside is None:
+                return False
+            spec = importlib.machinery.PathFinder.find_spec(".".join([top, *parts[:i + 1]]), inside)
+        return spec is not None
     except (ImportError, ValueError, AttributeError):
         return False
 
@@ -74,6 +81,15 @@ def satisfies(version: str, wanted: str) -> bool:
         return False
 
 
+def is_version_range(text: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    try:
+        SpecifierSet(text)
+    except InvalidSpecifier:
+        return False
+    return True
+
+
 def load(kernel: Kernel) -> Callable[..., Any] | Direct:
     """Import the library and return what to call; LoadFailed says what stood in the way."""
     try:
@@ -86,7 +102,7 @@ def load(kernel: Kernel) -> Callable[..., Any] | Direct:
 
 def _reason(kernel: Kernel, error: BaseException) -> Reason:
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
-    if isinstance(error, (ImportError, OSError)) and any(mark in text.lower() for mark in _ABI):
+    if isinstance(error, (ImportError, OSError)) and _ABI.search(text):
         return Reason(Code.ABI_MISMATCH, None, text)
     if not kernel.package and isinstance(error, (ImportError, AttributeError)):
         return Reason(Code.TORCH_ENTRY_MISSING, text)
@@ -96,8 +112,8 @@ def _reason(kernel: Kernel, error: BaseException) -> Reason:
 def import_in_subprocess(package: str, timeout: float = 60.0) -> Reason | None:
     """Import `package` in a process of its own: a crash there is a reason here."""
     try:
-        done = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True,
-                              timeout=timeout)
+        done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {package}"],
+                              capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return Reason(Code.IMPORT_FAILED, package, f"no answer within {timeout:g} s")
     if done.returncode == 0:
@@ -106,5 +122,4 @@ def import_in_subprocess(package: str, timeout: float = 60.0) -> Reason | None:
         return Reason(Code.ABI_MISMATCH, None, f"import {package} was killed by signal {-done.returncode}")
     lines = done.stderr.strip().splitlines()
     text = lines[-1][:300] if lines else f"exit status {done.returncode}"
-    abi = any(mark in text.lower() for mark in _ABI)
-    return Reason(Code.ABI_MISMATCH, None, text) if abi else Reason(Code.IMPORT_FAILED, package, text)
+    return Reason(Code.ABI_MISMATCH, None, text) if _ABI.search(text) else Reason(Code.IMPORT_FAILED, package, text)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,20 +23,22 @@ from typing import Any
 
 import torch
 
-from ..select.key import KeyProgram
+from ..select.key import KeyProgram, NumberField
 from ..spec.errors import ConfigError
 from ..spec.expr import parse
 from ..spec.kernel import Const, Direct
-from ..spec.op import Op
+from ..spec.op import Op, Param
 from . import context
 from .cache import Entry
 from .config import cache_dir
+from .faults import FAULTS
 from .hotpath import signature
 
 SOURCE = Path(__file__).with_name("fastpath.cpp")
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
-BIND, CHECK, LITERAL, LEAD, SAME_LEAD, SPREAD = range(6)
+SIZE, LITERAL, LEAD, SPREAD = range(4)
+MAX_TESTS = 46             # of one field: they share a word with its bucket and a bit for NaN
 
 
 def library_path() -> Path:
@@ -68,7 +70,7 @@ def module() -> Any:
         _problem.append(f"{type(e).__name__}: {e}")
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-    found.setup(torch.Tensor, torch.nn.Parameter, context.current, capturing)
+    found.setup(torch.Tensor, torch.nn.Parameter, context.current, capturing, FAULTS)
     return found
 
 
@@ -168,8 +170,9 @@ def dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) ->
     if compiled is None or op.read is not None or any(p.kind == "str" and not p.choices for p in op.params):
         return None
     floats = {p.name for p in op.params if p.kind == "float"}
-    if any(floats & set(parse(text).names) for text in op.derived.values()):
-        return None
+    steps = [step for text in op.derived.values() for step in parse(text).postfix]
+    if any(value in floats if code == "fact" else isinstance(value, float) for code, value in steps):
+        return None                            # derived facts are whole numbers there
     doc = f"{op.name}{_untyped(op)}\n--\n\n{op.reference.__doc__ or ''}"
     return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, miss, recover))
 
@@ -197,16 +200,15 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
         wanted_facts.setdefault(tensor, set()).add(fact)
     order = [p for p in op.params if p.kind == "tensor" and not p.optional]
     order += [p for p in op.params if p.kind == "tensor" and p.optional]
-    shapes: dict[str, list[tuple[tuple[int, int], ...]]] = {p.name: [] for p in order}
-    for variant in variants:
-        seen: set[str] = set()
-        lead: dict[str, int] = {}
-        for p in order:
-            shapes[p.name].append(_shape(op.patterns[variant].get(p.name, ()), slots, seen, lead, index[p.name]))
-    tensors = tuple(
-        (index[p.name], int(bool(wanted_facts.get(p.name, set()) & {"contiguous", "stride_last"})),
-         int("alignment" in wanted_facts.get(p.name, ())), int("ndim" in wanted_facts.get(p.name, ())),
-         tuple(shapes[p.name])) for p in order)
+    one_by_one = any("requires_grad" in wanted_facts.get(p.name, ()) for p in order if not p.optional)
+
+    def wants(p: Param) -> tuple[bool, ...]:
+        facts = wanted_facts.get(p.name, set())
+        return (bool(facts & {"contiguous", "stride_last"}), "alignment" in facts, "ndim" in facts,
+                p.optional or one_by_one, not p.optional and p.name in op.same_dtype)
+
+    tensors = tuple((index[p.name], wants(p), tuple(_shape(op.patterns[v].get(p.name, ()), slots) for v in variants))
+                    for p in order)
 
     def place(name: str) -> int:
         return slots[name] if name in slots else count + index[name]
@@ -217,37 +219,25 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
                             for code, value in parse(text).postfix))
         for name, text in op.derived.items() if name in read or _feeds(op, name, read))
     fields = tuple(
-        (place(f.fact) if f.fact in slots or op.by_name[f.fact].kind == "int" else -1,
-         -1 if f.fact in slots or op.by_name[f.fact].kind == "int" else index[f.fact],
-         int(f.exact), int(f.bucket), f.equals, f.above, f.multiples) for f in program.fields)
+        (*((place(f.fact), -1) if f.fact in slots or op.by_name[f.fact].kind == "int" else (-1, index[f.fact])),
+         int(f.exact), int(f.bucket), *tests) for f in program.fields for tests in _tests(f))
     return (params, tensors, derived, fields, index.get(op.variant, -1), len(variants), count,
-            torch.version.cuda is not None)
+            index.get(op.main_tensor, -1), torch.version.cuda is not None)
+
+
+def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]]:
+    """The tests of a field, in groups that fit a word each."""
+    size = MAX_TESTS // 3
+    for at in range(0, max(len(f.equals), len(f.above), len(f.multiples), 1), size):
+        yield tuple(f.equals[at:at + size]), tuple(f.above[at:at + size]), tuple(f.multiples[at:at + size])
 
 
 def _feeds(op: Op, name: str, read: set[str]) -> bool:
-    return any(name in parse(op.derived[other]).names for other in read if other in op.derived)
+    users = [other for other, text in op.derived.items() if name in parse(text).names]
+    return any(user in read or _feeds(op, user, read) for user in users)
 
 
-def _shape(tokens: tuple[str, ...], slots: dict[str, int], seen: set[str], lead: dict[str, int],
-           param: int) -> tuple[tuple[int, int], ...]:
-    out = []
-    for token in tokens:
-        if token.startswith("~"):
-            out.append((SPREAD, slots[token[1:]]))
-        elif token.startswith("*"):
-            label = token[1:]
-            if label in lead:
-                return tuple([(SAME_LEAD, lead[label])] + [(BIND, 0)] * (len(tokens) - 1))
-            lead[label] = param
-            seen |= {label, *tokens[1:]}
-            out.append((LEAD, slots[label]))
-        elif token.isdigit():
-            out.append((LITERAL, int(token)))
-        elif out and out[0][0] == LEAD:
-            out.append((BIND, slots[token]))
-        elif token in seen:
-            out.append((CHECK, slots[token]))
-        else:
-            seen.add(token)
-            out.append((BIND, slots[token]))
-    return tuple(out)
+def _shape(tokens: tuple[str, ...], slots: dict[str, int]) -> tuple[tuple[int, int], ...]:
+    kinds = {"~": SPREAD, "*": LEAD}
+    return tuple((LITERAL, int(token)) if token.isdigit() else (kinds.get(token[0], SIZE), slots[token.lstrip("~*")])
+                 for token in tokens)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..spec.errors import ConfigError
+from ..spec.errors import RegistrationError
 from ..spec.op import Op, Param
 from .dispatch import dispatchers
 
@@ -43,7 +43,13 @@ def schema(op: Op) -> str:
 
 def define(op: Op) -> None:
     """Register the op with torch. A second op of the same name takes over the first one's schema only if equal."""
-    if op.name in _defined or op.read is not None:      # text and the like are not torch's business
+    if op.read is not None:                     # text and the like are not torch's business
+        return
+    if op.name in _defined:
+        if schema(_defined[op.name]) != schema(op):
+            raise RegistrationError(f"op {op.name!r} was registered with torch as {schema(_defined[op.name])}, which a "
+                                    "process cannot change; give the new one another name")
+        _defined[op.name] = op
         return
     _library.define(schema(op))
     _library.impl(op.name, _implementation(op.name, op.outputs == "Tensor[]"), "CompositeImplicitAutograd")
@@ -65,11 +71,12 @@ def substitute(name: str) -> None:
     op, found = _defined[name], dispatchers[name]
     packet = getattr(torch.ops.layerzero, name).default
     several = op.outputs == "Tensor[]"
+    no_policy = (f"lz.{name}: policy= cannot be traced by torch.compile; put `with lz.prefer(...)` around the "
+                 "compiled function, or name a kernel with backend=")
 
     def traced(*args: Any, policy: Any = None, **kwargs: Any) -> Any:
-        if policy is not None:
-            raise ConfigError(f"lz.{name}: policy= cannot be traced by torch.compile; call it inside "
-                              "`with lz.prefer(...)` around the compiled function, or name a kernel with backend=")
+        if policy is not None:                  # a plain ValueError: Dynamo cannot build ours
+            raise ValueError(no_policy)
         out = packet(*args, **kwargs)
         if several:
             return out[0] if len(out) == 1 else tuple(out)

@@ -27,7 +27,7 @@ from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import Rule
-from . import config, events, hardware, health, loading
+from . import config, context, events, hardware, health, loading
 from .catalog import Catalog, discover
 from .context import Override
 from .memory import headroom
@@ -131,6 +131,10 @@ def current() -> World:
     return world if world is not None else _create()
 
 
+def exists() -> bool:
+    return _current is not None
+
+
 def _create() -> World:
     global _current
     with _writing:
@@ -161,11 +165,18 @@ def publish(change: Callable[[World], World], cause: str = "") -> World:
     with _writing:
         old = current()
         new = change(old)
-        if new is not old:
-            _current = new
-            _announce(new)
-            events.emit(WorldPublished(epoch=new.epoch, cause=cause))
-        return new
+        if new is old:
+            return old
+        _current = new
+        _announce(new)
+    events.emit(WorldPublished(epoch=new.epoch, cause=cause))
+    return new
+
+
+def consult(listener: Callable[[World], None]) -> None:
+    """Show `listener` the world in force; none is published meanwhile."""
+    with _writing:
+        listener(current())
 
 
 def _announce(world: World) -> None:
@@ -250,6 +261,7 @@ def note(event: Event) -> None:
 def _after_fork() -> None:
     global _writing
     _writing = threading.RLock()
+    context.after_fork()
     events.after_fork()
 
 

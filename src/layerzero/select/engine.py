@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,11 @@ from ..spec.kernel import Kernel
 from ..spec.op import DEVICE_FACTS, Op
 from ..spec.plan import Plan, Rejected, Step, Transform
 from ..spec.reason import Code, Reason
+from ..spec.rules import Rule
 from .policy import Policy
 from .score import Rates, calibration, guess_us, roofline_us, score
 
-SMALL_WORKSPACE = 1 << 24      # below this the headroom is not asked: finding it out would cost more
+SMALL_WORKSPACE = 1 << 24      # up to this the live headroom is not asked: finding it out would cost more
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,16 @@ def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, A
             reasons.append(Reason(Code.LAYOUT_UNSUPPORTED, kernel.variants, facts[op.variant], op.variant))
         else:
             transforms.append(Transform("layout", kernel.variants[0]))   # a view: moves no bytes
+            for rule in _broken_by_view(rules, op, facts, kernel.variants[0]):
+                if (transform := _repair(rule, op, facts)) is not None:
+                    transforms.append(transform)
+                else:
+                    reasons.append(Reason(rule.code, rule.want, False, rule.fact))
     workspace = 0
     if kernel.workspace != "0":
         workspace = int(parse(kernel.workspace)(_largest(op, facts)))
-        if workspace > SMALL_WORKSPACE and workspace > (room := around.headroom()):
+        asked = workspace > SMALL_WORKSPACE or policy.setting("memory_headroom") is not None
+        if asked and workspace > (room := around.headroom()):
             reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, room, workspace))
     return reasons, tuple(dict.fromkeys(transforms)), workspace
 
@@ -155,9 +162,19 @@ def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:
         tensor = rule.fact.partition(".")[0]
         return Transform("contiguous", tensor, _tensor_bytes(op, tensor, facts))
     if rule.repair == "cast":
-        total = sum(_tensor_bytes(op, t, facts) for t in op.same_dtype or op.tensors[:1])
+        total = sum(_tensor_bytes(op, t, facts) for t in op.same_dtype or (op.main_tensor,))
         return Transform("cast", str(rule.value[0]), total)
     return None
+
+
+def _broken_by_view(rules: Iterable[Any], op: Op, facts: Mapping[str, Any], target: str) -> Iterator[Rule]:
+    """Rules that hold for a tensor as it was given, and not for the view of it in another layout."""
+    source = op.patterns[facts[op.variant]]
+    for rule in rules:
+        if isinstance(rule, Rule) and rule.fact.endswith(".contiguous") and facts[rule.fact] is not None:
+            tensor = rule.fact.partition(".")[0]
+            if source.get(tensor) != op.patterns[target].get(tensor):
+                yield rule
 
 
 def _tensor_bytes(op: Op, tensor: str, facts: Mapping[str, Any]) -> int:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import RegistrationError
-from .expr import parse
 from .op import Op, import_path, resolve_import_path
 from .reason import Reason
 from .rules import Condition, Facts, condition_from_json
@@ -77,7 +76,7 @@ class Kernel:
             raise RegistrationError(f"kernel id {self.id!r} must look like 'backend.name' (a-z, 0-9, _)")
         for rule in self.requires:
             self.op.check_rule(rule, f"kernel {self.id!r}")
-        parse(self.workspace)
+        self.op.check_expression(self.workspace, f"kernel {self.id!r}: workspace")
         if self.prior <= 0:
             raise RegistrationError(f"kernel {self.id!r}: prior must be > 0, got {self.prior}")
 

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType, NoneType
@@ -110,8 +110,7 @@ class Op:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
     def __post_init__(self) -> None:
-        for text in (*self.derived.values(), self.flops, self.bytes):
-            parse(text)
+        self._check_names()
         if not self.cases:
             raise SpecError(f"op {self.name!r} has no cases: without inputs nothing of it can be tested")
         missing = [f for f in FAMILY_FACTS.get(self.family, ()) if f not in self.fact_names]
@@ -121,6 +120,22 @@ class Op:
                 "name it in shapes, in derived, or as a parameter")
         for rule in self.requires:
             self.check_rule(rule, f"op {self.name!r}")
+
+    def _check_names(self) -> None:
+        """Every name in an expression, and every size kept exactly, must be one the call has."""
+        known = {*self.dims, *self.derived, "itemsize", *(p.name for p in self.params if p.kind in ("int", "float"))}
+        for what, text in (*self.derived.items(), ("flops", self.flops), ("bytes", self.bytes)):
+            self.check_expression(text, f"op {self.name!r}: {what}", known)
+        for name in self.exact:
+            if name not in known:
+                raise SpecError(f"op {self.name!r}: exact names {name!r}; the sizes are {', '.join(self.dims)}")
+
+    def check_expression(self, text: str, owner: str, known: Collection[str] | None = None) -> None:
+        numbers = (p.name for p in self.params if p.kind in ("int", "float"))
+        known = {*self.dims, *self.derived, "itemsize", *numbers} if known is None else known
+        for name in parse(text).names:
+            if name not in known:
+                raise SpecError(f"{owner} = {text!r} reads {name!r}; there are {', '.join(sorted(known))}")
 
     @cached_property
     def params(self) -> tuple[Param, ...]:

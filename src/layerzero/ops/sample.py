@@ -1,0 +1,181 @@
+"""One token for each row of logits. In this order: penalties, temperature, top-k, top-p, min-p, draw.
+
+- Tokens are ranked by score, equal scores by token id, the lowest first. top_k keeps the first k; top_p the
+  fewest whose mass reaches p of what top-k left; min_p those at least min_p times as likely as the likeliest.
+  The likeliest token always stays, so top_p = 0 and temperature = 0 are greedy.
+- The draw is a function of one random number per row, the same for every kernel: see sampling_formulas. It comes
+  from `uniforms`, else `seed_rows`, else `seed`, else `generator`, else torch's default generator. Row i of a batch
+  draws as the same row alone with offset=i.
+- What is named `*_rows` holds one value for each row and takes the place of the one for all. There a temperature
+  <= 0 is greedy, a top_k <= 0 and a min_p <= 0 are off.
+- `history` (batch, seen) holds the token ids so far, padded with -1; `token_counts` (batch, vocab) how often each was
+  generated. Repetition reads both, presence and frequency read token_counts, or the history where there is none.
+- A row of which no token can be drawn (all -inf, or all probabilities zero) gives -1. NaN counts as impossible.
+- With from_probs the rows are probabilities, not logits; they need not sum to one.
+- return_logprobs adds the log of the probability each token was drawn with, after all filters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code
+from ..spec.rules import Condition, absent, any_of, at_least, at_most, differs, dtypes, equals, on, one_of, present, when
+from .formulas import FLOATS
+from .sampling_formulas import Penalties, draw, filters, penalised, per_row, random_numbers, scores_of, weights_of
+
+INTEGERS = ("int32", "int64")
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+FLOAT_ROWS = ("temperature_rows", "top_p_rows", "min_p_rows", *(f"{name}_rows" for name in PENALTIES))
+
+
+def reference(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, *,
+    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+    history: Tensor | None = None, token_counts: Tensor | None = None, temperature_rows: Tensor | None = None,
+    top_k_rows: Tensor | None = None, top_p_rows: Tensor | None = None, min_p_rows: Tensor | None = None,
+    repetition_penalty_rows: Tensor | None = None, presence_penalty_rows: Tensor | None = None,
+    frequency_penalty_rows: Tensor | None = None, uniforms: Tensor | None = None, seed: int | None = None,
+    seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
+    from_probs: bool = False, return_logprobs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A token id for each row of `logits` (batch, vocab), int64; -1 where none can be drawn."""
+    batch, vocab = logits.shape
+    uniform = random_numbers(batch, 1, logits.device, uniforms, seed, seed_rows, offset, generator)
+    paid = Penalties(per_row(repetition_penalty, repetition_penalty_rows), per_row(presence_penalty, presence_penalty_rows),
+                     per_row(frequency_penalty, frequency_penalty_rows))
+    logits = penalised(logits.detach(), history, token_counts, paid)
+    scores = scores_of(logits, temperature, temperature_rows, from_probs)
+    by = filters(vocab, temperature, top_k, top_p, min_p, temperature_rows, top_k_rows, top_p_rows, min_p_rows,
+                 uniform.dtype)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(-1)
+    weights = weights_of(scores, from_probs)
+    largest = weights.amax(-1, keepdim=True)
+
+    weights = torch.where(rank < by.top_k, weights, 0.0)
+    up_to = weights.gather(1, order).cumsum(-1)
+    before = torch.nn.functional.pad(up_to, (1, -1)).gather(1, rank)       # the mass of all that rank higher
+    weights = torch.where((before < by.top_p * up_to[:, -1:]) | (rank == 0), weights, 0.0)
+    weights = torch.where(weights >= by.min_p * largest, weights, 0.0)
+
+    column = draw(weights, uniform)
+    chosen, total = weights.gather(1, column), weights.sum(-1, keepdim=True)
+    tokens = torch.where(total > 0, column, -1)[:, 0]
+    if not return_logprobs:
+        return tokens
+    return tokens, torch.where(total > 0, chosen.log() - total.log(), -torch.inf)[:, 0].to(scores.dtype)
+
+
+def meta(logits: Tensor, *args: Any, return_logprobs: bool = False, **kwargs: Any) -> Any:
+    tokens = logits.new_empty(logits.shape[:1], dtype=torch.int64)
+    if not return_logprobs:
+        return tokens
+    return tokens, logits.new_empty(logits.shape[:1], dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def inputs(
+    batch: int = 4, vocab: int = 257, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    penalties: str = "", rows: bool = False, random: str = "uniforms", probs: bool = False, logprobs: bool = True,
+    special: str = "", scale: float = 3.0, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    gen = torch.Generator("cpu").manual_seed(seed)
+
+    def rand(low: float, high: float) -> Tensor:
+        return (torch.rand(batch, generator=gen) * (high - low) + low).to(device)
+
+    logits = torch.randn((batch, vocab * 2 if special == "sparse" else vocab), generator=gen) * scale
+    if special == "ties":
+        logits = (logits / 2).round()
+    elif special == "extreme":
+        logits = logits * 1e4
+    elif special == "masked":
+        logits[::2, ::2], logits[1::2] = -torch.inf, -torch.inf
+    elif special == "broken":
+        logits[:, 0], logits[:, -1] = torch.nan, torch.inf
+    if probs:
+        logits = logits.softmax(-1).nan_to_num()
+    logits = logits.to(device=device, dtype=dtype)
+    given: dict[str, Any] = {
+        "logits": logits[:, ::2] if special == "sparse" else logits, "temperature": temperature, "top_k": top_k,
+        "top_p": top_p, "min_p": min_p, "from_probs": probs, "return_logprobs": logprobs}
+    if penalties:
+        given |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+        tokens = torch.randint(-1, vocab, (batch, 33), generator=gen).to(device)
+        if "history" in penalties:
+            given["history"] = tokens
+        if "counts" in penalties:
+            given["token_counts"] = torch.randint(0, 3, (batch, vocab), generator=gen).to(device)
+    if rows:
+        ks = torch.randint(0, 12, (batch,), generator=gen).to(device)
+        given |= {"top_k_rows": ks, "top_p_rows": rand(0.0, 1.2), "min_p_rows": rand(-0.1, 0.1)}
+        if not probs:
+            given["temperature_rows"] = rand(-0.3, 1.5)
+        if penalties:
+            given |= {f"{name}_rows": rand(0.5, 2.0) for name in PENALTIES}
+    if random == "uniforms":
+        given["uniforms"] = rand(0.0, 1.0)
+    elif random == "seed_rows":
+        given["seed_rows"] = torch.arange(batch, device=device) + 17
+    else:
+        given |= {"seed": 1234 + seed, "offset": 5}
+    return given
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"batch": 1}, {"batch": 0}, {"vocab": 1}, {"vocab": 2, "top_k": 1}, {"logprobs": False, "random": "seed"},
+    {"temperature": 0.0}, {"temperature": 0.7, "random": "seed"}, {"temperature": 1e-4, "random": "seed_rows"},
+    {"top_k": 5}, {"top_k": 1}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.0}, {"min_p": 0.05}, {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8}, {"top_p": 0.95, "min_p": 0.01}, {"rows": True},
+    {"rows": True, "batch": 9, "vocab": 5000}, {"penalties": "history", "top_k": 10},
+    {"penalties": "counts", "top_p": 0.9}, {"penalties": "history counts", "rows": True}, {"probs": True},
+    {"probs": True, "top_k": 10}, {"probs": True, "top_p": 0.9}, {"probs": True, "rows": True, "random": "seed"},
+    {"special": "ties", "top_k": 7, "scale": 2.0}, {"special": "ties", "top_p": 0.8, "scale": 1.0},
+    {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0}, {"special": "masked"},
+    {"special": "masked", "top_k": 5}, {"special": "masked", "top_p": 0.9}, {"special": "masked", "temperature": 0.0},
+    {"special": "masked", "probs": True, "top_p": 0.5}, {"special": "broken", "top_k": 5},
+    {"special": "broken", "temperature": 0.0}, {"special": "broken"}, {"special": "sparse", "top_p": 0.9},
+    {"batch": 2, "vocab": 9001, "top_p": 0.9}, {"batch": 2, "vocab": 9001, "top_p": 0.9, "scale": 0.3},
+    {"batch": 2, "vocab": 9001, "top_p": 0.7, "probs": True, "scale": 0.3}, {"batch": 2, "vocab": 9001, "top_k": 40},
+    {"batch": 2, "vocab": 9001, "min_p": 0.1}, {"batch": 2, "vocab": 9001, "min_p": 0.01, "scale": 0.3},
+    {"batch": 2, "vocab": 9001, "temperature": 0.0}, {"batch": 2, "vocab": 9001},
+)
+
+# Probabilities are past all that acts on logits.
+_OF_LOGITS: tuple[Condition, ...] = (
+    equals("temperature", 1.0, Code.VALUE_OUT_OF_RANGE), absent("temperature_rows.dtype"), absent("history.dtype"),
+    absent("token_counts.dtype"), *(equals(name, off, Code.VALUE_OUT_OF_RANGE) for name, off in PENALTIES.items()),
+    *(absent(f"{name}_rows.dtype") for name in PENALTIES))
+
+OP = Op(
+    name="sample", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    # Tokens are equal or wrong; these are for the log-probabilities, which are at least float32.
+    tolerance=Tolerance({"float16": (1e-5, 1e-5), "bfloat16": (1e-5, 1e-5), "float32": (1e-5, 1e-5),
+                         "float64": (1e-10, 1e-10)}),
+    shapes={"logits": "batch vocab", "history": "batch seen", "token_counts": "batch vocab", "top_k_rows": "batch",
+            **{name: "batch" for name in FLOAT_ROWS}, "uniforms": "batch", "seed_rows": "batch"},
+    returns=("batch", "batch"),
+    requires=(
+        dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),
+        at_least("temperature", 0.0, Code.VALUE_OUT_OF_RANGE), at_least("top_k", 0, Code.VALUE_OUT_OF_RANGE),
+        at_least("top_p", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("top_p", 1.0, Code.VALUE_OUT_OF_RANGE),
+        at_least("min_p", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("min_p", 1.0, Code.VALUE_OUT_OF_RANGE),
+        at_least("repetition_penalty", 0.0, Code.VALUE_OUT_OF_RANGE),
+        differs("repetition_penalty", 0.0, Code.VALUE_OUT_OF_RANGE),
+        *(one_of(f"{name}.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED) for name in (*FLOAT_ROWS, "uniforms")),
+        *(one_of(f"{name}.dtype", None, *INTEGERS, code=Code.DTYPE_UNSUPPORTED)
+          for name in ("top_k_rows", "seed_rows", "history")),
+        one_of("token_counts.dtype", None, *INTEGERS, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+        # A penalty without anything it could act on is a mistake.
+        *(any_of(equals(name, off), present("token_counts.dtype"), present("history.dtype"))
+          for name, off in PENALTIES.items()),
+        *(any_of(absent(f"{name}_rows.dtype"), present("token_counts.dtype"), present("history.dtype"))
+          for name in PENALTIES),
+        *(when(on("from_probs"), rule) for rule in _OF_LOGITS),
+    ),
+    flops="8 * batch * vocab", bytes="itemsize * batch * vocab", outputs="Tensor[]",
+)

@@ -68,7 +68,7 @@ class Effort:
     passes: int
 
 
-FULL, QUICK = Effort(300, 200, 15, 2000, 200, 5), Effort(4, 30, 2, 50, 12, 1)
+FULL, QUICK = Effort(800, 25, 15, 2000, 200, 5), Effort(4, 10, 2, 50, 12, 1)
 
 
 @dataclass
@@ -99,7 +99,8 @@ def prepare(device: str) -> Setting:
     rms_kernel = _settle("rms_norm", RMS_BY_HAND, notes, x, w, EPS)
     tiny = peers.Tiny(device, {"q": q, "k": k, "v": v}, lz.attention(q, k, v), *BY_HAND[kernel], DIRECT)
     return Setting(dispatchers["attention"], dispatchers["rms_norm"], tiny,
-                   {"x": x, "size": (DIM,), "w": w, "eps": EPS}, (kernel, rms_kernel), lz.rms_norm(x, w, EPS), notes=notes)
+                   {"x": x, "size": (DIM,), "w": w, "eps": EPS}, (kernel, rms_kernel), lz.rms_norm(x, w, EPS),
+                   notes=notes)
 
 
 def _settle(op: str, by_hand: dict[str, tuple[str, str]], notes: list[str], *args: Any) -> str:
@@ -235,21 +236,23 @@ def _misses(s: Setting, effort: Effort) -> dict[str, Any]:
 def threads(runners: Sequence[Contestant], effort: Effort) -> list[dict[str, Any]]:
     wanted = [c for c in runners if c.name in (DIRECT, NATIVE, PYTHON, *LOOKUPS)]
     found = race_in_threads(wanted, THREADS, effort.thread_rounds, effort.thread_calls)
-    return [{"name": c.name, "ns": found.of(c.name).to_json(),
-             "over": found.over(c.name, c.target).to_json() if c.target else None} for c in wanted]
+    return [_row(c, found) for c in wanted]
 
 
 # reporting
 
+def _row(c: Contestant, found: Race) -> dict[str, Any]:
+    over = found.over(c.name)
+    return {"name": c.name, "ns": found.of(c.name).to_json(), "target": c.target,
+            "over": over.to_json() if over else None}
+
+
 def rows(runners: Sequence[Contestant], found: Race) -> list[dict[str, Any]]:
     """`x_lz`: what it adds to its target, as a multiple of what lz.attention adds to its own."""
-    unit = found.over(NATIVE if NATIVE in found.samples else PYTHON, DIRECT).median
-    out = []
-    for c in runners:
-        over = found.over(c.name, c.target) if c.target else None
-        out.append({"name": c.name, "calls": found.calls[c.name], "ns": found.of(c.name).to_json(), "target": c.target,
-                    "over": over.to_json() if over else None,
-                    "x_lz": round(over.median / unit, 2) if over and unit > 0 else None})
+    out = [_row(c, found) for c in runners]
+    unit = next(row["over"]["median"] for row in out if row["name"] in (NATIVE, PYTHON))
+    for row in out:
+        row["x_lz"] = round(row["over"]["median"] / unit, 2) if row["over"] and unit > 0 else None
     return out
 
 
@@ -288,7 +291,7 @@ def say_environment(env: dict[str, Any]) -> None:
 
 def say(device: str, part: dict[str, Any]) -> None:
     print(f"\n{device}: attention {part['shape']} {part['dtype']}, served by {part['kernel']}; "
-          f"{part['rounds']} rounds of up to {part['calls']} calls")
+          f"{part['rounds']} rounds of {part['calls']} calls, {part['repeated']:.0%} run again")
     for note in part["notes"]:
         print(f"note: {note}")
     print(f"{'':<40}{'ns per':>8}{'over its':>10}{'':>18}{'':>8}\n"
@@ -307,7 +310,8 @@ def say(device: str, part: dict[str, Any]) -> None:
         us, whole = m["us"], m["us"]["whole"]
         split = ", ".join(f"{n} {us[n]['median']:.0f}" for n in ("facts", "select", "bind"))
         print(f"  {m['viable']} of {m['kernels']} kernels judged: {whole['median']:.0f} ({whole['p10']:.0f} .. "
-              f"{whole['p90']:.0f}) = {split}, rest {m['rest_us']:.0f}; first in a new world {us['first']['median']:.0f}")
+              f"{whole['p90']:.0f}) = {split}, rest {m['rest_us']:.0f}; the first in a new world "
+              f"{us['first']['median']:.0f}")
     if part["threads"]:
         print(f"\n{THREADS} threads at once: wall ns over the calls of all")
     for row in part["threads"]:
@@ -322,7 +326,8 @@ def measure(device: str, effort: Effort, keep: contextlib.ExitStack) -> dict[str
     result = s.tiny.result
     part = {"shape": list(result.shape), "dtype": str(result.dtype).removeprefix("torch."), "kernel": s.kernels[0],
             "rms_kernel": s.kernels[1], "rounds": effort.rounds, "calls": effort.calls, "notes": s.notes,
-            "missing": s.missing, "empty_loop_ns": round(found.empty_ns, 1), "rows": rows(runners, found),
+            "missing": s.missing, "empty_loop_ns": round(found.empty_ns, 1), "repeated": round(found.repeated, 3),
+            "rows": rows(runners, found),
             "threads": threads(runners, effort) if device == "cpu" else [], "misses": misses(s, effort)}
     lz.unlock()
     return part
@@ -332,12 +337,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="some seconds: does everything run?")
     parser.add_argument("--rounds", type=int, help=f"rounds of the race (default {FULL.rounds})")
+    parser.add_argument("--calls", type=int, help=f"calls in a batch (default {FULL.calls})")
     parser.add_argument("--device", action="append", choices=("cpu", "cuda"), help="default: each one that is here")
     parser.add_argument("--out", type=Path, default=OUT, help="where the JSON goes (default: %(default)s)")
     args = parser.parse_args(argv)
     effort = QUICK if args.quick else FULL
-    if args.rounds:
-        effort = dataclasses.replace(effort, rounds=args.rounds)
+    effort = dataclasses.replace(effort, rounds=args.rounds or effort.rounds, calls=args.calls or effort.calls)
     devices = args.device or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     torch.set_num_threads(1)                   # a tiny call has no use for more, and they disturb the clock
     env = environment()

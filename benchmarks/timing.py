@@ -1,9 +1,10 @@
 """Timing calls of a microsecond on a machine that is not quiet.
 
 Contestants run in rounds. In each round every contestant has its turn, a short batch of calls, in an
-order that is shuffled each time; so whatever else the machine does in that moment falls on all of them.
-What is reported is the median over the rounds, and of a difference the median of the rounds' own
-differences: noise that lasts longer than a round cancels.
+order that is shuffled each time, so that whatever the machine does in that moment falls on all of them.
+One that has a target runs right beside it, before or after; what it adds is the median over the rounds of
+these differences: noise that lasts longer than two batches cancels. A batch during which the CPU was
+taken away (its wall time is longer than its CPU time) is run again.
 
 What one call is, is written as text and compiled into a loop of its own, with all names as locals. So no
 contestant pays for a closure, an argument tuple or a global lookup that another does not pay for.
@@ -17,8 +18,8 @@ import statistics
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 
 Loop = Callable[[int], tuple[int, int, Any]]   # calls -> began, ended (ns), the last result
 EMPTY = "(empty loop)"
-FEWEST_CALLS = 20
-BATCH_NS = 2e6                                 # a batch of slow calls is cut to about this
+WARM_UP = 5                                    # calls before each batch: its code and data come back to the caches
+ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,11 @@ class Contestant:
     target: str = ""                           # the contestant it adds to; "" for one that stands alone
     expect: torch.Tensor | None = None         # what `out` must be
     around: Callable[[], AbstractContextManager[Any]] = nullcontext      # entered once per batch, not timed
-    note: str = ""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Nanoseconds: the median, and the tenth and ninetieth percentile."""
+    """The median, and the tenth and ninetieth percentile."""
 
     median: float
     p10: float
@@ -62,19 +62,20 @@ class Spread:
         return {"median": round(self.median, 1), "p10": round(self.p10, 1), "p90": round(self.p90, 1)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Race:
-    """Nanoseconds per call of each contestant, one number per round, the loop's own cost taken off."""
+    """Nanoseconds per call, one number per round: of each contestant, and what it adds to its target."""
 
-    samples: Mapping[str, Sequence[float]]
-    calls: Mapping[str, int] = field(default_factory=dict)
-    empty_ns: float = 0.0
+    samples: dict[str, list[float]]
+    added: dict[str, list[float]] = field(default_factory=dict)
+    empty_ns: float = 0.0                      # what the loop itself costs; taken off the samples
+    repeated: float = 0.0                      # share of batches that lost the CPU and were run again
 
     def of(self, name: str) -> Spread:
         return Spread.of(self.samples[name])
 
-    def over(self, name: str, target: str) -> Spread:
-        return Spread.of([a - b for a, b in zip(self.samples[name], self.samples[target])])
+    def over(self, name: str) -> Spread | None:
+        return Spread.of(self.added[name]) if name in self.added else None
 
 
 def compiled(call: str, scope: Mapping[str, Any]) -> Loop:
@@ -94,47 +95,79 @@ def compiled(call: str, scope: Mapping[str, Any]) -> Loop:
 def race(contestants: Sequence[Contestant], rounds: int, calls: int, wait: Callable[[], None] = lambda: None,
          seed: int = 0) -> Race:
     """Let them run. `wait` is called before each batch, outside the clock: a device must be idle by then."""
-    everyone = [Contestant(EMPTY, "pass", {}), *contestants]
-    loops = {c.name: compiled(c.call, c.scope) for c in everyone}
-    turns = {c.name: _turns(c, loops[c.name], calls) for c in everyone}
-    samples: dict[str, list[float]] = {c.name: [] for c in everyone}
-    order = random.Random(seed)
-    with _quiet():
+    runners = {c.name: _Runner(c, calls, wait) for c in (Contestant(EMPTY, "pass", {}), *contestants)}
+    found = Race({name: [] for name in runners}, {c.name: [] for c in contestants if c.target})
+    order, chance = list(runners.values()), random.Random(seed)
+    for runner in order:
+        runner.check()
+    with _no_collection():
         for _ in range(rounds):
-            order.shuffle(everyone)
-            for c in everyone:
-                with c.around():
-                    wait()
-                    began, ended, _out = loops[c.name](turns[c.name])
-                samples[c.name].append((ended - began) / turns[c.name])
+            chance.shuffle(order)
+            for runner in order:
+                c = runner.contestant
+                if not c.target:
+                    found.samples[c.name].append(runner())
+                    continue
+                pair = [runner, runners[c.target]]
+                chance.shuffle(pair)
+                ns = {r.contestant.name: r() for r in pair}
+                found.samples[c.name].append(ns[c.name])
+                found.added[c.name].append(ns[c.name] - ns[c.target])
     wait()
-    empty = statistics.median(samples.pop(EMPTY))
-    return Race({name: [s - empty for s in taken] for name, taken in samples.items()}, turns, empty)
+    found.empty_ns = statistics.median(found.samples.pop(EMPTY))
+    found.samples = {name: [ns - found.empty_ns for ns in samples] for name, samples in found.samples.items()}
+    batches = sum(r.batches for r in order)
+    found.repeated = sum(r.repeated for r in order) / batches if batches else 0.0
+    return found
 
 
 def race_in_threads(contestants: Sequence[Contestant], threads: int, rounds: int, calls: int, seed: int = 0) -> Race:
     """The same with `threads` threads at once: wall time over the calls of all of them."""
     loops = {c.name: compiled(c.call, c.scope) for c in contestants}
-    samples: dict[str, list[float]] = {c.name: [] for c in contestants}
-    order, everyone = random.Random(seed), list(contestants)
-    with _quiet():
+    found = Race({c.name: [] for c in contestants}, {c.name: [] for c in contestants if c.target})
+    order, chance = list(contestants), random.Random(seed)
+    with _no_collection():
         for turn in range(rounds + 1):
-            order.shuffle(everyone)
-            for c in everyone:
-                ns = _together(c, loops[c.name], threads, calls)
-                if turn:                       # the first round is the warm-up
-                    samples[c.name].append(ns)
-    return Race(samples, {c.name: calls for c in contestants})
+            chance.shuffle(order)
+            ns = {c.name: _together(c, loops[c.name], threads, calls) for c in order}
+            if not turn:                       # the warm-up
+                continue
+            for c in order:
+                found.samples[c.name].append(ns[c.name])
+                if c.target:
+                    found.added[c.name].append(ns[c.name] - ns[c.target])
+    return found
 
 
-def _turns(c: Contestant, loop: Loop, calls: int) -> int:
-    """Warm up, see that the result is right, and find how many calls make a batch."""
-    with c.around():
-        began, ended, out = loop(FEWEST_CALLS)
+class _Runner:
+    """One contestant on its track: calling it runs a batch and gives the nanoseconds per call."""
+
+    def __init__(self, contestant: Contestant, calls: int, wait: Callable[[], None]) -> None:
+        self.contestant = contestant
+        self.loop = compiled(contestant.call, contestant.scope)
+        self.calls, self.wait = calls, wait
+        self.batches = self.repeated = 0
+
+    def check(self) -> None:
+        """A fast wrong answer is no answer. It also warms up what only the first calls pay for."""
+        c = self.contestant
+        with c.around():
+            _, _, out = self.loop(4 * WARM_UP)
         if c.expect is not None:
             torch.testing.assert_close(out, c.expect, msg=lambda text: f"{c.name} computes something else: {text}")
-        began, ended, _ = loop(FEWEST_CALLS)
-    return min(calls, max(FEWEST_CALLS, int(BATCH_NS / max(1.0, (ended - began) / FEWEST_CALLS))))
+
+    def __call__(self) -> float:
+        self.batches += 1
+        with self.contestant.around():
+            for attempt in range(ATTEMPTS):
+                self.repeated += attempt == 1
+                self.loop(WARM_UP)
+                self.wait()
+                on_cpu = time.thread_time_ns()
+                began, ended, _ = self.loop(self.calls)
+                if ended - began <= time.thread_time_ns() - on_cpu:
+                    break
+        return (ended - began) / self.calls
 
 
 def _together(c: Contestant, loop: Loop, threads: int, calls: int) -> float:
@@ -157,14 +190,14 @@ def _together(c: Contestant, loop: Loop, threads: int, calls: int) -> float:
     return (max(e for _, e in spans) - min(b for b, _ in spans)) / (threads * calls)
 
 
-class _quiet(AbstractContextManager[None]):
+@contextmanager
+def _no_collection() -> Iterator[None]:
     """No garbage collection while the clock runs."""
-
-    def __enter__(self) -> None:
-        self.was = gc.isenabled()
-        gc.collect()
-        gc.disable()
-
-    def __exit__(self, *error: object) -> None:
-        if self.was:
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
             gc.enable()

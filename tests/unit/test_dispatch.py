@@ -74,8 +74,12 @@ def test_a_kernel_that_starts_to_throw_after_it_was_remembered(call, happened):
     assert len(of(Fallback, happened)) == 1
 
 
+class LibraryError(Exception):
+    """As libraries have of their own."""
+
+
 @pytest.mark.parametrize("fault", [
-    RuntimeError("x"), ValueError("x"), TypeError("x"), AssertionError("x"), AttributeError("x"), KeyError("x"),
+    LibraryError("x"), RuntimeError("x"), ValueError("x"), TypeError("x"), AssertionError("x"), AttributeError("x"), KeyError("x"),
     IndexError("x"), ZeroDivisionError("x"), OSError("x"), ImportError("x"), NotImplementedError("x"), RuntimeError()],
     ids=lambda e: type(e).__name__ + ("" if e.args else " without a text"))
 @pytest.mark.parametrize("warm", [False, True], ids=["miss", "hit"])
@@ -108,6 +112,13 @@ def test_an_interrupt_an_exit_and_a_warning_made_an_error_pass_through(call, hap
     assert second.calls == 0 and not worlds.current().health and not of(Fallback, happened)
 
 
+def test_a_warning_made_an_error_passes_through_in_a_fallback_too(call, pair):
+    pair[1].fault = UserWarning("as an error")
+    with pytest.raises(UserWarning):
+        call(rows())
+    assert health_of("fake.second") is None
+
+
 def test_a_kernel_that_warns_where_warnings_are_errors_is_not_to_blame(call):
     register(Fake("fake.first", before=lambda: warnings.warn("slow here", UserWarning, stacklevel=2)))
     x = rows()
@@ -117,6 +128,15 @@ def test_a_kernel_that_warns_where_warnings_are_errors_is_not_to_blame(call):
             with pytest.raises(UserWarning, match="slow here"):
                 call(x)
     assert not worlds.current().health
+
+
+def test_a_device_that_an_op_inside_a_kernel_found_lost_is_lost_for_the_call_too(call, pair):
+    inner = Fake("fake.inner", lz.op("layer_norm"), fault=RuntimeError("CUDA error: an illegal memory access was encountered"))
+    register(inner)
+    pair[0].fault, pair[0].before = None, lambda: lz.layer_norm(rows())
+    with pytest.raises(lz.DeviceLost, match="fake.inner"):
+        call(rows())
+    assert pair[1].calls == 0 and health_of("fake.first") is None
 
 
 def test_the_fault_of_the_first_and_of_the_second_both_count_and_the_third_serves(call, pair, happened):

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "layerzero"
 RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "select": 2, "runtime": 3, "plan": 4, "tune": 4, "verify": 4,
         "integrations": 5, "cli": 6, "__main__": 6, "": 6}     # "" is __init__.py: the public names
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
-SHARED = {"ops": ("formulas",), "backends": ()}
+HELPERS = ("ops", "formulas")                  # ops/formulas.py, ops/x_formulas.py: no operations, shared
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -50,7 +50,8 @@ def faults(source: str, parts: tuple[str, ...]) -> list[str]:
             found.append(f"{where} (rank {RANK[room]}) imports {named} (rank {RANK[aim]}); imports point down only")
         if aim == room and room in STRANGERS and len(target) > 2 and parts[1] != "__init__":
             other = target[2]
-            if other != parts[1] and other not in SHARED[room] and _is_module(room, other):
+            helper = room == HELPERS[0] and other.endswith(HELPERS[1])
+            if other != parts[1] and not helper and _is_module(room, other):
                 found.append(f"{where} imports its sibling {named}; move what they share down or into a helper")
     for node in ast.walk(ast.parse(source)):
         absolute = [a.name for a in node.names] if isinstance(node, ast.Import) else (

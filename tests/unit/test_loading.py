@@ -77,6 +77,8 @@ BROKEN = {
     "runtime": ("raise RuntimeError('Found no NVIDIA driver on your system')", Code.IMPORT_FAILED, "no NVIDIA driver"),
     "index": ("[][0]", Code.IMPORT_FAILED, "IndexError"),
     "arithmetic": ("1 / 0", Code.IMPORT_FAILED, "ZeroDivisionError"),
+    "its own error": ("class LibraryError(Exception): pass\nraise LibraryError('no GPU')", Code.IMPORT_FAILED, "LibraryError: no GPU"),
+    "a warning": ("raise DeprecationWarning('as an error')", Code.IMPORT_FAILED, "DeprecationWarning"),
     "no entry": ("", Code.IMPORT_FAILED, "has no attribute 'rms_norm'"),
     "no text": ("raise ImportError", Code.IMPORT_FAILED, "ImportError"),
 }

@@ -12,6 +12,7 @@ import torch
 
 import layerzero as lz
 from layerzero.cli import main
+from layerzero.runtime import world as worlds
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -60,8 +61,9 @@ def test_there_are_commands():
     assert len(COMMANDS) >= 6
 
 
-def test_the_table_names_every_public_function():
+def test_the_table_names_every_function_that_is_no_op():
     named = set(re.findall(r"`lz\.(\w+)", README[README.index("## Public functions"):README.index("## How it")]))
-    functions = {name for name in lz.__all__ if not name[0].isupper() and name != "direct"}
+    ops = set(worlds.current().catalog.ops)    # these have a reference page of their own
+    functions = {name for name in lz.__all__ if not name[0].isupper() and name != "direct"} - ops
     assert functions - named == set()
     assert {name for name in named if not hasattr(lz, name)} == set()

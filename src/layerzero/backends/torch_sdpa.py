@@ -259,7 +259,9 @@ def _cudnn_bias() -> Callable[..., Any]:
     return run
 
 
-FOLDS_SOMETHING = any_of(on("is_causal"), at_least("window_left", 0), at_least("window_right", 0))
+WINDOWED = any_of(at_least("window_left", 0, Code.FEATURE_UNSUPPORTED),
+                  at_least("window_right", 0, Code.FEATURE_UNSUPPORTED))
+FOLDS_SOMETHING = any_of(on("is_causal"), *WINDOWED.rules)
 FOLDS_PER_HEAD = any_of(present("alibi_slopes.dtype"), present("attn_mask.dtype", Code.FEATURE_UNSUPPORTED))
 FOLDS_ANY = any_of(*FOLDS_SOMETHING.rules, *FOLDS_PER_HEAD.rules)
 FOLDS_WITHOUT_GRAD = (MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, LSE_WITHOUT_GRAD)
@@ -294,6 +296,7 @@ CUDA_CUDNN: tuple[Condition, ...] = (
     *ON_16_BYTES, NO_DROPOUT, NO_SOFTCAP)
 CUDNN_PLAIN: tuple[Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)
 
+CUDNN_PLANS = "builds a plan for every new shape: 59 ms for one more key on an H200, then fast"
 BHSD = ("bhsd",)
 
 KERNELS = (
@@ -335,7 +338,7 @@ KERNELS = (
                      # a row that sees no key comes back as +inf
                      any_of(off("is_causal"), at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
     Kernel("torch.sdpa_flash_window", attention, _flash_window, prior=12.0, overhead_us=2.0, variants=("bshd",),
-           requires=(*CUDA_FLASH, NO_LSE, FOLDS_SOMETHING,
+           requires=(*CUDA_FLASH, NO_LSE, WINDOWED,
                      any_of(equals("causal_offset", 0),
                             one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
     Kernel("torch.sdpa_efficient", attention, _efficient, prior=8.0, variants=BHSD, deterministic_backward=False,
@@ -346,11 +349,11 @@ KERNELS = (
     Kernel("torch.sdpa_efficient_bias", attention, _efficient_bias, prior=5.0, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
-    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, variants=BHSD, deterministic=False,
-           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE)),
-    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=1.0, variants=BHSD,
-           deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE)),
-    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=8.0, overhead_us=20.0, variants=BHSD,
+    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, overhead_us=50.0, variants=BHSD, deterministic=False,
+           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), note=CUDNN_PLANS),
+    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=50.0, variants=BHSD,
+           deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE), note=CUDNN_PLANS),
+    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=8.0, overhead_us=70.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False, requires=(
-               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY)),
+               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), note=CUDNN_PLANS),
 )

@@ -39,13 +39,12 @@ ALIGNED = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSU
 BOTTOM_RIGHT: tuple[Condition, ...] = (
     any_of(off("is_causal"), ALIGNED), when(at_least("window_left", 0), ALIGNED),
     when(at_least("window_right", 0), ALIGNED))
-SAME_HEAD_DIM: tuple[Condition, ...] = (
-    (equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),) if "head_dim_gap" in varlen_attention.fact_names else ())
+SAME_HEAD_DIM = equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
 # The CUDA kernels load 16 bytes at a time. From another address cuDNN answers wrongly, flash kills the context.
 ON_16_BYTES = (aligned("query", 16), aligned("key", 16), aligned("value", 16))
 FLASH: tuple[Condition, ...] = (
     device("cuda"), vendor("nvidia"), sm(at_least=80), sm(below=122), dtypes("float16", "bfloat16"),
-    multiple_of("head_dim", 8), at_most("head_dim", 256), *SAME_HEAD_DIM,
+    multiple_of("head_dim", 8), at_most("head_dim", 256), SAME_HEAD_DIM,
     at_least("tokens_q", 1, Code.EMPTY_INPUT), at_least("tokens_k", 1, Code.EMPTY_INPUT),
     at_least("kv_heads", 1, Code.EMPTY_INPUT), at_least("batch", 1, Code.EMPTY_INPUT),
     at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),

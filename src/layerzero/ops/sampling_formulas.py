@@ -76,32 +76,39 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     Never a column of weight zero, unless all are.
     """
     cumulative = weights.cumsum(-1)
+    return first_beyond(weights, cumulative, uniform * cumulative[:, -1:])
+
+
+def first_beyond(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first column with a weight whose cumulative weight exceeds `target`, or reaches the end."""
     total = cumulative[:, -1:]
-    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return ((cumulative > target) & (weights > 0)).to(torch.uint8).argmax(-1, keepdim=True)
 
 
 class Filters(NamedTuple):
-    """How many tokens, how much of the mass, and how small beside the largest; each one for all rows or a column."""
+    """How many tokens, how much of the mass, how small beside the largest: each for all rows, or a column."""
 
     top_k: Number
     top_p: Number
     min_p: Number
+    most: int                                  # no row's top_k is larger
 
 
 def filters(vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, temperature_rows: Tensor | None,
             top_k_rows: Tensor | None, top_p_rows: Tensor | None, min_p_rows: Tensor | None,
             wide: torch.dtype) -> Filters:
     """A temperature of zero is top_k = 1; a top_k that is not positive keeps all."""
-    k: Number = top_k if top_k > 0 else vocab
-    if top_k_rows is not None:
+    most = vocab if top_k_rows is not None or not 0 < top_k < vocab else top_k
+    if temperature_rows is None and temperature == 0.0:
+        most = 1
+    k: Number = most
+    if top_k_rows is not None and most > 1:
         k = torch.where(top_k_rows > 0, top_k_rows, vocab)[:, None]
     if temperature_rows is not None:
         k = torch.where(temperature_rows[:, None] > 0, k, 1)
-    elif temperature == 0.0:
-        k = 1
     return Filters(k, top_p if top_p_rows is None else top_p_rows[:, None].to(wide),
-                   min_p if min_p_rows is None else min_p_rows[:, None].to(wide))
+                   min_p if min_p_rows is None else min_p_rows[:, None].to(wide), most)
 
 
 def scores_of(values: Tensor, temperature: float, temperature_rows: Tensor | None, from_probs: bool) -> Tensor:

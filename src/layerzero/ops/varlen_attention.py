@@ -90,6 +90,7 @@ OP = Op(
             "value": "tokens_k kv_heads head_dim_v", "cu_seqlens_q": "boundaries", "cu_seqlens_k": "boundaries"},
     returns=("tokens_q heads head_dim_v",), same_dtype=("query", "key", "value"),
     derived={"batch": "boundaries - 1", "group": "heads // kv_heads", "group_rest": "heads % kv_heads",
+             "head_dim_gap": "head_dim - head_dim_v",
              "seq_q": "max_seqlen_q", "seq_k": "max_seqlen_k"},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
     requires=(

@@ -19,7 +19,7 @@ from .binding import Binding
 
 
 class Count:
-    """How often one entry was hit. `tick` counts a hit without a lock; the native path adds its own hits later."""
+    """How often one entry was hit. `tick` counts a hit without a lock; `native` are hits of the native path."""
 
     __slots__ = ("_ticks", "native", "tick")
 
@@ -36,27 +36,24 @@ class Count:
 class Entry:
     """One remembered choice."""
 
-    __slots__ = ("__weakref__", "binding", "count", "plan", "run", "seen", "tick")
+    __slots__ = ("__weakref__", "binding", "count", "native_hits", "plan", "run", "seen", "tick")
 
     def __init__(self, plan: Plan, binding: Binding, run: Callable[..., Any]) -> None:
+        self.native_hits = 0                   # set by the native path: a plain slot, so that no Python code runs then
+        self.count = Count()
+        self.tick = self.count.tick
         self.plan = plan
         self.binding = binding
         self.run = run
-        self.count = Count()
-        self.tick = self.count.tick
         self.seen = 1                          # the call that made it is not yet a use of it
 
     @property
     def hits(self) -> int:
-        return self.count.total
+        return self.count.total + self.native_hits
 
-    @property
-    def native_hits(self) -> int:
-        return self.count.native
-
-    @native_hits.setter
-    def native_hits(self, hits: int) -> None:
-        self.count.native = hits
+    def __del__(self) -> None:
+        hits, self.native_hits = self.native_hits, 0
+        self.count.native += hits              # the ledger keeps the count
 
 
 class Ledger:
@@ -99,8 +96,9 @@ class Ledger:
         with self._lock:
             self._close_dead()
             total = dict(self._closed)
-            for _, kernel, count in self._open:
-                total[kernel] = total.get(kernel, 0) + count.total
+            for reference, kernel, count in self._open:
+                entry = reference()
+                total[kernel] = total.get(kernel, 0) + (count.total if entry is None else entry.hits)
         return total
 
     def after_fork(self) -> None:

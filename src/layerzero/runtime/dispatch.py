@@ -210,7 +210,7 @@ class Dispatcher:
 
     def recover(self, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
         """The kernel of `entry` threw `fault`. Whose fault is it, and who serves instead?"""
-        if isinstance(fault, InvalidCall):
+        if isinstance(fault, faults.PASSED_ON):
             raise fault
         try:
             facts = self.facts(values)
@@ -229,6 +229,8 @@ class Dispatcher:
                 mark_unloadable(kernel, e.reason)
                 failures.append((kernel.id, e.reason))
                 continue
+            except faults.PASSED_ON:
+                raise
             except faults.FAULTS as next_fault:
                 blame(world, kernel, next_fault, failures, self.op.name)
                 continue

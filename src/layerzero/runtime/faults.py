@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import torch
 
-from ..spec.errors import InvalidCall
+from ..spec.errors import DeviceLost, InvalidCall
 from ..spec.reason import Code, Reason
 
-# What a kernel may throw. KeyboardInterrupt, SystemExit and warnings turned into errors pass through.
-FAULTS: tuple[type[BaseException], ...] = (
-    RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, ArithmeticError, OSError,
-    ImportError, MemoryError)
+# What a kernel may throw: libraries have errors of their own that derive from Exception alone, as Triton's do.
+# KeyboardInterrupt and SystemExit pass through.
+FAULTS: tuple[type[BaseException], ...] = (Exception,)
+
+# Of these, what is not the kernel's doing and is passed on: the caller's mistake, a device that an op called by
+# the kernel found lost, and a warning that the caller made an error.
+PASSED_ON: tuple[type[BaseException], ...] = (InvalidCall, DeviceLost, Warning)
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 

@@ -52,10 +52,9 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
         redirect = found.op.canonical(named)
         if redirect is not None:
             return explain(redirect.op, backend=backend, policy=policy, on=on, **redirect.values)
-    world = worlds.current()
-    facts = found.facts(values, world)
+    facts = found.facts(values, worlds.current())
+    world = _imagining(worlds.current(), on)
     if on is not None:
-        world = replace(world, devices={**world.devices, on.type: on}, memo={})
         facts = {**facts, "device": on.type}
     plan = world.plan(found.op, facts, override, thorough=True)
     if on is not None:
@@ -76,13 +75,20 @@ def _notes(step: Step, found: Dispatcher, world: worlds.World) -> Iterator[str]:
         yield f"served {times} calls as a fallback"
 
 
+def _imagining(world: worlds.World, device: Device | None) -> worlds.World:
+    """The world as it would be with this device in it."""
+    if device is None:
+        return world
+    return replace(world, devices={**world.devices, device.type: device}, memo={})
+
+
 def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
     """As explain, but an error if nothing can serve the call."""
     plan = explain(op, *args, **kwargs)
     if not plan.steps:
-        found = dispatcher_of(op)
-        raise refusal(worlds.current(), found.op, plan.facts,
-                      context.for_call(kwargs.get("backend"), kwargs.get("policy")))
+        override = context.for_call(kwargs.get("backend"), kwargs.get("policy"))
+        raise refusal(_imagining(worlds.current(), kwargs.get("on")), worlds.current().catalog.ops[plan.op],
+                      plan.facts, override)
     return plan
 
 
@@ -127,7 +133,7 @@ def list_kernels(op: str | None = None, device: str | None = None) -> list[Kerne
     world = worlds.current()
     if op is not None:
         dispatcher_of(op)
-    kind = device or hardware.present()[0]
+    kind = device or next((k for k in hardware.present() if k != "cpu"), "cpu")
     around = world.surroundings(kind, None)
     rows = []
     for o in world.catalog.ops.values():
@@ -177,7 +183,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [f"{d.type}:{d.index} {d.name}" for d in self.devices]
         for c in self.checks:
-            lines.append(f"{'ok ' if c.ok else '!! '} {c.name:<28}{c.found}")
+            lines.append(f"{'ok ' if c.ok else '!! '} {c.name:<28} {c.found}")
             if c.hint:
                 lines.append(f"     hint: {c.hint}")
         return "\n".join(lines)

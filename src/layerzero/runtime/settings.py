@@ -66,6 +66,7 @@ def reload() -> None:
 def lock(op: str, kernel: str, *, when: Mapping[str, Any] | None = None, seconds: float | None = None) -> None:
     """Serve `op` with `kernel` only; a call it cannot serve raises."""
     rule = PolicyRule.of("lock", kernel, op, when, origin="lz.lock()", expires_at=_deadline(seconds))
+    _checked(rule)
     _known_kernel(kernel, op)
     configure(rules=(rule,))
 

@@ -109,7 +109,7 @@ class Plan:
         for i, s in enumerate(self.steps):
             how = f"{s.score.total_us:10.2f} us ({s.score.source})"
             extra = "  after " + ", ".join(map(str, s.transforms)) if s.transforms else ""
-            lines.append(f"  {'->' if i == 0 else '  '} {s.kernel:<28}{how}{extra}{'  ' + s.note if s.note else ''}")
+            lines.append(f"  {'->' if i == 0 else '  '} {s.kernel:<28} {how}{extra}{'  ' + s.note if s.note else ''}")
         for r in self.rejected:
-            lines.append(f"   x {r.kernel:<28}" + "; ".join(map(str, r.reasons)))
+            lines.append(f"   x {r.kernel:<28} " + "; ".join(map(str, r.reasons)))
         return "\n".join(lines)

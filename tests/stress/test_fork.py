@@ -1,0 +1,219 @@
+"""Workers forked after the library was used: their calls work, nothing they need is held by a thread that is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+
+import pytest
+import torch
+from helpers import RMS_NORM, Fake, health_of, normed, path_of, register, rows, wait_for
+
+import layerzero as lz
+from layerzero.runtime import clock
+from layerzero.runtime import world as worlds
+from layerzero.runtime.inspection import dispatcher_of
+
+pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("world"),
+              pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),
+              pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks.*:DeprecationWarning")]
+
+
+def in_child(work, seconds=20.0):
+    """Run `work` in a forked child; the child's error is the test's, and a child that hangs is killed."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0, "the child failed; see its trace above"
+            return
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"the child did not end within {seconds} s")
+
+
+def test_a_child_calls_configures_and_falls_back(path):
+    call, x = path_of(RMS_NORM, path), rows()
+    first, second = Fake("fake.first"), Fake("fake.second", prior=1e5)
+    register(first, second)
+    call(x)
+
+    def work():
+        torch.testing.assert_close(call(x), normed(x))     # remembered
+        torch.testing.assert_close(call(rows(40)), normed(rows(40)))
+        first.fault = RuntimeError("boom")
+        torch.testing.assert_close(call(x), normed(x))
+        assert second.calls == 1 and health_of("fake.first").failures == 1
+        lz.lock("rms_norm", "reference.rms_norm")
+        call(x)
+        assert first.calls == 4
+        out = []
+        worker = threading.Thread(target=lambda: out.append(call(x)))
+        worker.start()
+        worker.join(10)
+        torch.testing.assert_close(out[0], normed(x))
+
+    in_child(work)
+    assert first.fault is None and not worlds.current().health     # the parent's world is its own
+    call(x)
+    assert first.calls == 2
+
+
+def test_the_clock_goes_on_in_the_child(path):
+    call, x = path_of(RMS_NORM, path), rows()
+    fake = Fake(fault=RuntimeError("boom"))
+    register(fake)
+    lz.configure(breaker_threshold=1, breaker_cooldown=0.3)
+    call(x)
+    assert health_of("fake.one").state == "open"
+
+    def work():
+        wait_for(lambda: health_of("fake.one").state == "half_open", 5)
+        assert clock._thread is None or clock._thread.is_alive()
+        lz.configure(disabled=True, seconds=0.1)
+        wait_for(lambda: not lz.get_config()["settings"]["disabled"], 5)
+
+    in_child(work)
+    wait_for(lambda: health_of("fake.one").state == "half_open")
+
+
+def test_the_clock_goes_on_also_if_it_was_at_work_when_the_fork_came():
+    lz.configure(breaker_threshold=1, breaker_cooldown=0.05)
+    register(Fake(fault=RuntimeError("boom")))
+    lz.rms_norm(rows())
+    busy, leave = threading.Event(), threading.Event()
+
+    def hold_the_clock(event):
+        if threading.current_thread().name == "layerzero-clock":
+            busy.set()
+            leave.wait(10)
+
+    stop = lz.subscribe(hold_the_clock)
+    try:
+        assert busy.wait(10)
+
+        def work():
+            leave.set()
+            wait_for(lambda: health_of("fake.one").state == "half_open", 5)
+
+        in_child(work)
+    finally:
+        leave.set()
+        stop()
+
+
+def test_a_child_does_not_wait_for_a_choice_that_a_thread_of_the_parent_was_making(path):
+    call, x = path_of(RMS_NORM, path), rows()
+    entered, leave = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def slow_load():
+        if os.getpid() == parent:
+            entered.set()
+            leave.wait(20)
+        return RMS_NORM.reference
+
+    lz.register(lz.Kernel("fake.slow", RMS_NORM, slow_load, prior=1e6))
+    worker = threading.Thread(target=lambda: call(x))
+    worker.start()
+    try:
+        assert entered.wait(10)
+        in_child(lambda: torch.testing.assert_close(call(x), normed(x)), 8)
+    finally:
+        leave.set()
+        worker.join(10)
+
+
+def test_a_child_may_probe_what_a_thread_of_the_parent_was_probing(path):
+    call, x = path_of(RMS_NORM, path), rows()
+    entered, leave = threading.Event(), threading.Event()
+    parent = os.getpid()
+    fake = Fake(fault=RuntimeError("boom"))
+    register(fake)
+    lz.configure(breaker_threshold=1, breaker_cooldown=0.02)
+    call(x)
+    wait_for(lambda: health_of("fake.one").state == "half_open")
+    fake.fault, fake.before = None, lambda: os.getpid() == parent and (entered.set(), leave.wait(20))
+    worker = threading.Thread(target=lambda: call(x))
+    worker.start()
+    try:
+        assert entered.wait(10)
+
+        def work():
+            call(x)
+            assert health_of("fake.one") is None           # it was free to try, and cleared it
+
+        in_child(work, 8)
+    finally:
+        leave.set()
+        worker.join(10)
+
+
+def test_children_forked_in_the_middle_of_everything(path):
+    """While threads call, miss, publish and emit: some lock is held at nearly every moment."""
+    call, stop = path_of(RMS_NORM, path), threading.Event()
+    shapes = [rows(2, h) for h in range(8, 72, 8)]
+
+    def disturb():
+        while not stop.is_set():
+            lz.clear_cache()
+            with lz.prefer("reference.*"):
+                call(shapes[0])
+
+    def make_calls():
+        while not stop.is_set():
+            for x in shapes:
+                call(x)
+            lz.stats()
+
+    workers = [threading.Thread(target=target) for target in (disturb, make_calls, make_calls)]
+    for w in workers:
+        w.start()
+
+    def work():
+        for x in shapes:
+            torch.testing.assert_close(call(x), normed(x))
+        lz.configure(strict_mode=True)
+        with lz.prefer("reference.*"):
+            call(shapes[0])
+        assert dispatcher_of("rms_norm").world is worlds.current() and lz.stats().calls["rms_norm"]
+
+    try:
+        for _ in range(15):
+            in_child(work, 10)
+    finally:
+        stop.set()
+        for w in workers:
+            w.join(20)
+
+
+def _square(n: int) -> float:
+    x = rows(1 + n % 7, 16)
+    assert torch.allclose(lz.rms_norm(x), normed(x), rtol=1e-4, atol=1e-5)
+    return float(n * n)
+
+
+def test_a_pool_of_forked_workers():
+    lz.rms_norm(rows())
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        assert pool.map_async(_square, range(60)).get(timeout=60) == [float(n * n) for n in range(60)]
+
+
+def test_a_child_of_a_child():
+    x = rows()
+    lz.rms_norm(x)
+    in_child(lambda: in_child(lambda: torch.testing.assert_close(lz.rms_norm(x), normed(x)), 8), 16)

@@ -52,7 +52,7 @@ def happened(world):
 
 
 @pytest.fixture(params=["native", "python"])
-def path(request):
+def path(request, world):
     """Both ways a call can go: through the compiled table, and through the generated Python."""
     if request.param == "native" and native.module() is None:
         pytest.skip(f"the native path is not in use: {native.status().text}")

@@ -165,22 +165,27 @@ def test_a_child_may_probe_what_a_thread_of_the_parent_was_probing(path):
 
 def test_children_forked_in_the_middle_of_everything(path):
     """While threads call, miss, publish and emit: some lock is held at nearly every moment."""
-    call, stop = path_of(RMS_NORM, path), threading.Event()
+    call, stop, errors = path_of(RMS_NORM, path), threading.Event(), []
     shapes = [rows(2, h) for h in range(8, 72, 8)]
 
     def disturb():
-        while not stop.is_set():
-            lz.clear_cache()
-            with lz.prefer("reference.*"):
-                call(shapes[0])
+        lz.clear_cache()
+        with lz.prefer("reference.*"):
+            call(shapes[0])
 
     def make_calls():
-        while not stop.is_set():
-            for x in shapes:
-                call(x)
-            lz.stats()
+        for x in shapes:
+            call(x)
+        lz.stats()
 
-    workers = [threading.Thread(target=target) for target in (disturb, make_calls, make_calls)]
+    def over_and_over(act):
+        try:
+            while not stop.wait(0.0005):
+                act()
+        except BaseException as e:
+            errors.append(e)
+
+    workers = [threading.Thread(target=over_and_over, args=(act,)) for act in (disturb, make_calls, make_calls)]
     for w in workers:
         w.start()
 
@@ -199,6 +204,7 @@ def test_children_forked_in_the_middle_of_everything(path):
         stop.set()
         for w in workers:
             w.join(20)
+    assert errors == []
 
 
 def _square(n: int) -> float:

@@ -21,11 +21,11 @@ from layerzero.runtime import world as worlds
 from layerzero.runtime.inspection import dispatcher_of
 from layerzero.spec.event import Fallback, HealthChanged, Selected
 
-pytestmark = pytest.mark.stress
+pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("world")]
 FULL = os.environ.get("LZ_STRESS") == "full"
 THREADS = 100
 CALLS = 10_000 if FULL else 200            # of each thread
-SHAPES = 1_000_000 if FULL else 20_000
+SHAPES = 1_000_000 if FULL else 10_000     # by each path
 
 
 def resident() -> int:
@@ -214,7 +214,7 @@ def test_only_one_call_at_a_time_probes_a_broken_kernel(path):
     assert most == 1 and fake.calls < 40
 
 
-def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path, world):
+def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path):
     """Each call is of a kind never seen before: the first dimension is bucketed, the last one is exact."""
     call, size = path_of(RMS_NORM, path), 512
     lz.register(lz.Kernel("fake.cheap", RMS_NORM, lambda: lambda x: x, prior=1e6))
@@ -237,7 +237,7 @@ def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path, world):
     assert events.counts()["evicted", "rms_norm", ""] >= SHAPES // size - 1
 
 
-def test_a_flood_of_policies_keeps_the_memory_bounded(world):
+def test_a_flood_of_policies_keeps_the_memory_bounded():
     """Per-call overrides that never repeat, as a service with a deadline per request makes them."""
     x, many = rows(), 20_000 if FULL else 1_500
     memory = 0

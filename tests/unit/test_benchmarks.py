@@ -67,10 +67,11 @@ def test_what_is_absent_is_listed_not_failed(report):
 
 
 def test_misses_are_split_and_counted(report):
-    shipped, twenty = report[0]["devices"]["cpu"]["misses"]
-    assert twenty["viable"] == 20 and shipped["viable"] < 20
-    assert twenty["kernels"] - shipped["kernels"] == twenty["viable"] - shipped["viable"]
-    for found in (shipped, twenty):
+    misses = report[0]["devices"]["cpu"]["misses"]
+    shipped, enough = misses[0], misses[-1]
+    assert enough["viable"] >= 20, "copies should fill up what the machine lacks"
+    assert enough["kernels"] - shipped["kernels"] == enough["viable"] - shipped["viable"]
+    for found in misses:
         assert found["keys"] > 1
         assert {"first", "whole", "facts", "select", "bind"} == found["us"].keys()
 
@@ -91,5 +92,6 @@ def test_prints_a_plain_table(report):
 def test_a_wrong_answer_stops_the_race():
     code = ("import torch\nfrom timing import Contestant, race\n"
             "race([Contestant('wrong', 'out = x + 1', {'x': torch.zeros(2)}, expect=torch.zeros(2))], 1, 1)\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True,
+                          timeout=120)
     assert done.returncode != 0 and "wrong computes something else" in done.stderr

@@ -338,10 +338,11 @@ def test_no_kernel_is_an_empty_plan_that_says_why():
     assert not plan and plan.kernel is None and "no kernel" in str(plan) and "HEAD_DIM_TOO_LARGE" in str(plan)
 
 
-def test_brief_stops_at_the_first_reason_and_thorough_collects_all():
+def test_brief_gives_the_ranking_alone_and_thorough_every_reason():
     k = kernel("lib.k", dtypes("bfloat16"), at_most("head_dim", 8), equals("group", 1, Code.GQA_UNSUPPORTED))
     given = facts(dtype=torch.float32, heads=4, kv_heads=2)
-    assert codes(decide([k], given=given, thorough=False), "lib.k") == [Code.DTYPE_UNSUPPORTED]
+    brief = decide([k], given=given, thorough=False)
+    assert not brief.steps and not brief.rejected
     assert codes(decide([k], given=given), "lib.k") == [Code.DTYPE_UNSUPPORTED, Code.HEAD_DIM_TOO_LARGE, Code.GQA_UNSUPPORTED]
 
 
@@ -391,8 +392,6 @@ def test_of_the_real_kernels_each_is_accepted_or_refused_with_a_reason_and_the_o
     assert decide(ours, on=where, given=given, policy=lenient).steps == plan.steps
     brief = decide(ours, on=where, given=given, policy=lenient, thorough=False)
     assert brief.steps == plan.steps
-    for r in brief.rejected:
-        assert r.reasons and set(r.reasons) <= set(plan.why_not(r.kernel))
 
 
 @settings(deadline=None, max_examples=25)

@@ -298,6 +298,7 @@ CUDNN_PLAIN: tuple[Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW
 
 CUDNN_PLANS = "builds a plan for every new shape: 59 ms for one more key on an H200, then fast"
 BHSD = ("bhsd",)
+NEW_PLAN_US = 59e3                             # cuDNN plans anew for each combination of sizes; measured on an H200
 
 KERNELS = (
     Kernel("torch.sdpa", attention, _sdpa, prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
@@ -349,11 +350,11 @@ KERNELS = (
     Kernel("torch.sdpa_efficient_bias", attention, _efficient_bias, prior=5.0, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
-    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, overhead_us=50.0, variants=BHSD, deterministic=False,
+    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, overhead_us=2.0, new_size_us=NEW_PLAN_US, variants=BHSD, deterministic=False,
            deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=50.0, variants=BHSD,
+    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=3.0, new_size_us=NEW_PLAN_US, variants=BHSD,
            deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE), note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=8.0, overhead_us=70.0, variants=BHSD,
+    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=8.0, overhead_us=20.0, new_size_us=NEW_PLAN_US, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False, requires=(
                *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), note=CUDNN_PLANS),
 )

@@ -24,7 +24,20 @@ from torch import Tensor
 
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
-from ..spec.rules import Condition, absent, any_of, at_least, at_most, differs, dtypes, equals, on, one_of, present, when
+from ..spec.rules import (
+    Condition,
+    absent,
+    any_of,
+    at_least,
+    at_most,
+    differs,
+    dtypes,
+    equals,
+    on,
+    one_of,
+    present,
+    when,
+)
 from .formulas import FLOATS
 from .sampling_formulas import Penalties, draw, filters, penalised, per_row, random_numbers, scores_of, weights_of
 
@@ -46,9 +59,9 @@ def reference(
     """A token id for each row of `logits` (batch, vocab), int64; -1 where none can be drawn."""
     batch, vocab = logits.shape
     uniform = random_numbers(batch, 1, logits.device, uniforms, seed, seed_rows, offset, generator)
-    paid = Penalties(per_row(repetition_penalty, repetition_penalty_rows), per_row(presence_penalty, presence_penalty_rows),
-                     per_row(frequency_penalty, frequency_penalty_rows))
-    logits = penalised(logits.detach(), history, token_counts, paid)
+    logits = penalised(logits.detach(), history, token_counts, Penalties(
+        per_row(repetition_penalty, repetition_penalty_rows), per_row(presence_penalty, presence_penalty_rows),
+        per_row(frequency_penalty, frequency_penalty_rows)))
     scores = scores_of(logits, temperature, temperature_rows, from_probs)
     by = filters(vocab, temperature, top_k, top_p, min_p, temperature_rows, top_k_rows, top_p_rows, min_p_rows,
                  uniform.dtype)
@@ -157,7 +170,7 @@ OP = Op(
     tolerance=Tolerance({"float16": (1e-5, 1e-5), "bfloat16": (1e-5, 1e-5), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"logits": "batch vocab", "history": "batch seen", "token_counts": "batch vocab", "top_k_rows": "batch",
-            **{name: "batch" for name in FLOAT_ROWS}, "uniforms": "batch", "seed_rows": "batch"},
+            **dict.fromkeys(FLOAT_ROWS, "batch"), "uniforms": "batch", "seed_rows": "batch"},
     returns=("batch", "batch"),
     requires=(
         dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),

@@ -60,13 +60,16 @@ def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tenso
         return uniforms.to(wide).reshape(batch, draws).clamp(0.0, 1.0)
     if seed is None and seed_rows is None:
         return torch.rand((batch, draws), generator=generator, device=device, dtype=wide)
-    column = torch.arange(draws, device=device) * signed(STRIDE)
     if seed_rows is not None:
         start = mix(seed_rows.to(torch.int64)) + signed((offset + 1) * GOLDEN)
     else:
-        first = signed(mix_int(int(seed or 0)) + (offset + 1) * GOLDEN)
-        start = torch.arange(batch, device=device) * signed(GOLDEN) + first
-    words = mix(start[:, None] + column)
+        first = mix_int(int(seed or 0)) + (offset + 1) * GOLDEN
+        if device.type == "cpu" and batch * draws <= 16:       # sooner done than torch's dozen of calls
+            numbers = [[(mix_int(first + r * GOLDEN + j * STRIDE) >> 11) * 2.0 ** -53 for j in range(draws)]
+                       for r in range(batch)]
+            return torch.tensor(numbers, dtype=wide).reshape(batch, draws)
+        start = torch.arange(batch, device=device) * signed(GOLDEN) + signed(first)
+    words = mix(start[:, None] + torch.arange(draws, device=device) * signed(STRIDE))
     return (words >> 11 & (1 << 53) - 1).to(wide) * 2.0 ** -53
 
 
@@ -81,8 +84,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 def first_beyond(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
     """The first column with a weight whose cumulative weight exceeds `target`, or reaches the end."""
-    total = cumulative[:, -1:]
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    below = 1.0 - torch.finfo(cumulative.dtype).eps / 2                    # times a number: the next one below it
+    target = torch.minimum(target, cumulative[:, -1:] * below)
     return ((cumulative > target) & (weights > 0)).to(torch.uint8).argmax(-1, keepdim=True)
 
 
@@ -141,11 +144,16 @@ def kept(ranked: Tensor, by: Filters, total: Tensor | None = None) -> Tensor:
     `total` is the mass of all tokens, where `ranked` holds only the first of them.
     """
     rank = torch.arange(ranked.shape[-1], device=ranked.device)
-    inside = rank < by.top_k
-    cumulative = torch.where(inside, ranked, 0.0).cumsum(-1)
-    before = torch.nn.functional.pad(cumulative, (1, -1))
-    nucleus = before < by.top_p * (cumulative[:, -1:] if total is None else total)
-    return inside & (nucleus | (rank == 0)) & (ranked >= by.min_p * ranked[:, :1])
+    keep = rank < by.top_k
+    if isinstance(by.top_p, Tensor) or by.top_p < 1.0:
+        all_inside = not isinstance(by.top_k, Tensor) and by.top_k >= len(rank)
+        cumulative = (ranked if all_inside else torch.where(keep, ranked, 0.0)).cumsum(-1)
+        before = torch.nn.functional.pad(cumulative, (1, -1))
+        nucleus = before < by.top_p * (cumulative[:, -1:] if total is None else total)
+        keep = keep & (nucleus | (rank == 0))
+    if isinstance(by.min_p, Tensor) or by.min_p > 0.0:
+        keep = keep & (ranked >= by.min_p * ranked[:, :1])
+    return keep
 
 
 class Penalties(NamedTuple):
@@ -202,7 +210,35 @@ def distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p
 
 def filtered(scores: Tensor, by: Filters, from_probs: bool) -> Tensor:
     """Weights in the order of token ids, zero where a filter removed the token. Equal scores rank by token id."""
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
     weights = weights_of(scores, from_probs)
+    if by.most == 1:
+        return one_hot(scores.argmax(-1, keepdim=True), weights) * (weights > 0)
+    if by.most == scores.shape[-1] and not isinstance(by.top_p, Tensor) and by.top_p >= 1.0:
+        return torch.where(weights >= by.min_p * weights.amax(-1, keepdim=True), weights, 0.0)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
     ranked = weights.gather(1, order)
     return torch.zeros_like(weights).scatter(1, order, torch.where(kept(ranked, by), ranked, 0.0))
+
+
+# Of speculative decoding.
+
+def possible(probs: Tensor, wide: torch.dtype) -> Tensor:
+    """Probabilities as they can be drawn from: what is not a positive number is zero."""
+    return probs.detach().to(wide).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)
+
+
+def residual(target: Tensor, draft: Tensor) -> Tensor:
+    """What is left of the target once a token of the draft was rejected; all of it where rounding left nothing."""
+    left = (target - draft).clamp(min=0.0)
+    return torch.where(left.sum(-1, keepdim=True) > 0, left, target)
+
+
+def normalised(weights: Tensor) -> Tensor:
+    """Summing to one; zeros stay zeros."""
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0)
+
+
+def one_hot(column: Tensor, like: Tensor) -> Tensor:
+    """The distribution of a draft that is certain of its token."""
+    return torch.zeros_like(like).scatter(1, column, 1.0)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..select.key import KeyProgram
+from ..select.key import KeyProgram, fixed_by_key
 from ..spec.errors import DeviceLost, InvalidCall, KernelFailed, NamedKernelRefused, NoKernel
 from ..spec.event import Adapted, BackendUnavailable, Evicted, Fallback, HealthChanged, Selected
 from ..spec.kernel import Kernel
@@ -31,6 +31,8 @@ from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
 from .world import World
+
+_MAX_BINDINGS = 1024
 
 dispatchers: dict[str, Dispatcher] = {}
 _loaded: dict[str, Any] = {}
@@ -54,6 +56,7 @@ class Dispatcher:
         self.world: World | None = None
         self.now: tuple[World, OpCache] | None = None          # both at once: an entry belongs in its own world's cache
         self.ledger = Ledger()
+        self._bindings: dict[Any, Binding] = {}
         self.globals = hotpath.namespace(context.current.get, faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
         exec(hotpath.stub(op), self.globals)
@@ -165,7 +168,7 @@ class Dispatcher:
             step = plan.steps[0]
             kernel = world.catalog.by_id[step.kernel]
             try:
-                binding = self.binding(kernel, step, facts)
+                binding = self.binding(kernel, step, facts, fixed_by_key(world.program(self.op), facts))
                 break
             except loading.LoadFailed as e:
                 world = mark_unloadable(kernel, e.reason)
@@ -176,8 +179,16 @@ class Dispatcher:
                              tuple(map(str, step.transforms))))
         return self.ledger.open(Entry(plan, binding if watched is None else Binding(run, None), run))
 
-    def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any]) -> Binding:
-        return bind(self.op, kernel, loaded(kernel), step.transforms, facts[self.op.variant] if self.op.variant else "")
+    def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
+        """Made once for all calls that want the same of it."""
+        run, variant = loaded(kernel), facts[self.op.variant] if self.op.variant else ""
+        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant, tuple(fixed))
+        found = self._bindings.get(key)
+        if found is None:
+            if len(self._bindings) > _MAX_BINDINGS:
+                self._bindings.clear()
+            found = self._bindings[key] = bind(self.op, kernel, run, step.transforms, variant, fixed)
+        return found
 
     def watched(self, kernel: Kernel, binding: Binding, state: health.Health, named: bool) -> Callable[..., Any]:
         """A kernel that failed lately: the first success clears it.
@@ -224,7 +235,7 @@ class Dispatcher:
             if kernel is None:
                 continue
             try:
-                out = self.binding(kernel, step, facts).run(*values)
+                out = self.binding(kernel, step, facts, {}).run(*values)
             except loading.LoadFailed as e:
                 mark_unloadable(kernel, e.reason)
                 failures.append((kernel.id, e.reason))
@@ -313,7 +324,7 @@ class Dispatcher:
         if choice is None:
             raise refusal(world, self.op, tracing.seen_facts(facts), override)
         step, kernel = choice
-        return self.binding(kernel, step, facts).run(*values)
+        return self.binding(kernel, step, facts, {}).run(*values)
 
     # what happened
 
@@ -376,7 +387,8 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
         change_health(kernel.health, lambda old: health.disabled(reason))
         raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}.", [reason]) from fault
     if kind in ("kernel", "timeout") and not isinstance(fault, _ProbeBusy):
-        now, threshold, cooldown = time.monotonic(), *map(world.policy.setting, ("breaker_threshold", "breaker_cooldown"))
+        threshold, cooldown = map(world.policy.setting, ("breaker_threshold", "breaker_cooldown"))
+        now = time.monotonic()
         change_health(kernel.health, lambda old: health.failed(old, reason, now, threshold, cooldown))
 
 

@@ -43,7 +43,8 @@ struct Param {
 struct Dim { Token token; int64_t value; };     // value: a slot, or the literal
 struct Tensor {
   int param;
-  bool want_stride, want_alignment, want_ndim, want_grad;
+  bool want_stride, want_ndim, want_grad;
+  int want_alignment;                           // 1: always, 2: only off the CPU, where alone some rule asks
   bool alike;                                   // must have the main tensor's dtype
   std::vector<std::vector<Dim>> shapes;         // one per variant
 };
@@ -59,7 +60,11 @@ struct Program {
   std::vector<Param> params;
   std::vector<Tensor> tensors;
   std::vector<Derived> derived;
-  std::vector<Field> fields;
+  std::vector<Field> fields;                    // of sizes and derived numbers
+  std::vector<int> bools, scalars, whole;       // parameters: bools; the other plain ones; ints that derived facts read
+  std::vector<Field> numbers;                   // of scalars
+  std::vector<uint64_t> standing;               // the words of the scalars, each at its default
+  int standing_variant = -1;                    // -1: some scalar has no default
   int variant = -1;                             // the str parameter that picks the shapes
   int main = -1;                                // the tensor that gives dtype and device
   int variants = 1, slots = 0;
@@ -99,10 +104,13 @@ uint64_t mix(uint64_t a, uint64_t b) {
   return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-uint64_t hash_of(const uint64_t *words, size_t n) {
-  uint64_t h = 0x9E3779B97F4A7C15ull;
-  for (size_t i = 0; i < n; i++) h = mix(h ^ words[i], 0xe7037ed1a0b428dbull + i);
-  return h | 1;
+uint64_t hash_of(const uint64_t *words, size_t n) {       // in pairs that do not wait for each other
+  uint64_t h = n, salt = 0x9E3779B97F4A7C15ull;
+  size_t i = 0;
+  for (; i + 2 <= n; i += 2, salt += 0x9E3779B97F4A7C16ull)
+    h += mix(words[i] ^ salt, words[i + 1] ^ (salt + 0xe7037ed1a0b428dbull));
+  if (i < n) h += mix(words[i] ^ salt, 0xe7037ed1a0b428dbull);
+  return mix(h, 0x9E3779B97F4A7C15ull) | 1;
 }
 
 int64_t bucket(int64_t n) {                     // as spec/grid.py
@@ -180,7 +188,8 @@ bool evaluate(const std::vector<Instruction> &code, const int64_t *slots, const 
 struct Sizes {
   int64_t value[MAX_SLOTS];
   bool known[MAX_SLOTS] = {};
-  c10::IntArrayRef lead[MAX_SLOTS];             // of a slot that stands for leading sizes: those sizes
+  const int64_t *lead[MAX_SLOTS];               // of a slot that stands for leading sizes: where they are
+  size_t leads[MAX_SLOTS];                      // and how many
 
   bool agree(const Dim &d, int64_t size) {
     if (d.token == LITERAL) return size == d.value;
@@ -211,11 +220,12 @@ struct Sizes {
     if (!leading) return true;
     int64_t slot = shape[0].value, rows = 1;
     c10::IntArrayRef head = sizes.slice(0, n - tail);
-    if (known[slot]) return head.equals(lead[slot]);
+    if (known[slot]) return head.equals(c10::IntArrayRef(lead[slot], leads[slot]));
     for (int64_t size : head) rows *= size;
     value[slot] = rows;
     known[slot] = true;
-    lead[slot] = head;
+    lead[slot] = head.data();
+    leads[slot] = head.size();
     for (size_t i = 0; i < tail; i++)
       if (!sizes[n - tail + i]) return false;
     return true;
@@ -254,6 +264,54 @@ uint64_t number_word(const Field &f, double value) {
   return (word | (uint64_t)(value != value) << bit) << 16;      // NaN fails also what a small number passes
 }
 
+// The words of the strings and numbers among the parameters; -1 if one is not as it should be.
+int read_scalars(const Program &p, PyObject **values, uint64_t *words, int *variant) {
+  int n = 0, filled = 0;
+  uint64_t packed = 0;                          // choices of strings, a byte each
+  for (int i : p.scalars) {
+    const Param &param = p.params[i];
+    PyObject *v = values[i];
+    if (param.kind != STR) {
+      if (v == Py_None ? !param.optional : !PyLong_CheckExact(v) && (param.kind == INT || !PyFloat_CheckExact(v))) return -1;
+      continue;
+    }
+    size_t c = 0;
+    while (c < param.choices.size() && param.choices[c] != v) c++;
+    if (c == param.choices.size()) {            // not the interned object: compare the text
+      if (!PyUnicode_CheckExact(v)) return -1;
+      for (c = 0; c < param.choices.size(); c++)
+        if (param.choices[c] != Py_None && PyUnicode_Compare(param.choices[c], v) == 0) break;
+      if (c == param.choices.size()) return -1;
+    }
+    if (i == p.variant) {
+      if ((int)c >= p.variants) return -1;      // "auto" and the like
+      *variant = (int)c;
+    }
+    packed = packed << 8 | c;
+    if (++filled == 8) { words[n++] = packed; packed = 0; filled = 0; }
+  }
+  words[n++] = packed;
+  uint64_t absent = 0;                          // which numbers are None, a bit each
+  int numbered = 0;
+  for (const Field &f : p.numbers) {
+    PyObject *v = values[f.param];
+    absent = absent << 1 | (v == Py_None);
+    if (++numbered % 64 == 0) { words[n++] = absent; absent = 0; }
+    if (v == Py_None) words[n++] = 0;
+    else if (p.params[f.param].kind == INT) {
+      int64_t value = PyLong_AsLongLong(v);
+      if (value == -1 && PyErr_Occurred()) { PyErr_Clear(); return -1; }
+      words[n++] = number_word(f, value);
+    } else {
+      double value = PyFloat_AsDouble(v);
+      if (value == -1.0 && PyErr_Occurred()) { PyErr_Clear(); return -1; }
+      words[n++] = number_word(f, value);
+    }
+  }
+  words[n++] = absent;
+  return n;
+}
+
 // The key of a call into `words`; the number of words, 0 for a call that is not ordinary, -1 on a Python error.
 int read_key(const Program &p, PyObject **values, uint64_t *words) {
   int n = 0;
@@ -268,46 +326,36 @@ int read_key(const Program &p, PyObject **values, uint64_t *words) {
   bool grad = c10::GradMode::is_enabled();
   uint64_t flags = (uint64_t)at::globalContext().deterministicAlgorithms() << 1;
   int flag_word = n++;
-  int variant = 0;
-  uint64_t packed = 0;                          // bools, and choices of strings, a byte each
-  int filled = 0;
-  for (size_t i = 0; i < p.params.size(); i++) {
-    const Param &param = p.params[i];
+  uint64_t packed = 0;                          // bools, two bits each
+  for (int i : p.bools) {
     PyObject *v = values[i];
-    if (param.kind == INT || param.kind == FLOAT) {
-      int slot = p.slots + (int)i;              // whole numbers may appear in derived facts
-      if (v == Py_None) { if (!param.optional) return 0; continue; }
-      if (param.kind == FLOAT) { if (!PyFloat_CheckExact(v) && !PyLong_CheckExact(v)) return 0; continue; }
-      if (!PyLong_CheckExact(v)) return 0;
-      sizes.value[slot] = PyLong_AsLongLong(v);
-      if (sizes.value[slot] == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
-      sizes.known[slot] = true;
-    }
-    if (param.kind != BOOL && param.kind != STR) continue;
-    uint64_t code = 0;
-    if (param.kind == BOOL) {
-      if (v == Py_True) code = 1;
-      else if (v == Py_None && param.optional) code = 2;
-      else if (v != Py_False) return 0;
-    } else {
-      size_t c = 0;
-      while (c < param.choices.size() && param.choices[c] != v) c++;
-      if (c == param.choices.size()) {          // not the interned object: compare the text
-        if (!PyUnicode_CheckExact(v)) return 0;
-        for (c = 0; c < param.choices.size(); c++)
-          if (param.choices[c] != Py_None && PyUnicode_Compare(param.choices[c], v) == 0) break;
-        if (c == param.choices.size()) return 0;
-      }
-      code = c;
-      if ((int)i == p.variant) {
-        if ((int)c >= p.variants) return 0;     // "auto" and the like
-        variant = (int)c;
-      }
-    }
-    packed = packed << 8 | code;
-    if (++filled == 8) { words[n++] = packed; packed = 0; filled = 0; }
+    packed <<= 2;
+    if (v == Py_True) packed |= 1;
+    else if (v == Py_None && p.params[i].optional) packed |= 2;
+    else if (v != Py_False) return 0;
   }
-  words[n++] = packed;
+  // Mostly every string and number is the default itself: then one word stands for them all.
+  int variant = p.standing_variant;
+  bool standing = variant >= 0;
+  for (size_t i = 0; standing && i < p.scalars.size(); i++)
+    standing = values[p.scalars[i]] == p.params[p.scalars[i]].fallback;
+  if (!standing) {
+    variant = 0;
+    uint64_t *section = words + n + 1;          // behind the word for the bools
+    int count = read_scalars(p, values, section, &variant);
+    if (count < 0) return 0;
+    standing = (size_t)count == p.standing.size() && p.standing_variant >= 0 &&
+               !std::memcmp(section, p.standing.data(), count * 8);      // equal to the defaults, by value
+    words[n++] = packed << 1 | !standing;
+    if (!standing) n += count;
+  } else words[n++] = packed << 1;
+  for (int i : p.whole) {
+    int slot = p.slots + i;
+    if (values[i] == Py_None) continue;
+    sizes.value[slot] = PyLong_AsLongLong(values[i]);
+    if (sizes.value[slot] == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
+    sizes.known[slot] = true;
+  }
   if (p.main >= 0 && !is_plain(values[p.main])) return 0;
   const at::Tensor *main = p.main >= 0 ? &THPVariable_Unpack(values[p.main]) : nullptr;
   for (const Tensor &t : p.tensors) {
@@ -338,26 +386,20 @@ int read_key(const Program &p, PyObject **values, uint64_t *words) {
     words[n++] = word;
     if (t.want_stride && !contiguous)
       words[n++] = impl->sizes().back() == 1 ? 1 : (uint64_t)impl->strides().back();
-    if (t.want_alignment) {
+    if (t.want_alignment == 1 || (t.want_alignment && !device.is_cpu())) {
       if (!impl->has_storage()) return 0;       // a wrapper, as under vmap
       words[n++] = device.is_meta() ? 0 : alignment_of(tensor);
     }
   }
   for (const Derived &d : p.derived)
     if (!evaluate(d.code, sizes.value, sizes.known, &sizes.value[d.slot], &sizes.known[d.slot])) return 0;
-  uint64_t absent = 0;                          // which numbers are None, a bit each
+  uint64_t absent = 0;                          // which sizes are unknown, a bit each
   int numbered = 0;
   for (const Field &f : p.fields) {
-    bool given = f.slot >= 0 ? sizes.known[f.slot] : values[f.param] != Py_None;
+    bool given = sizes.known[f.slot];
     absent = absent << 1 | !given;
     if (++numbered % 64 == 0) { words[n++] = absent; absent = 0; }
-    if (!given) words[n++] = 0;
-    else if (f.slot >= 0) words[n++] = number_word(f, sizes.value[f.slot]);
-    else {
-      double value = PyFloat_AsDouble(values[f.param]);
-      if (value == -1.0 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
-      words[n++] = number_word(f, value);
-    }
+    words[n++] = given ? number_word(f, sizes.value[f.slot]) : 0;
   }
   words[n++] = absent;
   if (p.watch_capture && main && main->is_cuda() && capturing) {
@@ -513,7 +555,7 @@ void numbers(PyObject *tuple, std::vector<double> *out) {
 }
 
 // params: ((name, kind, optional, keyword_only, has_default, default, choices), ...)
-// tensors: ((param, (want_stride, want_alignment, want_ndim, want_grad, alike), (((token, value), ...) per variant)), ...)
+// tensors: ((param, (want_stride, want_ndim, want_grad, want_alignment, alike), (((token, value), ...) per variant)), ...)
 // derived: ((slot, ((code, value), ...)), ...)   fields: ((slot, param, exact, bucket, equals, above, multiples), ...)
 PyObject *install(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
@@ -524,8 +566,10 @@ PyObject *install(PyObject *self, PyObject *args) {
                         &PyTuple_Type, &fields, &variant, &variants, &slots, &main, &watch, &epoch, &limit))
     return nullptr;
   Py_ssize_t count = PyTuple_GET_SIZE(params), numbered = PyTuple_GET_SIZE(fields);
-  if (count > MAX_PARAMS || slots + count > MAX_SLOTS ||
-      8 + 3 * PyTuple_GET_SIZE(tensors) + numbered + numbered / 64 + count / 8 > MAX_WORDS) {
+  Py_ssize_t bools = 0;
+  for (Py_ssize_t i = 0; i < count; i++) bools += at_index(PyTuple_GET_ITEM(params, i), 1) == BOOL;
+  if (count > MAX_PARAMS || slots + count > MAX_SLOTS || bools > 31 ||
+      12 + 3 * PyTuple_GET_SIZE(tensors) + numbered + numbered / 64 + count / 8 > MAX_WORDS) {
     d->program = nullptr;                       // more than the native path holds: every call goes to Python
     clear(d);
     Py_RETURN_FALSE;
@@ -556,7 +600,7 @@ PyObject *install(PyObject *self, PyObject *args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
     PyObject *t = PyTuple_GET_ITEM(tensors, i), *wants = PyTuple_GET_ITEM(t, 1), *shapes = PyTuple_GET_ITEM(t, 2);
     Tensor tensor{(int)at_index(t, 0), (bool)at_index(wants, 0), (bool)at_index(wants, 1), (bool)at_index(wants, 2),
-                  (bool)at_index(wants, 3), (bool)at_index(wants, 4), {}};
+                  (int)at_index(wants, 3), (bool)at_index(wants, 4), {}};
     for (Py_ssize_t v = 0; v < PyTuple_GET_SIZE(shapes); v++) {
       std::vector<Dim> dims;
       PyObject *shape = PyTuple_GET_ITEM(shapes, v);
@@ -584,9 +628,29 @@ PyObject *install(PyObject *self, PyObject *args) {
     numbers(PyTuple_GET_ITEM(t, 5), &f.above);
     PyObject *multiples = PyTuple_GET_ITEM(t, 6);
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(multiples); k++) f.multiples.push_back(at_index(multiples, k));
-    p->fields.push_back(f);
+    (f.param >= 0 ? p->numbers : p->fields).push_back(f);
+  }
+  for (int i = 0; i < (int)count; i++) {
+    Kind kind = p->params[i].kind;
+    if (kind == BOOL) p->bools.push_back(i);
+    else if (kind == INT || kind == FLOAT || kind == STR) p->scalars.push_back(i);
+    bool derived_from = false;
+    for (const Derived &item : p->derived)
+      for (const Instruction &step : item.code) derived_from |= step.code == FACT && step.value == slots + i;
+    if (derived_from) p->whole.push_back(i);
   }
   if (PyErr_Occurred()) { delete p; return nullptr; }
+  PyObject *defaults[MAX_PARAMS];
+  bool all = true;
+  for (int i : p->scalars) all &= (defaults[i] = p->params[i].fallback) != nullptr;
+  if (all) {
+    uint64_t words[MAX_WORDS];
+    int first = 0, n = read_scalars(*p, defaults, words, &first);
+    if (n >= 0) {
+      p->standing.assign(words, words + n);
+      p->standing_variant = first;
+    }
+  }
   Program *old = d->program;
   d->program = p;
   d->limit = (size_t)limit;

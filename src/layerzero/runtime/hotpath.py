@@ -112,13 +112,13 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     for p in optional:
         elements = [f"{p.name}.dtype", f"_grad and {p.name}.requires_grad", *_tensor_elements([p.name], wanted)]
         if _is_spread(p, op):
-            elements.append(f"s_{p.name}")
-        lines += [f"    if {p.name} is None: k_{p.name} = None", "    else:",
+            elements.append(f"_s_{p.name}")
+        lines += [f"    if {p.name} is None: _k_{p.name} = None", "    else:",
                   *("        " + line for line in _strides([p.name], wanted)),
-                  f"        k_{p.name} = ({', '.join(elements)},)"]
-        key.append(f"k_{p.name}")
+                  f"        _k_{p.name} = ({', '.join(elements)},)"]
+        key.append(f"_k_{p.name}")
     key.append(_grad_element(names, wanted))
-    lines += [f"    d_{f.fact} = {_derived(f.fact, op)}" for f in program.fields if f.fact in op.derived]
+    lines += [f"    _d_{f.fact} = {_derived(f.fact, op)}" for f in program.fields if f.fact in op.derived]
     lines.append("except NOT_PLAIN: break")
     key += [p.name for p in op.params if p.kind == "bool"]
     key += [element for f in program.fields if f.fact not in op.by_name for element in _number_elements(f, op)]
@@ -146,19 +146,22 @@ def _scalar_checks(op: Op) -> list[str]:
 
 
 def _strides(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
-    """z_<first tensor>: the strides of several tensors in one value, True when all of them are contiguous."""
+    """_z_<first tensor>: the strides of several tensors in one value, True when all of them are contiguous."""
     strided = [n for n in names if wanted.get(n, set()) & {"contiguous", "stride_last"}]
     lines = [f"if {n}.layout is not STRIDED: break" for n in names if n not in strided]
     if strided:                                 # of a sparse tensor STRIDE_LAST says that it is not plain
         every = " and ".join(f"{n}.is_contiguous()" for n in strided)
         one_by_one = ", ".join(f"{n}.is_contiguous() or STRIDE_LAST({n})" for n in strided)
-        lines.append(f"z_{strided[0]} = True if {every} else ({one_by_one},)")
+        lines.append(f"_z_{strided[0]} = True if {every} else ({one_by_one},)")
     return lines
 
 
 def _tensor_elements(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
     strided = [n for n in names if wanted.get(n, set()) & {"contiguous", "stride_last"}]
-    return [*(f"z_{n}" for n in strided[:1]), *(f"ALIGNMENT({n})" for n in names if "alignment" in wanted.get(n, ())),
+    off_cpu = [n for n in names if "alignment_off_cpu" in wanted.get(n, ()) and "alignment" not in wanted[n]]
+    together = ", ".join(f"ALIGNMENT({n})" for n in off_cpu)
+    return [*(f"_z_{n}" for n in strided[:1]), *(f"ALIGNMENT({n})" for n in names if "alignment" in wanted.get(n, ())),
+            *([f"None if {off_cpu[0]}.is_cpu else ({together},)"] if off_cpu else []),
             *(f"{n}.ndim" for n in names if "ndim" in wanted.get(n, ()))]
 
 
@@ -197,13 +200,13 @@ def _is_spread(p: Param, op: Op) -> bool:
 
 
 def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) -> list[str]:
-    """Unpack each shape into d_<size>, and check that sizes named twice agree."""
+    """Unpack each shape into _d_<size>, and check that sizes named twice agree."""
     binder = _Binder(patterns)
     lines = [line for p in required for line in binder.lines(p.name, certain=True)]
     late = dict.fromkeys(t.lstrip("*") for p in optional for t in patterns.get(p.name, ())
                          if t[0] not in "~0123456789" and t.lstrip("*") not in binder.certain)
-    lines += [f"d_{size} = None" for size in late]
-    lines += [f"l_{size} = None" for size in late if any(f"*{size}" in patterns.get(p.name, ()) for p in optional)]
+    lines += [f"_d_{size} = None" for size in late]
+    lines += [f"_l_{size} = None" for size in late if any(f"*{size}" in patterns.get(p.name, ()) for p in optional)]
     for p in optional:
         lines += [f"if {p.name} is not None:",
                   f"    if type({p.name}) is not TENSOR and type({p.name}) is not PARAMETER: break",
@@ -229,42 +232,43 @@ class _Binder:
         if not tokens:
             return []
         if tokens[0].startswith("~"):
-            sizes = ", ".join(f"d_{t[1:]}" for t in tokens)
-            return [f"s_{name} = SPREAD({name}.shape, ({sizes},))", f"if s_{name} is None: break"]
+            sizes = ", ".join(f"_d_{t[1:]}" for t in tokens)
+            return [f"_s_{name} = SPREAD({name}.shape, ({sizes},))", f"if _s_{name} is None: break"]
         if not tokens[0].startswith("*"):
             return self._unpack(tokens, f"{name}.shape", certain)
         label, tail = tokens[0][1:], tokens[1:]
-        lines = [f"s_{name} = {name}.shape"]
+        lines = [f"_s_{name} = {name}.shape"]
         if label in self.lead and self.lead[label][1] == tail and set(tail) <= self.certain:
-            return [*lines, f"if s_{name} != s_{self.lead[label][0]}: break"]
-        lines.append(f"if len(s_{name}) < {max(len(tail), 1)}: break")
+            return [*lines, f"if _s_{name} != _s_{self.lead[label][0]}: break"]
+        lines.append(f"if len(_s_{name}) < {max(len(tail), 1)}: break")
         if tail:
-            lines += self._unpack(tail, f"s_{name}[-{len(tail)}:]", certain)
-        head = f"s_{name}[:-{len(tail)}]" if tail else f"s_{name}"
-        rows = f"{name}.numel() // ({' * '.join(t if t.isdigit() else f'd_{t}' for t in tail) or '1'})"
+            lines += self._unpack(tail, f"_s_{name}[-{len(tail)}:]", certain)
+        head = f"_s_{name}[:-{len(tail)}]" if tail else f"_s_{name}"
+        rows = f"{name}.numel() // ({' * '.join(t if t.isdigit() else f'_d_{t}' for t in tail) or '1'})"
         if label in self.lead:
             first, behind = self.lead[label]
-            return [*lines, f"if {head} != s_{first}{f'[:-{len(behind)}]' if behind else ''}: break"]
+            return [*lines, f"if {head} != _s_{first}{f'[:-{len(behind)}]' if behind else ''}: break"]
         if certain:
             self.lead[label] = name, tail
             self.certain.add(label)
-            return [*lines, f"d_{label} = {rows}"]
-        return [*lines, f"if l_{label} is None: l_{label}, d_{label} = {head}, {rows}",
-                f"elif {head} != l_{label}: break"]
+            return [*lines, f"_d_{label} = {rows}"]
+        return [*lines, f"if _l_{label} is None: _l_{label}, _d_{label} = {head}, {rows}",
+                f"elif {head} != _l_{label}: break"]
 
     def _unpack(self, tokens: tuple[str, ...], shape: str, certain: bool) -> list[str]:
         targets, checks, late = [], [], []
         for token in tokens:
             if certain and not token.isdigit() and token not in self.certain:
                 self.certain.add(token)
-                targets.append(f"d_{token}")
+                targets.append(f"_d_{token}")
                 continue
             self.count += 1
-            targets.append(f"t{self.count}")
+            targets.append(f"_t{self.count}")
             if token.isdigit() or token in self.certain:
-                checks.append(f"t{self.count} != {token if token.isdigit() else 'd_' + token}")
+                checks.append(f"_t{self.count} != {token if token.isdigit() else '_d_' + token}")
             else:
-                late += [f"if d_{token} is None: d_{token} = t{self.count}", f"elif d_{token} != t{self.count}: break"]
+                late += [f"if _d_{token} is None: _d_{token} = _t{self.count}",
+                         f"elif _d_{token} != _t{self.count}: break"]
         lines = [f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {shape}"]
         if checks:
             lines.append(f"if {' or '.join(checks)}: break")
@@ -273,7 +277,7 @@ class _Binder:
 
 def _number_elements(field: NumberField, op: Op) -> list[str]:
     param = op.by_name.get(field.fact)
-    x = field.fact if param else f"d_{field.fact}"
+    x = field.fact if param else f"_d_{field.fact}"
     if field.exact:
         return [x]
     tests = [f"{x} == {v!r}" for v in field.equals] + [f"{x} > {v!r}" for v in field.above]
@@ -306,7 +310,7 @@ def _derived(name: str, op: Op) -> str:
     value = _over_locals(op.derived[name], op)
     if not unsure:
         return value
-    absent = " or ".join(f"{n if n in op.by_name else 'd_' + n} is None" for n in unsure)
+    absent = " or ".join(f"{n if n in op.by_name else '_d_' + n} is None" for n in unsure)
     return f"None if {absent} else {value}"
 
 
@@ -321,7 +325,7 @@ def _over_locals(text: str, op: Op) -> str:
         name = match.group(0)
         if name in op.derived:
             return f"({_over_locals(op.derived[name], op)})"
-        return name if name in op.by_name or name in ("max", "min") else f"d_{name}"
+        return name if name in op.by_name or name in ("max", "min") else f"_d_{name}"
 
     return re.sub(r"[A-Za-z_]\w*", local, parse(text).source)
 

@@ -11,10 +11,12 @@ import torch
 
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
+from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from . import context, events, hardware, loading, native
+from . import catalog, context, events, hardware, loading, native
+from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function, learn, refusal
 
@@ -22,14 +24,12 @@ from .dispatch import Dispatcher, dispatchers, function, learn, refusal
 def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
     """By name or by public function."""
     if isinstance(op, str):
-        worlds.current()
-        if op not in dispatchers and op in worlds.current().catalog.ops:
-            function(worlds.current().catalog.ops[op])
-        if op in dispatchers:
+        ops = worlds.current().catalog.ops
+        if op in ops:
+            function(ops[op])                  # made now if it was never called
             return dispatchers[op]
         from ..select.policy import suggest
-        raise ConfigError(f"there is no op {op!r}{suggest(op, worlds.current().catalog.ops)}; "
-                          f"known: {', '.join(sorted(worlds.current().catalog.ops))}")
+        raise ConfigError(f"there is no op {op!r}{suggest(op, ops)}; known: {', '.join(sorted(ops))}")
     for found in dispatchers.values():
         if op in (found.public, found.twin):
             return found
@@ -48,6 +48,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     learn(override)
     values = found.bound(args, kwargs)
     named = dict(zip(found.names, values))
+    reading.check_types(found.op, named)       # before anything looks into them
     if found.op.canonical is not None:
         redirect = found.op.canonical(named)
         if redirect is not None:
@@ -60,7 +61,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     if on is not None:
         return plan
     key = found.key_of(*values) if override is context.current.get() else None
-    steps = tuple(replace(s, note=", ".join(_notes(s, found, world))) for s in plan.steps)
+    steps = tuple(s._replace(note=", ".join(_notes(s, found, world))) for s in plan.steps)
     return replace(plan, steps=steps, from_cache=key is not None and key in found.cache.table)
 
 
@@ -109,6 +110,8 @@ def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any, **kwargs:
         plan = explain(op, *args, **kwargs)
     except InvalidCall as e:
         return e.reasons
+    if known[kernel].op.name != plan.op:
+        raise ConfigError(f"{kernel} is a kernel of lz.{known[kernel].op.name}; this call is one of lz.{plan.op}")
     return plan.why_not(kernel)
 
 
@@ -205,9 +208,10 @@ def doctor(deep: bool = False) -> Diagnosis:
                         f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
     state = native.status()
     checks.append(Check("native fast path", state.ok or not state.wanted, state.text, state.hint))
-    for event, n in events.counts().items():
-        if event[0] == "unavailable":
-            checks.append(Check(event[2], False, f"could not be loaded ({n}x)"))
+    for refused in catalog.discover()[1]:
+        if isinstance(refused, BackendUnavailable) and refused.reason is not None:
+            checks.append(Check(f"plugin {refused.kernel}", False, refused.reason.message,
+                                "correct or uninstall it; everything else works"))
     seen: set[str] = set()
     for kernel in world.catalog.kernels:
         if not kernel.package or kernel.package in seen:

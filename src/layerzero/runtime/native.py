@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -104,20 +105,31 @@ def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -
     if compiler is None:
         raise ConfigError("building the native fast path needs a C++ compiler (g++ or clang++); none was found. "
                           "Install one, or set CXX; LayerZero works without it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        target = Path(folder) / path.name
-        command = compile_command(compiler, target)
-        say(f"compiling {SOURCE.name} with {Path(compiler).name} for torch {torch.__version__}")
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise ConfigError("the native fast path did not compile; LayerZero works without it.\n  "
-                              + "\n  ".join(errors[:8]) + f"\ncommand: {' '.join(command)}")
-        os.replace(target, path)               # in one step: another process sees all of it or nothing
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            target = Path(folder) / path.name
+            say(f"compiling {SOURCE.name} with {Path(compiler).name} for torch {torch.__version__}")
+            _compile(compile_command(compiler, target))
+            os.replace(target, path)           # in one step: another process sees all of it or nothing
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
+                          "written; LayerZero works without the native fast path") from e
     module.cache_clear()
     _problem.clear()
     return path
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as e:
+        raise ConfigError(f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
+                          "LayerZero works without the native fast path") from e
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise ConfigError("the native fast path did not compile; LayerZero works without it.\n  "
+                          + "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}")
 
 
 def compile_command(compiler: str, target: Path) -> list[str]:
@@ -128,7 +140,7 @@ def compile_command(compiler: str, target: Path) -> list[str]:
     flags = ["-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     if sys.platform == "darwin":
         flags += ["-undefined", "dynamic_lookup"]
-    return [compiler, *flags, *(f"-I{i}" for i in includes), str(SOURCE), "-o", str(target),
+    return [*shlex.split(compiler), *flags, *(f"-I{i}" for i in includes), str(SOURCE), "-o", str(target),
             f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 
@@ -202,10 +214,11 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
     order += [p for p in op.params if p.kind == "tensor" and p.optional]
     one_by_one = any("requires_grad" in wanted_facts.get(p.name, ()) for p in order if not p.optional)
 
-    def wants(p: Param) -> tuple[bool, ...]:
+    def wants(p: Param) -> tuple[int, ...]:
         facts = wanted_facts.get(p.name, set())
-        return (bool(facts & {"contiguous", "stride_last"}), "alignment" in facts, "ndim" in facts,
-                p.optional or one_by_one, not p.optional and p.name in op.same_dtype)
+        alignment = 1 if "alignment" in facts else 2 if "alignment_off_cpu" in facts else 0
+        return (bool(facts & {"contiguous", "stride_last"}), "ndim" in facts, p.optional or one_by_one, alignment,
+                not p.optional and p.name in op.same_dtype)
 
     tensors = tuple((index[p.name], wants(p), tuple(_shape(op.patterns[v].get(p.name, ()), slots) for v in variants))
                     for p in order)
@@ -219,7 +232,7 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
                             for code, value in parse(text).postfix))
         for name, text in op.derived.items() if name in read or _feeds(op, name, read))
     fields = tuple(
-        (*((place(f.fact), -1) if f.fact in slots or op.by_name[f.fact].kind == "int" else (-1, index[f.fact])),
+        (*((slots[f.fact], -1) if f.fact in slots else (-1, index[f.fact])),
          int(f.exact), int(f.bucket), *tests) for f in program.fields for tests in _tests(f))
     return (params, tensors, derived, fields, index.get(op.variant, -1), len(variants), count,
             index.get(op.main_tensor, -1), torch.version.cuda is not None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..perf.record import PerfView
 from ..select.engine import Roster, Surroundings, roster, select
-from ..select.key import KeyProgram, compile_key
+from ..select.key import OFF_CPU, KeyProgram, compile_key
 from ..select.policy import Layer, Policy
 from ..select.score import rates_of
 from ..spec.device import Device
@@ -26,7 +26,7 @@ from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
-from ..spec.rules import Rule
+from ..spec.rules import AnyOf, Condition, Rule, When
 from . import config, context, events, hardware, health, loading
 from .catalog import Catalog, discover
 from .context import Override
@@ -64,7 +64,7 @@ class World:
     def program(self, op: Op) -> KeyProgram:
         found = self.memo.get(("program", op.name))
         if found is None:
-            leaves = [leaf for k in self.kernels(op.name) for rule in k.requires for leaf in rule.leaves()]
+            leaves = [leaf for k in self.kernels(op.name) for leaf in leaves_of(k)]
             leaves += self.policy.leaves(op.name, op.fact_names)
             leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
             found = self.memo["program", op.name] = compile_key(op, leaves)
@@ -107,8 +107,8 @@ class World:
 
     def but(self, **changes: Any) -> World:
         """This world with something changed: a new epoch, nothing remembered but what still holds."""
-        keep = {} if changes.keys() & {"catalog", "unloadable"} else {
-            k: v for k, v in self.memo.items() if k == "availability"}
+        held = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
+        keep = {k: self.memo[k] for k in held if k in self.memo}       # by name: other threads add to it meanwhile
         return replace(self, epoch=self.epoch + 1, memo=keep, **changes)
 
     @property
@@ -119,6 +119,26 @@ class World:
                  self.born + ttl if ttl else None, min(self.deadlines, default=None),
                  time.monotonic() + poll if poll and self.policy_file else None]
         return min((t for t in times if t is not None), default=None)
+
+
+def leaves_of(kernel: Kernel) -> list[Rule]:
+    """The tests a kernel's rules make; alignment that only another device's kernel wants is marked so."""
+    elsewhere = any(_on_cpu(rule) is False for rule in kernel.requires)
+    return [replace(leaf, fact=leaf.fact + OFF_CPU)
+            if leaf.fact.endswith(".alignment") and (elsewhere or _settled_on_cpu(rule)) else leaf
+            for rule in kernel.requires for leaf in rule.leaves()]
+
+
+def _on_cpu(rule: Condition) -> bool | None:
+    """What a rule about the device says of the CPU; None for any other rule."""
+    return rule.check({"device": "cpu"}) is None if isinstance(rule, Rule) and rule.fact == "device" else None
+
+
+def _settled_on_cpu(rule: Condition) -> bool:
+    """Does the device alone decide the rule there, so that nothing else of it is asked?"""
+    if isinstance(rule, AnyOf):
+        return any(_on_cpu(r) for r in rule.rules)
+    return isinstance(rule, When) and _on_cpu(rule.condition) is False
 
 
 _current: World | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from ..perf.record import PerfView, bucket_of
 from ..spec.expr import parse
@@ -15,6 +16,7 @@ from ..spec.plan import Plan, Rejected, Step, Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from .policy import Policy
+from .predicates import Verdicts, compile_verdicts
 from .score import Rates, calibration, guess_us, roofline_us, score
 
 SMALL_WORKSPACE = 1 << 24      # up to this the live headroom is not asked: finding it out would cost more
@@ -44,6 +46,15 @@ class Roster:
     dynamic: Mapping[str, tuple[Any, ...]]     # kernel -> the rules that depend on the call
     rejected: tuple[Rejected, ...]
 
+    @cached_property
+    def fitting(self) -> Verdicts:
+        """The indices of the viable kernels that a call breaks no rule of that a transform could not mend."""
+        return compile_verdicts([[r for r in self.dynamic[k.id] if not r.repair] for k in self.viable])
+
+    @cached_property
+    def mendable(self) -> Mapping[str, tuple[Any, ...]]:
+        return {k.id: tuple(r for r in self.dynamic[k.id] if r.repair) for k in self.viable}
+
 
 def roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
     """What can be decided once per device: libraries, health, and rules that read only the device."""
@@ -72,55 +83,80 @@ def _standing(kernel: Kernel, around: Surroundings) -> Sequence[Reason]:
 
 
 def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings, thorough: bool = False) -> Plan:
-    """Rank the kernels that may serve. `thorough` collects every reason of every other, not just the first."""
+    """Rank the kernels that may serve. `thorough` also collects every reason of every other; no call waits for it."""
     policy = around.policy
-    lock = policy.lock(op.name, facts)
-    named = lock.kernels if lock else ()
+    speaks = policy.concerns(op.name)
+    lock = policy.lock(op.name, facts) if speaks else None
+    asked = Demands.of(facts, around, lock is not None)
     rejected: list[Rejected] = []
     fit: list[tuple[Kernel, tuple[Transform, ...], int]] = []
-    for kernel in crew.viable:
-        reasons, transforms, workspace = _judge(
-            kernel, crew.dynamic[kernel.id], op, facts, around, bool(named), thorough)
-        if reasons:
-            rejected.append(Rejected(kernel.id, tuple(reasons)))
-        else:
-            fit.append((kernel, transforms, workspace))
-    steps = _rank(op, fit, facts, around)
-    return Plan(op.name, facts, steps, (*rejected, *crew.rejected), policy.hash, lock.origin if lock else "")
+    if thorough:
+        for kernel in crew.viable:
+            reasons, transforms, workspace = _judge(kernel, crew.dynamic[kernel.id], op, facts, around, asked)
+            if reasons:
+                rejected.append(Rejected(kernel.id, tuple(reasons)))
+            else:
+                fit.append((kernel, transforms, workspace))
+        rejected += crew.rejected
+    else:
+        for i in crew.fitting(facts):
+            kernel = crew.viable[i]
+            if asked.refuses(kernel) or (speaks and policy.verdict(kernel.id, op.name, facts) is not None):
+                continue
+            rules, moved = crew.mendable[kernel.id], _moved(kernel, op, facts)
+            if not rules and not moved and kernel.workspace == "0":
+                fit.append((kernel, (), 0))
+                continue
+            reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around)
+            if not reasons:
+                fit.append((kernel, transforms, workspace))
+    steps = _rank(op, fit, facts, around, speaks)
+    return Plan(op.name, facts, steps, tuple(rejected), policy.hash, lock.origin if lock else "")
+
+
+def _moved(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:
+    """Must the inputs be viewed in another layout?"""
+    return bool(op.variant and kernel.variants and facts[op.variant] not in kernel.variants)
 
 
 def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, Any], around: Surroundings,
-           named: bool, thorough: bool) -> tuple[list[Reason], tuple[Transform, ...], int]:
+           asked: Demands) -> tuple[list[Reason], tuple[Transform, ...], int]:
+    """Every reason against a kernel: policy, mode, its rules, the transforms it would need, memory."""
+    reasons: list[Reason] = []
+    denied = around.policy.verdict(kernel.id, op.name, facts)
+    if denied is not None:
+        reasons.append(denied)
+    reasons += asked.reasons(kernel)
+    reasons += [r for rule in rules if not rule.repair and (r := rule.check(facts)) is not None]
+    more, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts, around)
+    return [*reasons, *more], transforms, workspace
+
+
+def _fitted(kernel: Kernel, mendable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
+            around: Surroundings) -> tuple[list[Reason], tuple[Transform, ...], int]:
+    """What the inputs must go through for this kernel, or why they may not; and the memory it needs."""
     policy = around.policy
     reasons: list[Reason] = []
     transforms: list[Transform] = []
-    denied = policy.verdict(kernel.id, op.name, facts)
-    if denied is not None:
-        reasons.append(denied)
-    for reason in _modes(kernel, facts, around, named):
-        reasons.append(reason)
-    for rule in rules:
-        if reasons and not thorough:
-            return reasons, (), 0
+    for rule in mendable:
         reason = rule.check(facts)
         if reason is None:
             continue
-        transform = _repair(rule, op, facts) if rule.repair else None
-        refusal = "strict_mode" if policy.setting("strict_mode") else ""
+        transform = _repair(rule, op, facts)
         if transform is not None and transform.kind == "cast" and not policy.setting("allow_adaptation"):
             transform = None
         if transform is None:
             reasons.append(reason)
-        elif refusal:
-            reasons += [reason, Reason(Code.STRICT_TRANSFORM_REFUSED, refusal, str(transform))]
+        elif policy.setting("strict_mode"):
+            reasons += [reason, Reason(Code.STRICT_TRANSFORM_REFUSED, "strict_mode", str(transform))]
         else:
             transforms.append(transform)
-    if op.variant and kernel.variants and facts[op.variant] not in kernel.variants:
+    if _moved(kernel, op, facts):
         if policy.setting("strict_mode"):
             reasons.append(Reason(Code.LAYOUT_UNSUPPORTED, kernel.variants, facts[op.variant], op.variant))
         else:
             transforms.append(Transform("layout", kernel.variants[0]))   # a view: moves no bytes
-            for rule in _broken_by_view(rules, op, facts, kernel.variants[0]):
+            for rule in _broken_by_view(kernel.requires, op, facts, kernel.variants[0]):
                 if (transform := _repair(rule, op, facts)) is not None:
                     transforms.append(transform)
                 else:
@@ -128,33 +164,55 @@ def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, A
     workspace = 0
     if kernel.workspace != "0":
         workspace = int(parse(kernel.workspace)(_largest(op, facts)))
-        asked = workspace > SMALL_WORKSPACE or policy.setting("memory_headroom") is not None
-        if asked and workspace > (room := around.headroom()):
+        ask = workspace > SMALL_WORKSPACE or policy.setting("memory_headroom") is not None
+        if ask and workspace > (room := around.headroom()):
             reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, room, workspace))
     return reasons, tuple(dict.fromkeys(transforms)), workspace
 
 
-def _modes(kernel: Kernel, facts: Mapping[str, Any], around: Surroundings, named: bool) -> list[Reason]:
-    """What the mode of the call or the policy asks of every kernel."""
-    setting = around.policy.setting
-    reasons = []
-    if facts["grad"] and not kernel.differentiable:
-        reasons.append(Reason(Code.BACKWARD_UNSUPPORTED))
-    if facts["deterministic"] or setting("deterministic"):
-        if not kernel.deterministic or (facts["grad"] and not kernel.deterministic_backward):
-            reasons.append(Reason(Code.NOT_DETERMINISTIC))
-    if (facts["graph"] or setting("graph_strict_mode")) and not kernel.graph_safe and facts["device"] == "cuda":
-        reasons.append(Reason(Code.CUDA_GRAPH_UNSAFE))
-    if setting("disabled") and not kernel.baseline and kernel.backend != "reference":
-        reasons.append(Reason(Code.LZ_DISABLED))
-    if setting("require_certificates") and kernel.id not in around.certified:
-        reasons.append(Reason(Code.UNCERTIFIED))
-    if not named:
-        if kernel.jit and kernel.id not in around.warmed and not setting("allow_jit"):
-            reasons.append(Reason(Code.JIT_NOT_WARMED))
-        if kernel.untested and not setting("allow_untested"):
-            reasons.append(Reason(Code.UNTESTED_ON_HARDWARE))
-    return reasons
+class Demands(NamedTuple):
+    """What the mode of the call and the policy ask of every kernel."""
+
+    grad: bool
+    deterministic: bool
+    graph: bool
+    baseline: bool
+    certified: Collection[str] | None          # None: certificates are not asked for
+    jit: Collection[str] | None                # the warmed ones; None: anything may compile
+    tested: bool
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
+        settings = around.policy.settings
+        return cls(
+            facts["grad"], facts["deterministic"] or settings["deterministic"],
+            (facts["graph"] or settings["graph_strict_mode"]) and facts["device"] == "cuda", settings["disabled"],
+            around.certified if settings["require_certificates"] else None,
+            None if named or settings["allow_jit"] else around.warmed, not (named or settings["allow_untested"]))
+
+    def refuses(self, kernel: Kernel) -> bool:
+        return bool((self.grad and not kernel.differentiable)
+                    or (self.deterministic and (not kernel.deterministic
+                                                or (self.grad and not kernel.deterministic_backward)))
+                    or (self.graph and not kernel.graph_safe)
+                    or (self.baseline and not kernel.baseline and kernel.backend != "reference")
+                    or (self.certified is not None and kernel.id not in self.certified)
+                    or (kernel.jit and self.jit is not None and kernel.id not in self.jit)
+                    or (self.tested and kernel.untested))
+
+    def reasons(self, kernel: Kernel) -> list[Reason]:
+        if not self.refuses(kernel):
+            return []
+        told = (
+            (self.grad and not kernel.differentiable, Code.BACKWARD_UNSUPPORTED),
+            (self.deterministic and (not kernel.deterministic or (self.grad and not kernel.deterministic_backward)),
+             Code.NOT_DETERMINISTIC),
+            (self.graph and not kernel.graph_safe, Code.CUDA_GRAPH_UNSAFE),
+            (self.baseline and not kernel.baseline and kernel.backend != "reference", Code.LZ_DISABLED),
+            (self.certified is not None and kernel.id not in self.certified, Code.UNCERTIFIED),
+            (kernel.jit and self.jit is not None and kernel.id not in self.jit, Code.JIT_NOT_WARMED),
+            (self.tested and kernel.untested, Code.UNTESTED_ON_HARDWARE))
+        return [Reason(code) for holds, code in told if holds]
 
 
 def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:
@@ -192,12 +250,12 @@ def _largest(op: Op, facts: Mapping[str, Any]) -> dict[str, Any]:
         if dim not in op.exact and top[dim] is not None:
             top[dim] = bucket_top(top[dim])
     for name, text in op.derived.items():
-        top[name] = parse(text)(top)
+        top[name] = None if any(top[n] is None for n in parse(text).names) else parse(text)(top)
     return top
 
 
 def _rank(op: Op, fit: Sequence[tuple[Kernel, tuple[Transform, ...], int]], facts: Mapping[str, Any],
-          around: Surroundings) -> tuple[Step, ...]:
+          around: Surroundings, speaks: bool) -> tuple[Step, ...]:
     if not fit:
         return ()
     rates = around.rates
@@ -210,10 +268,12 @@ def _rank(op: Op, fit: Sequence[tuple[Kernel, tuple[Transform, ...], int]], fact
             if (m := around.perf.get(kernel.id, bucket, around.device_signature)) is not None:
                 measured[kernel.id] = m
     scale = calibration(guesses, measured) if measured else 1.0
+    reuse = around.policy.settings["size_reuse"]
     steps = []
     for kernel, transforms, workspace in fit:
-        boost = around.policy.boost(kernel.id, op.name, facts)
-        worth = score(guesses[kernel.id] * scale, measured.get(kernel.id), transforms, boost, rates)
+        boost = around.policy.boost(kernel.id, op.name, facts) if speaks else 1.0
+        worth = score(guesses[kernel.id] * scale, measured.get(kernel.id), transforms, boost, rates,
+                      kernel.new_size_us / reuse)
         steps.append(Step(kernel.id, worth, transforms, workspace, "untested on hardware" if kernel.untested else ""))
     steps.sort(key=lambda s: (s.score.total_us, s.kernel))
     return tuple(steps)

@@ -10,13 +10,17 @@ The program has two faces, generated Python (`runtime/hotpath.py`) and the nativ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.op import Op
 from ..spec.rules import Rule
+
+# Put behind a fact that only kernels of other devices ask for: reading it on the CPU would be for nothing.
+OFF_CPU = "_off_cpu"
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class KeyProgram:
     @property
     def needed(self) -> frozenset[str]:
         """The facts the slow path must read for the rules, beyond sizes and scalars."""
-        return frozenset(f"{t}.{f}" for t, f in self.tensor_facts)
+        return frozenset(f"{t}.{f.removesuffix(OFF_CPU)}" for t, f in self.tensor_facts)
 
 
 def compile_key(op: Op, leaves: Iterable[Rule]) -> KeyProgram:
@@ -56,8 +60,11 @@ def compile_key(op: Op, leaves: Iterable[Rule]) -> KeyProgram:
             tensor_facts.add((tensor, fact))
         elif leaf.fact in sized:
             tests.setdefault(leaf.fact, set()).update(_number_tests(leaf))
-    for name in numbers & timing:
+    for name in (*op.exact, *sorted(numbers & timing)):
         tests.setdefault(name, set())
+    for p in op.params:
+        if p.kind in ("int", "float") and p.optional:
+            tests.setdefault(p.name, set())    # whether it is given is worth knowing: an absent one is not passed on
     fields = []
     for name, wanted in tests.items():
         exact = name in op.exact
@@ -76,6 +83,28 @@ def compile_key(op: Op, leaves: Iterable[Rule]) -> KeyProgram:
     order = tuple(sorted(tensor_facts))
     identity = hash((op.name, tuple(fields), order)) & 0xFFFFFFFF
     return KeyProgram(op, tuple(fields), order, identity)
+
+
+def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that are at their defaults in every call that shares this call's key."""
+    fields = {f.fact: f for f in program.fields}
+    fixed = {}
+    for p in program.op.params:
+        if p.required:
+            continue
+        if p.kind == "tensor":
+            at_default = p.default is None and facts.get(f"{p.name}.dtype") is None
+        elif p.kind in ("bool", "str"):
+            at_default = facts[p.name] == p.default
+        elif p.kind in ("int", "float"):
+            field, value = fields.get(p.name), facts[p.name]
+            at_default = value == p.default and type(value) is type(p.default) and field is not None and (
+                value is None or field.exact or p.default in field.equals)
+        else:
+            at_default = False
+        if at_default:
+            fixed[p.name] = p.default
+    return fixed
 
 
 def _told_by_bucket(test: str, value: float) -> bool:

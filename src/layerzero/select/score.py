@@ -53,11 +53,12 @@ def calibration(guesses: Mapping[str, float], measured: Mapping[str, Measurement
 
 
 def score(guess: float, measurement: Measurement | None, transforms: tuple[Transform, ...], boost: float,
-          rates: Rates) -> Score:
-    transform_us = sum(2.0 * t.bytes for t in transforms) / rates.bytes_per_us
+          rates: Rates, setup_us: float = 0.0) -> Score:
+    transform_us = sum(2.0 * t.bytes for t in transforms) / rates.bytes_per_us if transforms else 0.0
+    beside = transform_us + setup_us
     if measurement is None:
-        return Score((guess + transform_us) / boost, guess, transform_us, boost)
+        return Score((guess + beside) / boost, guess, transform_us, setup_us, boost)
     trust = measurement.trust
     kernel_us = trust * measurement.median_us + (1.0 - trust) * guess
-    return Score((kernel_us + transform_us) / boost, kernel_us, transform_us, boost, "measured",
+    return Score((kernel_us + beside) / boost, kernel_us, transform_us, setup_us, boost, "measured",
                  measurement.samples, measurement.spread)

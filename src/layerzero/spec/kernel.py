@@ -59,6 +59,7 @@ class Kernel:
     torch: str = ""                            # range of torch versions it is known to work with
     prior: float = 1.0                         # guessed speed relative to the eager formula, until measured
     overhead_us: float = 0.0                   # guessed fixed cost of one call
+    new_size_us: float = 0.0                   # paid once for every new combination of sizes, as cuDNN's plans are
     workspace: str = "0"                       # bytes beyond inputs and outputs
     variants: tuple[str, ...] = ()             # values of the op's variant parameter it takes natively
     deterministic: bool = True
@@ -109,7 +110,7 @@ class Kernel:
         return replace(self, requires=requires, **changes)
 
 
-_PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace",
+_PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "new_size_us", "workspace",
           "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
           "jit", "untested", "note")
 

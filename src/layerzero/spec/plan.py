@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .reason import Reason
 
 
-@dataclass(frozen=True)
-class Transform:
+class Transform(NamedTuple):
     """What must be done to the inputs first, and what it moves."""
 
     kind: str                                  # contiguous | cast | layout
@@ -21,27 +20,26 @@ class Transform:
         return f"{self.kind}({self.target})"
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "target": self.target, "bytes": self.bytes}
+        return self._asdict()
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Expected microseconds and where they come from. Less is better."""
 
     total_us: float
     kernel_us: float
     transform_us: float = 0.0
+    setup_us: float = 0.0                      # share of what the kernel pays once per new size
     boost: float = 1.0
     source: str = "prior"                      # measured | prior
     samples: int = 0
     spread: float = 0.0                        # relative spread of the measurement
 
     def to_json(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return self._asdict()
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One kernel that may serve the call."""
 
     kernel: str

@@ -1,0 +1,39 @@
+"""torch's two ways to look up rows. They differ in the backward: a dense scatter, or one row added after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.embedding import OP as embedding
+from ..spec.kernel import Kernel
+from ..spec.reason import Code
+from ..spec.rules import absent, any_of, off
+
+
+def _embedding() -> Callable[..., Any]:
+    def run(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0) -> Tensor:
+        padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+        rows = torch.embedding(weight, ids, padding)
+        return rows if scale == 1.0 else rows.mul_(scale)
+
+    return run
+
+
+def _index_select() -> Callable[..., Any]:
+    def run(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+        rows = weight.index_select(0, ids.reshape(-1)).view(*ids.shape, weight.shape[1])
+        return rows if scale == 1.0 else rows.mul_(scale)
+
+    return run
+
+
+KERNELS = (
+    Kernel("torch.embedding", embedding, _embedding, prior=8.0, overhead_us=3.0, baseline=True),
+    Kernel("torch.index_select", embedding, _index_select, prior=8.0, overhead_us=4.0,
+           requires=(any_of(off("grad"), absent("padding_idx", Code.FEATURE_UNSUPPORTED)),),
+           note="its backward knows no padding row"),
+)

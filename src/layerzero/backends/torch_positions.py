@@ -1,0 +1,101 @@
+"""Rotary positions and ALiBi from a few torch operations each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.alibi import OP as alibi
+from ..ops.rope import OP as rope
+from ..ops.rope_formulas import per_token
+from ..spec.kernel import Kernel
+from ..spec.reason import Code
+from ..spec.rules import equals, plain_tensors
+
+
+def _rope_with(turn: Callable[[Tensor, Tensor, Tensor, str], Tensor]) -> Callable[..., Any]:
+    """A kernel from how one tensor is turned: given in float32 or wider, its rotated part only."""
+    def whole(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+        rotary = 2 * cos.shape[-1]
+        if rotary == x.shape[-1]:
+            return turn(x.to(cos.dtype), cos, sin, style).to(x.dtype)
+        return torch.cat((turn(x[..., :rotary].to(cos.dtype), cos, sin, style).to(x.dtype), x[..., rotary:]), -1)
+
+    def run(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
+            style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+        cos, sin = per_token(cos, position_ids, layout, q.dtype), per_token(sin, position_ids, layout, q.dtype)
+        turned = whole(q, cos, sin, style)
+        return turned if k is None else (turned, whole(k, cos, sin, style))
+
+    return run
+
+
+def _pairs(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
+    """The first and the second elements of all pairs, as views."""
+    if style == "interleaved":
+        return x[..., ::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _rope() -> Callable[..., Any]:
+    def turn(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+        first, second = _pairs(x, style)
+        turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+        return torch.stack(turned, -1).flatten(-2) if style == "interleaved" else torch.cat(turned, -1)
+
+    return _rope_with(turn)
+
+
+def _rope_buffered() -> Callable[..., Any]:
+    def turn(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        (first, second), (out_first, out_second) = _pairs(x, style), _pairs(out, style)
+        torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+        return out
+
+    return _rope_with(turn)
+
+
+def _rope_complex() -> Callable[..., Any]:
+    def turn(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+        if x.stride(-1) != 1 or x.storage_offset() % 2 or any(step % 2 for step in x.stride()[:-1]):
+            x = x.clone(memory_format=torch.contiguous_format)     # pairs must lie where complex numbers do
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.complex(cos, sin)
+        return torch.view_as_real(turned).flatten(-2)
+
+    return _rope_with(turn)
+
+
+def _alibi() -> Callable[..., Any]:
+    """The bias depends on the distance alone: compute each distance once, then lay the rows out shifted by one."""
+    def run(slopes: Tensor, seq_q: int, seq_k: int, *, causal_align: str | None = None,
+            is_causal: bool = False) -> Tensor:
+        if seq_q == 0 or seq_k == 0:
+            return slopes.new_zeros((slopes.shape[0], seq_q, seq_k)) * slopes[:, None, None]
+        last = seq_k - 1 if causal_align == "bottom_right" else seq_q - 1          # where the last query stands
+        distance = torch.arange(-last, seq_q + seq_k - 1 - last, device=slopes.device)
+        wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+        row = wide[:, None] * -distance.abs()
+        if is_causal:
+            row = row.masked_fill(distance > 0, -torch.inf)
+        return row.to(slopes.dtype).unfold(1, seq_k, 1).flip(1)
+
+    return run
+
+
+KERNELS = (
+    Kernel("torch.rope", rope, _rope, prior=1.3, overhead_us=15.0, baseline=True,
+           workspace="12 * batch * heads * seq * head_dim"),
+    Kernel("torch.rope_buffered", rope, _rope_buffered, prior=1.8, overhead_us=16.0, differentiable=False,
+           traceable=False, requires=(plain_tensors(),), workspace="8 * batch * heads * seq * head_dim",
+           note="writes both halves of the result in place, so it keeps nothing for a backward"),
+    Kernel("torch.rope_complex", rope, _rope_complex, prior=4.0, overhead_us=12.0, traceable=False,
+           requires=(equals("style", "interleaved", Code.ROPE_STYLE_UNSUPPORTED),),
+           workspace="8 * batch * heads * seq * head_dim", note="one complex multiplication"),
+    Kernel("torch.alibi", alibi, _alibi, prior=2.0, overhead_us=12.0, baseline=True),
+)

@@ -1,0 +1,78 @@
+"""ALiBi: the bias -slope * |distance| that each head adds to its attention scores.
+
+The distance of key j from query i is measured from the *diagonal*, as in lz.attention: query i stands at key i for
+causal_align="top_left", and the last query at the last key for "bottom_right", which decoding with a KV cache wants.
+With is_causal the keys after it get -inf, so that the bias alone makes attention causal. Slopes are one for each
+head (lz.alibi_slopes); the result has their dtype and is computed in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import CausalAlignmentWarning
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code
+from ..spec.rules import at_least, dtypes
+from .formulas import FLOATS, position_terms
+
+
+def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
+              causal_align: Literal["top_left", "bottom_right"] | None = None, is_causal: bool = False) -> Tensor:
+    """The bias (heads, seq_q, seq_k) to add to attention scores, from one slope for each head."""
+    wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+    bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, -1, -1, wide, slopes.device)
+    assert bias is not None                    # there are slopes
+    return (bias[0] if hidden is None else bias[0].masked_fill(hidden, -math.inf)).to(slopes.dtype)
+
+
+def meta(slopes: Tensor, seq_q: int, seq_k: int, *, causal_align: str | None = None, is_causal: bool = False) -> Tensor:
+    return slopes.new_empty((slopes.shape[0], seq_q, seq_k))
+
+
+def slopes_of(heads: int) -> list[float]:
+    """The paper's slopes: 2^(-8/n), 2^(-16/n), ... for n heads; for other than a power of two, those of the next lower
+    power, then every second one of the next higher."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    return slopes + [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]
+
+
+def inputs(heads: int = 4, sq: int = 17, sk: int = 17, align: str | None = None, causal: bool = False,
+           dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    slopes = torch.tensor(slopes_of(heads) if heads else []).to(device=device, dtype=dtype)
+    return {"slopes": slopes, "seq_q": sq, "seq_k": sk, "causal_align": align, "is_causal": causal}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"causal": True}, {"heads": 1}, {"heads": 12}, {"heads": 0}, {"sq": 1, "sk": 1}, {"sq": 0}, {"sk": 0},
+    {"sq": 1, "sk": 65, "align": "bottom_right"}, {"sq": 5, "sk": 9, "align": "top_left", "causal": True},
+    {"sq": 5, "sk": 9, "align": "bottom_right", "causal": True}, {"sq": 9, "sk": 5, "align": "bottom_right"},
+    {"sq": 9, "sk": 5, "align": "top_left", "causal": True}, {"sq": 0, "sk": 0}, {"heads": 2, "sq": 1, "sk": 3000,
+                                                                                 "align": "bottom_right"},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    if facts["causal_align"] is None and facts["seq_q"] != facts["seq_k"]:
+        warnings.warn(
+            f"lz.alibi: query and key lengths differ ({facts['seq_q']} and {facts['seq_k']}) and causal_align is not "
+            "given: 'top_left' is used. Decoding with a KV cache wants causal_align='bottom_right'.",
+            CausalAlignmentWarning, stacklevel=6)
+
+
+OP = Op(
+    name="alibi", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
+                         "float64": (1e-10, 1e-10)}),
+    shapes={"slopes": "heads"}, returns=("heads seq_q seq_k",),
+    requires=(dtypes(*FLOATS), at_least("seq_q", 0, Code.VALUE_OUT_OF_RANGE),
+              at_least("seq_k", 0, Code.VALUE_OUT_OF_RANGE)),
+    flops="2 * heads * seq_q * seq_k", bytes="itemsize * heads * seq_q * seq_k", differentiable=("slopes",),
+    extra_check=extra_check,
+)

@@ -1,0 +1,75 @@
+"""Cross entropy of logits (..., vocab) and class ids (...). Computed, and returned, in float32 or wider.
+
+Rows whose target is ignore_index count for nothing; the mean over no row at all is NaN, as torch has it. With
+label_smoothing the target shares that much of its mass evenly among all classes. A target outside the vocabulary
+is the caller's error: found at once on the CPU; on a GPU when a shape is first seen, later ones end in the
+device's own assertion.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.op import Op, Tolerance
+from ..spec.rules import dtypes
+from .formulas import FLOATS
+from .loss_formulas import LOSS_LIMITS, check_targets, random_targets, reduced, row_losses
+
+
+def reference(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+              reduction: Literal["mean", "sum", "none"] = "mean") -> Tensor:
+    """-log softmax(logits)[target], averaged or summed over the rows, or one for each."""
+    return reduced(row_losses(logits, targets, ignore_index, label_smoothing), targets, ignore_index, reduction)
+
+
+def meta(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+         reduction: str = "mean") -> Tensor:
+    return logits.new_empty(targets.shape if reduction == "none" else (),
+                            dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def inputs(rows: tuple[int, ...] = (7,), vocab: int = 33, ignored: str = "", ignore_index: int = -100,
+           smoothing: float = 0.0, reduction: str = "mean", targets_dtype: str = "int64", stride: str = "",
+           scale: float = 3.0, masked: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
+    gen = torch.Generator("cpu").manual_seed(seed)
+    targets = random_targets(gen, rows, vocab, ignored, targets_dtype, device, ignore_index)
+    logits = torch.randn((*rows, vocab * 2 if stride == "sparse" else vocab), generator=gen) * scale
+    if stride == "transposed":
+        logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    if masked:                                 # classes that cannot be: of these only the last, which no target names
+        logits[..., -1] = -torch.inf
+        targets = targets.clamp(max=vocab - 2)
+    logits = logits.to(device=device, dtype=dtype)
+    return {"logits": logits[..., ::2] if stride == "sparse" else logits, "targets": targets,
+            "ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": reduction}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"reduction": "sum"}, {"reduction": "none"}, {"rows": (2, 5)}, {"rows": (2, 5), "reduction": "none"},
+    {"rows": ()}, {"rows": (1,)}, {"rows": (0,), "reduction": "none"}, {"rows": (0,), "reduction": "sum"},
+    {"vocab": 1}, {"vocab": 1, "smoothing": 0.3}, {"vocab": 5003, "rows": (3,)}, {"ignored": "some"},
+    {"ignored": "some", "reduction": "none"}, {"ignored": "some", "smoothing": 0.1},
+    {"ignored": "all", "reduction": "sum"}, {"ignored": "all", "reduction": "none"},
+    {"ignored": "some", "ignore_index": 4}, {"ignored": "some", "ignore_index": -1, "targets_dtype": "int32"},
+    {"smoothing": 0.1}, {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"}, {"stride": "sparse"},
+    {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"}, {"masked": True}, {"rows": (400,), "vocab": 97},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    check_targets("cross_entropy", values, facts)
+
+
+OP = Op(
+    name="cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    # Of every result, whatever the logits' dtype: it is at least float32.
+    tolerance=Tolerance({"float16": (1e-4, 1e-5), "bfloat16": (1e-4, 1e-5), "float32": (1e-4, 1e-5),
+                         "float64": (1e-10, 1e-10)}),
+    shapes={"logits": "*rows vocab", "targets": "*rows"}, returns=("*rows",),      # no dimensions unless reduction="none"
+    exact=("vocab",), requires=(dtypes(*FLOATS), *LOSS_LIMITS),
+    flops="5 * rows * vocab", bytes="itemsize * rows * vocab", differentiable=("logits",), extra_check=extra_check,
+)

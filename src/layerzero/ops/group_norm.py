@@ -1,0 +1,98 @@
+"""Group norm over images (batch, channels, height, width), of any memory format; or with other trailing dimensions.
+
+The channels fall into `groups` equal parts, and each part of each sample is normalised as a whole. Accumulates in
+float32 or wider; the result has the input's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.op import Op, Redirect, Tolerance
+from ..spec.reason import Code, Reason
+from ..spec.rules import at_least, dtypes, one_of
+from .formulas import FLOATS
+
+
+def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+              eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and all pixels."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    parts = wide.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    inner = tuple(range(2, parts.dim()))
+    centred = parts - parts.mean(inner, keepdim=True)
+    out = (centred * torch.rsqrt(centred.square().mean(inner, keepdim=True) + eps)).reshape(x.shape)
+    per_channel = (1, -1, *(1,) * (x.dim() - 2))
+    out = out if weight is None else out * weight.to(wide.dtype).view(per_channel)
+    return (out if bias is None else out + bias.to(wide.dtype).view(per_channel)).to(x.dtype)
+
+
+def meta(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return torch.empty_like(x)
+
+
+def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int = 3, affine: bool = True,
+           bias_only: bool = False, eps: float = 1e-5, memory: str = "", weight_dtype: str = "", extreme: bool = False,
+           dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    gen = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn((b, c, *size), generator=gen)
+    if extreme:                                # a mean far from zero: squares minus squared mean would cancel
+        x = x * 30 + 500
+    if memory == "sparse":
+        x = torch.randn((b, c, *size[:-1], size[-1] * 2), generator=gen)[..., ::2]
+    x = x.to(device=device, dtype=dtype)
+    if memory == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    kind = getattr(torch, weight_dtype or str(dtype)[6:])
+    weight, bias = (torch.randn(c, generator=gen).to(device=device, dtype=kind) for _ in range(2))
+    return {"x": x, "groups": groups, "weight": weight if affine and not bias_only else None,
+            "bias": bias if affine else None, "eps": eps}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"groups": 1}, {"groups": 12}, {"b": 1, "c": 1, "groups": 1, "size": (3, 3)}, {"size": (1, 1)}, {"b": 0},
+    {"affine": False}, {"bias_only": True}, {"memory": "channels_last"}, {"memory": "sparse"},
+    {"c": 64, "groups": 32, "size": (16, 16)}, {"c": 64, "groups": 32, "size": (8, 8), "memory": "channels_last"},
+    {"weight_dtype": "float32"}, {"weight_dtype": "float32", "memory": "channels_last"}, {"eps": 1e-3},
+    {"extreme": True}, {"extreme": True, "memory": "channels_last"},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    if facts["channels"] % facts["groups"]:
+        raise InvalidCall.of("group_norm", Reason(
+            Code.VALUE_OUT_OF_RANGE, f"a divisor of the {facts['channels']} channels", facts["groups"], "groups"))
+
+
+def canonical(values: dict[str, Any]) -> Redirect | None:
+    """Sequences, volumes and plain vectors as images: (batch, channels, all but the last, the last)."""
+    x = values["x"]
+    if x.dim() == 4 or x.dim() < 2:
+        return None
+    batch, channels, *size = x.shape
+    rows = 1
+    for n in size[:-1]:
+        rows *= n
+    image = x.reshape(batch, channels, rows, size[-1] if size else 1)
+    return Redirect("group_norm", {**values, "x": image}, lambda out: out.reshape(x.shape))
+
+
+OP = Op(
+    name="group_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
+                         "float64": (1e-10, 1e-10)}),
+    shapes={"x": "batch channels height width", "weight": "channels", "bias": "channels"},
+    returns=("batch channels height width",), exact=("channels", "groups"),
+    derived={"hidden": "channels * height * width // groups"},
+    requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+              one_of("bias.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+              at_least("groups", 1, Code.VALUE_OUT_OF_RANGE), at_least("channels", 1, Code.EMPTY_INPUT),
+              at_least("height", 1, Code.EMPTY_INPUT), at_least("width", 1, Code.EMPTY_INPUT),
+              at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE)),
+    flops="8 * batch * channels * height * width", bytes="2 * itemsize * batch * channels * height * width",
+    differentiable=("x", "weight", "bias"), canonical=canonical, extra_check=extra_check,
+)

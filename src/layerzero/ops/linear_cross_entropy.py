@@ -1,0 +1,73 @@
+"""Cross entropy of hidden @ weight.T + bias: the last layer of a language model and its loss, as one operation.
+
+Logits are as a linear layer at the inputs' dtype gives them, everything after that is in float32 or wider, and
+so is the result. As one operation it can do without the logits ever existing as a whole, which for a large vocabulary
+are the largest tensor of all. Targets, ignore_index, label_smoothing and reduction are those of lz.cross_entropy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.op import Op, Tolerance
+from ..spec.rules import dtypes
+from .formulas import FLOATS
+from .loss_formulas import LOSS_LIMITS, check_targets, random_targets, reduced, row_losses
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+              label_smoothing: float = 0.0, reduction: Literal["mean", "sum", "none"] = "mean") -> Tensor:
+    """The cross entropy of the logits hidden @ weight.T + bias; weight is (vocab, width)."""
+    logits = hidden @ weight.t()
+    logits = logits if bias is None else logits + bias
+    return reduced(row_losses(logits, targets, ignore_index, label_smoothing), targets, ignore_index, reduction)
+
+
+def meta(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+         label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
+    return hidden.new_empty(targets.shape if reduction == "none" else (),
+                            dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
+def inputs(rows: tuple[int, ...] = (7,), width: int = 24, vocab: int = 33, bias: bool = False, ignored: str = "",
+           ignore_index: int = -100, smoothing: float = 0.0, reduction: str = "mean", targets_dtype: str = "int64",
+           stride: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    gen = torch.Generator("cpu").manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen).to(device=device, dtype=dtype)
+
+    targets = random_targets(gen, rows, vocab, ignored, targets_dtype, device, ignore_index)
+    hidden = rand(*rows, width * 2)[..., ::2] if stride == "sparse" else rand(*rows, width)
+    weight = rand(width, vocab).t() if stride == "transposed" else rand(vocab, width)
+    return {"hidden": hidden, "weight": weight, "targets": targets, "bias": rand(vocab) if bias else None,
+            "ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": reduction}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"reduction": "sum"}, {"reduction": "none"}, {"bias": True}, {"rows": (2, 5)}, {"rows": ()},
+    {"rows": (2, 5), "reduction": "none"}, {"rows": (1,)}, {"rows": (0,), "reduction": "none"},
+    {"rows": (0,), "reduction": "sum"}, {"vocab": 1}, {"width": 1}, {"vocab": 2003, "rows": (3,)},
+    {"ignored": "some"}, {"ignored": "some", "reduction": "none", "bias": True}, {"ignored": "some", "smoothing": 0.1},
+    {"ignored": "all", "reduction": "sum"}, {"ignored": "some", "ignore_index": 4}, {"smoothing": 0.1, "bias": True},
+    {"targets_dtype": "int32"}, {"stride": "sparse"}, {"stride": "transposed"}, {"rows": (300,), "vocab": 97},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    check_targets("linear_cross_entropy", values, facts)
+
+
+OP = Op(
+    name="linear_cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-4, 1e-5),
+                         "float64": (1e-10, 1e-10)}),
+    shapes={"hidden": "*rows width", "weight": "vocab width", "targets": "*rows", "bias": "vocab"},
+    returns=("*rows",),                        # no dimensions unless reduction="none"
+    same_dtype=("hidden", "weight", "bias"), exact=("vocab", "width"), requires=(dtypes(*FLOATS), *LOSS_LIMITS),
+    flops="2 * rows * width * vocab", bytes="itemsize * (rows * width + vocab * width)",
+    differentiable=("hidden", "weight", "bias"), autocast="lower", extra_check=extra_check,
+)

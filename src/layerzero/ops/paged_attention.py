@@ -1,0 +1,206 @@
+"""Attention over a paged KV cache: one ragged batch that may mix prefill and decode.
+
+The query is packed, (tokens, heads, dim); `cu_seqlens_q` divides it into sequences, and without it every sequence has
+one query (decode). The cache is a pool of pages: `kv_layout="NHD"` is (pages, page_size, kv_heads, dim), "HND" is
+(pages, kv_heads, page_size, dim). Row i of `block_table` lists the pages of sequence i, `context_lens[i]` counts all
+its keys, those of its own queries included: the last query sits at the last key, and causality and the window measure
+from there. A slot beyond context_lens may hold anything, NaN too, and is never read; nor is a table entry beyond it.
+
+A cache in another dtype than the query's (float8, int8, another float) needs `key_scale` and `value_scale`, one number
+or one per KV head: a key is the stored value times its scale. A scale of 1.0 asks for a plain cast.
+A query row that may see no key gives zeros, and -inf as its log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.op import Op, Redirect, Tolerance
+from ..spec.reason import Code, Reason
+from ..spec.rules import Condition, any_of, at_least, dtypes, equals, one_of, present, when
+from .formulas import FLOATS, attend
+from .paged_formulas import (
+    DERIVED,
+    METADATA_RULES,
+    check_metadata,
+    check_shapes,
+    gather,
+    random_table,
+    spans,
+    starts_of,
+)
+
+STORED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def reference(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
+    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: Literal["NHD", "HND"] = "NHD",
+) -> Any:
+    """Attention over a paged KV cache; see lz.attention for the shared arguments.
+
+    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
+    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each. is_causal and window_left
+    measure from the last query, which sits at the last key. key_scale, value_scale: what a stored value is multiplied
+    by, one number or one per KV head. max_seqlen_q: the longest query, which spares some kernels reading cu_seqlens_q.
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    """
+    if kv_layout == "HND":
+        key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+    outs = [query.new_empty((0, query.shape[1], value_cache.shape[3]))]
+    lses = [query.new_empty((0, query.shape[1]), dtype=torch.promote_types(query.dtype, torch.float32))]
+    for i, s in enumerate(spans("paged_attention", query.shape[0], block_table, context_lens, cu_seqlens_q,
+                                key_cache.shape[1], max_seqlen_q)):
+        key = dequantized(gather(key_cache, block_table[i], s.length), key_scale, query.dtype)
+        value = dequantized(gather(value_cache, block_table[i], s.length), value_scale, query.dtype)
+        q, k, v = (t.transpose(0, 1)[None] for t in (query[s.first:s.last], key, value))
+        out, lse = attend(q, k, v, None, 0.0, is_causal, scale, "bottom_right", window_left, -1, None, softcap)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+    return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
+
+
+def dequantized(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(tokens, kv_heads, dim) in `dtype`; `scale` is one number or one per KV head."""
+    if scale is None:
+        return stored.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (stored.to(wide) * scale.to(wide).reshape(-1, 1)).to(dtype)
+
+
+def meta(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, return_lse: bool = False,
+         **kwargs: Any) -> Any:
+    out = query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
+    if not return_lse:
+        return out
+    return out, query.new_empty(out.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def inputs(
+    context: tuple[int, ...] = (17, 5, 40), lengths_q: tuple[int, ...] = (), hq: int = 4, hkv: int = 2, d: int = 32,
+    dv: int = 0, page_size: int = 16, causal: bool = True, window: int = -1, softcap: float = 0.0,
+    scale: float | None = None, stored: str = "", scales: str = "", lse: bool = False, layout: str = "NHD",
+    table: str = "int32", order: str = "shuffled", stride: str = "", extreme: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    """Random arguments for one case; slots and table entries out of use hold NaN and -1. No lengths_q: decode.
+
+    `stored`: the cache's dtype, with `scales` "one" or per "head". `stride`: query and cache rows "padded" or "sparse".
+    """
+    gen = torch.Generator("cpu").manual_seed(seed)
+    integers = getattr(torch, table)
+    block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device, order)
+
+    def strided(t: Tensor) -> Tensor:
+        if not stride:
+            return t
+        wide = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
+        return (wide[..., ::2] if stride == "sparse" else wide[..., :t.shape[-1]]).copy_(t)
+
+    def cache(dim: int) -> tuple[Tensor, Tensor | None]:
+        t = torch.randn((pages, page_size, hkv, dim), generator=gen) * (3 if extreme else 1)
+        factor = torch.rand(hkv if scales == "head" else (), generator=gen) + 0.5 if scales else torch.ones(())
+        if stored == "int8" or stored.startswith("float8"):
+            factor = factor / (30 if stored == "int8" else 2)
+        t = t / factor.reshape(-1, 1)
+        t[~used] = 113.0 if stored == "int8" else float("nan")
+        t = t.round().clamp(-127, 127) if stored == "int8" else t
+        t = t.to(getattr(torch, stored) if stored else dtype)
+        t = t.transpose(1, 2).contiguous() if layout == "HND" else t
+        return strided(t).to(device), factor.to(device) if scales else None
+
+    rows = torch.randn((sum(lengths_q) if lengths_q else len(context), hq, d), generator=gen)
+    query = strided((rows * (30 if extreme else 1)).to(dtype)).to(device)
+    (keys, key_scale), (values, value_scale) = cache(d), cache(dv or d)
+    return {"query": query, "key_cache": keys, "value_cache": values, "block_table": block_table,
+            "context_lens": context_lens, "cu_seqlens_q": starts_of(lengths_q, integers, device) if lengths_q else None,
+            "is_causal": causal, "scale": scale, "window_left": window, "softcap": softcap, "key_scale": key_scale,
+            "value_scale": value_scale, "max_seqlen_q": max(lengths_q, default=1), "return_lse": lse,
+            "kv_layout": layout}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"lse": True}, {"layout": "HND"}, {"layout": "HND", "lse": True, "page_size": 4}, {"page_size": 1},
+    {"page_size": 64, "context": (130, 64)}, {"page_size": 256, "context": (3, 300), "layout": "HND"},
+    {"hkv": 1}, {"hkv": 4, "d": 72}, {"context": (24, 24, 24)}, {"context": (24, 24), "layout": "HND", "window": 9},
+    {"window": 6}, {"window": 0, "lse": True}, {"softcap": 5.0}, {"softcap": 8.0, "lse": True, "lengths_q": (3, 1, 5)},
+    {"scale": 0.3, "table": "int64"}, {"context": (0, 7, 33), "lse": True}, {"context": (1,), "page_size": 1},
+    {"context": ()}, {"context": (90, 50), "order": "neighbours", "lse": True},
+    {"lengths_q": (17, 1, 40)}, {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
+    {"lengths_q": (5, 2), "context": (40, 3), "layout": "HND", "table": "int64"},
+    {"lengths_q": (6, 3, 9), "window": 4}, {"lengths_q": (6, 3, 9), "window": 4, "causal": False, "lse": True},
+    {"lengths_q": (5, 4), "context": (3, 0), "lse": True},
+    {"lengths_q": (4, 40), "context": (20, 50), "hq": 6, "hkv": 1},
+    {"d": 40, "dv": 24}, {"stride": "padded"}, {"stride": "sparse", "lengths_q": (4, 1, 2)}, {"extreme": True},
+    {"stored": "float8_e4m3fn", "scales": "one"}, {"stored": "float8_e5m2", "scales": "head", "layout": "HND"},
+    {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True}, {"stored": "int8", "scales": "one"},
+    {"stored": "float16", "scales": "one"},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    heads, kv_heads, page_size = facts["heads"], facts["kv_heads"], facts["page_size"]
+    if heads % kv_heads:
+        swapped = heads % page_size == 0
+        raise InvalidCall.of("paged_attention", Reason(
+            Code.KV_CACHE_LAYOUT_MISMATCH, f"one whose KV heads divide the query's {heads}",
+            f"{kv_heads} KV heads and pages of {page_size} by kv_layout={facts['kv_layout']!r} of key_cache"
+            + (": it looks like the other layout" if swapped else ""), "key_cache"))
+    check_metadata("paged_attention", values, facts)
+
+
+def canonical(values: dict[str, Any]) -> Redirect | None:
+    """Nothing is rewritten; what is ill-shaped is named."""
+    inner = "page_size, kv_heads" if values["kv_layout"] == "NHD" else "kv_heads, page_size"
+    check_shapes("paged_attention", values, f"(pages, {inner}, dim)", "key_cache", "value_cache")
+    kv_heads = values["key_cache"].shape[2 if values["kv_layout"] == "NHD" else 1]
+    for name in ("key_scale", "value_scale"):
+        if values[name] is not None and tuple(values[name].shape) not in ((), (1,), (kv_heads,)):
+            raise InvalidCall.of("paged_attention", Reason(
+                Code.SCALE_LAYOUT_MISMATCH, f"one number or {kv_heads}, one per KV head",
+                f"shape {tuple(values[name].shape)} for {name}", name))
+    return None
+
+
+def _stored_as(cache: str, scale: str) -> tuple[Condition, ...]:
+    """Without a scale the cache has the query's dtype. By name, since a rule compares a fact with constants."""
+    return (one_of(f"{cache}.dtype", *STORED, code=Code.KV_CACHE_DTYPE_MISMATCH),
+            *(when(equals("dtype", d), any_of(present(f"{scale}.dtype"),
+                                              one_of(f"{cache}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH)))
+              for d in FLOATS),
+            one_of(f"{scale}.dtype", None, *FLOATS, code=Code.SCALE_LAYOUT_MISMATCH))
+
+
+_SHARED = {"block_table": "batch max_pages", "context_lens": "batch", "cu_seqlens_q": "boundaries",
+           "key_scale": "~kv_heads", "value_scale": "~kv_heads"}
+
+OP = Op(
+    name="paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
+                         "float64": (1e-8, 1e-8)}),
+    variant="kv_layout",
+    shapes={
+        "NHD": {"query": "tokens heads head_dim", "key_cache": "pages page_size kv_heads head_dim",
+                "value_cache": "pages page_size kv_heads head_dim_v", **_SHARED},
+        "HND": {"query": "tokens heads head_dim", "key_cache": "pages kv_heads page_size head_dim",
+                "value_cache": "pages kv_heads page_size head_dim_v", **_SHARED},
+    },
+    returns={"NHD": ("tokens heads head_dim_v", "tokens heads"), "HND": ("tokens heads head_dim_v", "tokens heads")},
+    derived={**DERIVED, "group": "heads // kv_heads", "head_dim_gap": "head_dim - head_dim_v"},
+    exact=("heads", "kv_heads", "head_dim", "head_dim_v", "page_size"),
+    requires=(
+        dtypes(*FLOATS), at_least("kv_heads", 1, Code.EMPTY_INPUT), *METADATA_RULES,
+        *_stored_as("key_cache", "key_scale"), *_stored_as("value_cache", "value_scale"),
+        at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE), at_least("softcap", 0.0, Code.VALUE_OUT_OF_RANGE),
+    ),
+    flops="2 * tokens * heads * seq_k * (head_dim + head_dim_v)",
+    bytes="itemsize * (head_dim + head_dim_v) * (tokens * heads + batch * kv_heads * seq_k)",
+    differentiable=("query", "key_cache", "value_cache"), canonical=canonical, extra_check=extra_check,
+    outputs="Tensor[]",
+)

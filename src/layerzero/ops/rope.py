@@ -1,0 +1,163 @@
+"""Rotary position embedding of queries and keys. Computed in float32 or wider; results have the inputs' dtypes.
+
+- `style` says which elements form a pair, and has no default: see rope_formulas. Weights fit one of the two.
+- cos and sin have one column for each pair, rotary_dim / 2. They hold one row for each token, (seq, half) or
+  (batch, seq, half); with `position_ids` they are tables, (max_positions, half), whose rows the ids pick.
+- With `rotary_dim` only the first so many elements of each head turn, the rest passes through.
+- layout="bhsd" is (batch, heads, seq, head_dim), "bshd" is (batch, seq, heads, head_dim). Without a batch they are
+  (heads, seq, head_dim) and packed tokens, (tokens, heads, head_dim).
+- An id outside the table is the caller's error: found at once on the CPU; on a GPU when a shape is first seen,
+  later ones end in the device's own assertion.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code, Reason
+from ..spec.rules import at_least, dtypes, one_of
+from .formulas import FLOATS
+from .rope_formulas import per_token, rotate
+
+
+def reference(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
+    style: Literal["rotate_half", "interleaved"], layout: Literal["bhsd", "bshd"] = "bhsd",
+    rotary_dim: int | None = None,
+) -> Any:
+    """(q, k) with each pair turned by its token's angle; q alone where k is None.
+
+    cos, sin: (seq, rotary_dim / 2), or with a batch in front, or tables that position_ids (batch, seq) picks from.
+    style: "rotate_half" pairs i with i + rotary_dim / 2, "interleaved" pairs 2i with 2i + 1.
+    rotary_dim: how many elements of a head turn, all if not said.
+    """
+    cos, sin = (per_token(t, position_ids, layout, q.dtype) for t in (cos, sin))
+    turned = rotate(q, cos, sin, style)
+    return turned if k is None else (turned, rotate(k, cos, sin, style))
+
+
+def meta(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
+         style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+    turned = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return turned if k is None else (turned, torch.empty_like(k, memory_format=torch.contiguous_format))
+
+
+def inputs(
+    b: int = 2, hq: int = 4, hkv: int = 2, s: int = 9, d: int = 64, rotary: int = 0, style: str = "rotate_half",
+    layout: str = "bhsd", ids: str = "", batched: bool = False, packed: bool = False, alone: bool = False,
+    stride: str = "", table_dtype: str = "float32", far: bool = False, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin for each row of the batch."""
+    gen = torch.Generator("cpu").manual_seed(seed)
+
+    def tensor(heads: int) -> Tensor:
+        shape = (b, heads, s, d) if layout == "bhsd" else (b, s, heads, d)
+        if stride == "transposed":
+            x = torch.randn((b, shape[2], shape[1], d), generator=gen).transpose(1, 2)
+        elif stride == "padded":               # an odd row: pairs do not stay aligned
+            x = torch.randn((*shape[:-1], d + 3), generator=gen)[..., 1:d + 1]
+        elif stride == "sparse":
+            x = torch.randn((*shape[:-1], d * 2), generator=gen)[..., ::2]
+        else:
+            x = torch.randn(shape, generator=gen)
+        x = x.to(device=device, dtype=dtype)
+        return x[0] if packed else x
+
+    rotary = rotary or d
+    rows = s + 13 if ids else s
+    positions = torch.randint(0, 100_000, (b if batched else 1, rows, 1), generator=gen) if far else (
+        torch.arange(rows)[:, None] + torch.arange(b if batched else 1)[:, None, None])
+    angles = positions / 10000.0 ** (torch.arange(0, rotary, 2) / rotary)
+    angles = angles if batched else angles[0]
+    kind = dtype if table_dtype == "like" else getattr(torch, table_dtype)
+    cos, sin = (t.to(device=device, dtype=kind) for t in (angles.cos(), angles.sin()))
+    shape = {"": None, "shared": (s,) if packed else (1, s)}.get(ids, (s,) if packed else (b, s))
+    position_ids = None
+    if shape is not None:
+        position_ids = torch.randint(0, rows, shape, generator=gen).to(
+            device=device, dtype=torch.int32 if ids == "int32" else torch.int64)
+    return {"q": tensor(hq), "k": None if alone else tensor(hkv), "cos": cos, "sin": sin, "position_ids": position_ids,
+            "style": style, "layout": layout, "rotary_dim": None if rotary == d else rotary}
+
+
+_PLAIN: tuple[dict[str, Any], ...] = (
+    {}, {"alone": True}, {"s": 1}, {"s": 0}, {"b": 0}, {"b": 1, "hq": 1, "hkv": 1, "s": 1, "d": 2}, {"d": 6, "s": 33},
+    {"rotary": 16}, {"rotary": 62, "layout": "bshd"}, {"layout": "bshd"}, {"layout": "bshd", "ids": "int64"},
+    {"packed": True, "layout": "bshd", "ids": "int64", "d": 128, "rotary": 64}, {"packed": True},
+    {"ids": "int64"}, {"ids": "int32"}, {"ids": "shared"}, {"ids": "int64", "s": 0}, {"batched": True},
+    {"batched": True, "layout": "bshd", "alone": True}, {"table_dtype": "like"}, {"table_dtype": "like", "ids": "int64"},
+    {"stride": "transposed"}, {"stride": "padded"}, {"stride": "sparse"}, {"far": True, "s": 40},
+)
+CASES: tuple[dict[str, Any], ...] = (*_PLAIN, *({**case, "style": "interleaved"} for case in _PLAIN))
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    def wrong(name: str, want: str, got: Any, code: Code = Code.DIM_MISMATCH) -> InvalidCall:
+        return InvalidCall.of("rope", Reason(code, want, got, name))
+
+    head_dim, half, stated = facts["head_dim"], facts["half"], facts["rotary_dim"]
+    if stated is not None and (stated > head_dim or stated % 2):
+        raise wrong("rotary_dim", f"even and at most {head_dim}, the head_dim", stated, Code.VALUE_OUT_OF_RANGE)
+    if 2 * half != (head_dim if stated is None else stated):
+        want = f"{(head_dim if stated is None else stated) // 2}, one for each pair"
+        hint = "; to turn only a part of each head, state rotary_dim" if stated is None and 2 * half < head_dim else ""
+        hint += "; of tables whose columns come twice pass the first half" if 2 * half > head_dim else ""
+        raise wrong("cos.shape[-1]", want + hint, half)
+    batch_shape = tuple(values["q"].shape[:-3])
+    ids = values["position_ids"]
+    if ids is None:
+        if facts["positions"] != facts["seq"]:
+            raise wrong("cos.shape[-2]", f"{facts['seq']}, one row for each token; to use a table pass position_ids",
+                        facts["positions"])
+        _fits_batch("cos", tuple(values["cos"].shape[:-2]), batch_shape)
+        return
+    if facts["cos.ndim"] != 2:
+        raise wrong("cos", "a table (max_positions, half) where position_ids are given", str(tuple(values["cos"].shape)))
+    _fits_batch("position_ids", tuple(ids.shape[:-1]), batch_shape)
+    if facts["tensor_kind"] == "plain" and ids.device.type != "meta" and not facts["graph"] and ids.numel():
+        low, high = (int(n) for n in torch.aminmax(ids))
+        if low < 0 or high >= facts["positions"]:
+            raise wrong("position_ids", f"between 0 and {facts['positions'] - 1}, the last row of cos",
+                        f"{low} to {high}", Code.VALUE_OUT_OF_RANGE)
+
+
+def _fits_batch(name: str, lead: tuple[int, ...], batch_shape: tuple[int, ...]) -> None:
+    if lead not in ((), batch_shape) and not (len(lead) == len(batch_shape) and lead == (1,)):
+        raise InvalidCall.of("rope", Reason(
+            Code.DIM_MISMATCH, f"{batch_shape} like q's batch, (1,) or none" if batch_shape else "without a batch, like q",
+            str(lead), f"{name}'s leading shape"))
+
+
+OP = Op(
+    name="rope", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
+                         "float64": (1e-10, 1e-10)}),
+    variant="layout",
+    shapes={
+        "bhsd": {"q": "*batch heads seq head_dim", "k": "*batch kv_heads seq head_dim",
+                 "cos": "*cos_batch positions half", "sin": "*cos_batch positions half",
+                 "position_ids": "*ids_batch seq"},
+        "bshd": {"q": "*batch seq heads head_dim", "k": "*batch seq kv_heads head_dim",
+                 "cos": "*cos_batch positions half", "sin": "*cos_batch positions half",
+                 "position_ids": "*ids_batch seq"},
+    },
+    returns={"bhsd": ("*batch heads seq head_dim", "*batch kv_heads seq head_dim"),
+             "bshd": ("*batch seq heads head_dim", "*batch seq kv_heads head_dim")},
+    same_dtype=("q", "k"), exact=("head_dim", "half", "rotary_dim"),
+    requires=(
+        dtypes(*FLOATS), one_of("q.ndim", 3, 4, code=Code.WRONG_NDIM), one_of("cos.ndim", 2, 3, code=Code.WRONG_NDIM),
+        one_of("position_ids.ndim", None, 1, 2, code=Code.WRONG_NDIM),
+        dtypes(*FLOATS, of="cos.dtype"), dtypes(*FLOATS, of="sin.dtype"),
+        one_of("position_ids.dtype", None, "int32", "int64", code=Code.DTYPE_UNSUPPORTED),
+        at_least("half", 1, Code.VALUE_OUT_OF_RANGE), at_least("rotary_dim", 2, Code.VALUE_OUT_OF_RANGE),
+    ),
+    # Of q alone: k may be absent, and has fewer heads where it is not.
+    flops="6 * batch * heads * seq * half", bytes="2 * itemsize * batch * heads * seq * head_dim",
+    differentiable=("q", "k", "cos", "sin"), extra_check=extra_check, outputs="Tensor[]",
+)

@@ -1,0 +1,151 @@
+"""Which path through a tree of drafted tokens the target model accepts, and the one token that follows it.
+
+Multi-round rejection sampling, as in SpecInfer: at a node with the target's distribution p and children drafted from
+q, one child after another, in the order of their index, is accepted with probability min(1, p(x) / q(x)). Each
+rejection leaves p = max(p - q, 0), normalised, for the next child; when all are rejected the token is drawn from
+what is left, and the path ends. The result is distributed as the target: lz.speculative_verify shows that accepting
+x ~ q, or else drawing from the residual p', is a draw from p. Here the draw from p' is itself made so, with the next
+child, and by induction over the children, last to first, it is one; by induction over the depth the whole path is.
+
+That needs each child to be drawn from q independently of its siblings, or `without_replacement`: then q is, after each
+rejection, what it was without that token, normalised. Without draft_probs the children are taken as certain (the
+draft's top tokens, say): a child is accepted with probability p(x), and its rejection takes x out of p.
+
+- Node i has the parent parents[i] < i; -1 is the root, the last token decided. A node whose parent does not come before
+  it, or whose token is outside the vocabulary, is never accepted, so trees of one batch may be padded.
+- Row 0 of target_probs and draft_probs (batch, nodes + 1, vocab) belongs to the root, row i + 1 to node i: the
+  distribution of the token after it. Rows of leaves in draft_probs are not read.
+- Random numbers as in lz.sample, nodes + 1 for each row: one for each node, and the last for the draw.
+
+Returns the accepted tokens (batch, nodes) padded with -1, their nodes likewise, how many they are, and the token after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code
+from ..spec.rules import at_least, dtypes, equals, one_of
+from .formulas import FLOATS
+from .sampling_formulas import draw, normalised, one_hot, possible, random_numbers, residual
+
+INTEGERS = ("int32", "int64")
+
+
+def reference(
+    draft_tokens: Tensor, parents: Tensor, draft_probs: Tensor | None, target_probs: Tensor,
+    uniforms: Tensor | None = None, *, without_replacement: bool = False, seed: int | None = None,
+    seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(accepted tokens, their nodes, their number, the token that follows) for each row's tree."""
+    batch, count = draft_tokens.shape
+    vocab = target_probs.shape[-1]
+    uniform = random_numbers(batch, count + 1, draft_tokens.device, uniforms, seed, seed_rows, offset, generator)
+    tokens = torch.full_like(draft_tokens, -1, dtype=torch.int64)
+    nodes = tokens.clone()
+    number = torch.zeros((batch, 1), dtype=torch.int64, device=draft_tokens.device)
+    at = torch.full_like(number, -1)           # the node accepted last
+    p = normalised(possible(target_probs[:, 0], uniform.dtype))
+    q = None if draft_probs is None else normalised(possible(draft_probs[:, 0], uniform.dtype))
+    for i in range(count):
+        token = draft_tokens[:, i:i + 1].to(torch.int64)
+        asked = (parents[:, i:i + 1] == at) & (token >= 0) & (token < vocab)
+        column = torch.where(asked, token, 0)
+        drafted = one_hot(column, p) if q is None else q
+        accept = asked & (uniform[:, i:i + 1] * drafted.gather(1, column) < p.gather(1, column))
+        reject = asked & ~accept
+        left = normalised(residual(p, drafted))
+        below = normalised(possible(target_probs[:, i + 1], uniform.dtype))
+        p = torch.where(accept, below, torch.where(reject, left, p))
+        if draft_probs is not None and q is not None:
+            fewer = normalised(q.scatter(1, column, 0.0)) if without_replacement else q
+            q = torch.where(accept, normalised(possible(draft_probs[:, i + 1], uniform.dtype)),
+                            torch.where(reject, fewer, q))
+        place = torch.where(accept, number, count)                         # one column more takes what is not accepted
+        tokens = torch.nn.functional.pad(tokens, (0, 1)).scatter(1, place, token)[:, :count]
+        nodes = torch.nn.functional.pad(nodes, (0, 1)).scatter(1, place, i)[:, :count]
+        number = number + accept.to(torch.int64)
+        at = torch.where(accept, i, at)
+    following = torch.where(p.sum(-1, keepdim=True) > 0, draw(p, uniform[:, -1:]), -1)
+    return tokens.contiguous(), nodes.contiguous(), number[:, 0], following[:, 0]
+
+
+def meta(draft_tokens: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens = torch.empty_like(draft_tokens, dtype=torch.int64, memory_format=torch.contiguous_format)
+    one = tokens.new_empty(len(tokens))
+    return tokens, torch.empty_like(tokens), one, torch.empty_like(one)
+
+
+TREES: dict[str, tuple[int, ...]] = {
+    "two_by_two": (-1, -1, 0, 0, 1, 1), "chain": (-1, 0, 1, 2), "fan": (-1, -1, -1, -1, -1), "none": (), "one": (-1,),
+    "mixed": (-1, 0, -1, 0, 1, 1, 2, 4, 4, 7), "disordered": (-1, 3, 0, -1, 2, 9),
+}
+
+
+def inputs(
+    batch: int = 6, tree: str = "two_by_two", vocab: int = 13, alike: float = 0.7, certain: bool = False,
+    without_replacement: bool = False, random: str = "uniforms", special: str = "", dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    gen = torch.Generator("cpu").manual_seed(seed)
+    parents = TREES[tree]
+    count = len(parents)
+    draft = torch.randn((batch, count + 1, vocab), generator=gen)
+    target = (alike * draft + (1 - alike) * torch.randn(draft.shape, generator=gen) * 2).softmax(-1)
+    draft = draft.softmax(-1)
+    tokens = torch.zeros((batch, count), dtype=torch.int64)
+    for i, parent in enumerate(parents):
+        q = draft[:, parent + 1 if parent < i else 0].clone()
+        if without_replacement:
+            for j in range(i):
+                if parents[j] == parent:
+                    q.scatter_(1, tokens[:, j:j + 1], 0.0)
+        tokens[:, i] = torch.multinomial(q, 1, generator=gen)[:, 0]
+    if special == "padded":
+        tokens[::2, -2:] = -1
+    elif special == "masked":
+        target[::2] = 0.0
+    elif special == "greedy":
+        target = torch.nn.functional.one_hot(target.argmax(-1), vocab).float()
+    above = torch.tensor(parents, dtype=torch.int64, device=device)
+    given: dict[str, Any] = {
+        "draft_tokens": tokens.to(device), "parents": above.expand(batch, -1),
+        "draft_probs": None if certain else draft.to(device=device, dtype=dtype),
+        "target_probs": target.to(device=device, dtype=dtype), "without_replacement": without_replacement}
+    if random == "uniforms":
+        given["uniforms"] = torch.rand((batch, count + 1), generator=gen).to(device)
+    else:
+        given |= {"seed": 1234 + seed, "offset": 5}
+    return given
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"batch": 1}, {"batch": 0}, {"tree": "none"}, {"tree": "one"}, {"tree": "chain", "alike": 1.0}, {"tree": "fan"},
+    {"tree": "fan", "without_replacement": True}, {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
+    {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16}, {"special": "padded"},
+    {"special": "masked"}, {"special": "greedy", "alike": 0.9}, {"random": "seed"}, {"vocab": 5003, "batch": 2},
+    {"without_replacement": True, "alike": 0.9, "batch": 16},
+)
+
+OP = Op(
+    name="speculative_verify_tree", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens are equal or wrong
+    main="target_probs",
+    shapes={"target_probs": "batch positions vocab", "draft_tokens": "batch nodes", "parents": "batch nodes",
+            "draft_probs": "batch positions vocab", "uniforms": "batch positions", "seed_rows": "batch"},
+    returns=("batch nodes", "batch nodes", "batch", "batch"),
+    derived={"target_positions_beyond_nodes": "positions - nodes"},
+    requires=(
+        dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),
+        equals("target_positions_beyond_nodes", 1, Code.DIM_MISMATCH),
+        one_of("draft_tokens.dtype", *INTEGERS, code=Code.DTYPE_UNSUPPORTED),
+        one_of("parents.dtype", *INTEGERS, code=Code.DTYPE_UNSUPPORTED),
+        one_of("draft_probs.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+        one_of("uniforms.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+        one_of("seed_rows.dtype", None, *INTEGERS, code=Code.DTYPE_UNSUPPORTED)),
+    flops="8 * batch * positions * vocab", bytes="2 * itemsize * batch * positions * vocab", outputs="Tensor[]",
+)

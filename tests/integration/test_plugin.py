@@ -82,8 +82,8 @@ def test_an_installed_plugin_is_found(tmp_path):
     found = run(ASK, tmp_path / "site")
     assert found["right"] and found["torch_op"] and not found["at_import"], "imported when first needed"
     assert found["kernels"][:2] == ["example.addcmul", "example.rms_norm"] and found["kernels"][2] != "example.rms_norm"
-    assert found["origins"] == {name: "lz-plugin-example 1.0" for name in
-                                ("scale_shift", "example.addcmul", "example.rms_norm")}
+    assert found["origins"] == dict.fromkeys(("scale_shift", "example.addcmul", "example.rms_norm"),
+                                             "lz-plugin-example 1.0")
     assert found["calls"] == {"example.addcmul": 4} and found["notes"] == ["version 1.0"] and found["refused"] == {}
 
 
@@ -170,12 +170,14 @@ def test_the_package_says_in_its_project_file_what_the_tests_install():
         assert line in text.splitlines()
 
 
-@pytest.mark.skipif(shutil.which("pip") is None and not (Path(sys.executable).parent / "pip").exists(), reason="needs pip")
+@pytest.mark.skipif(shutil.which("pip") is None and not (Path(sys.executable).parent / "pip").exists(),
+                    reason="needs pip")
 def test_pip_installs_the_example(tmp_path):
     """The same with a real installer, where its build backend is here already."""
     source = tmp_path / "source"
     shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index",
+    done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
+                           "--no-index",
                            "--disable-pip-version-check", "-t", str(tmp_path / "site"), str(source)],
                           capture_output=True, text=True, timeout=120)
     if done.returncode != 0 and "setuptools" in done.stderr:

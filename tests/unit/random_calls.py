@@ -78,7 +78,8 @@ def attention(rng: Any) -> Call:
     kwargs: dict[str, Any] = {}
     if rng.random() < 0.3:
         shape = tuple(n if rng.random() < 0.6 else 1 for n in (b, hq, sq, sk))[rng.randrange(4):]
-        kwargs["attn_mask"] = maybe_grad(rng, tensor(rng, shape, rng.choice((torch.bool, dtype, torch.float32)), "plain"))
+        kwargs["attn_mask"] = maybe_grad(rng, tensor(rng, shape, rng.choice((torch.bool, dtype, torch.float32)),
+                                                     "plain"))
     for name, values in (("dropout_p", (0.0, 0, 0.1, 1.0, 1.5, -0.5, float("nan"))), ("is_causal", (True, False)),
                          ("scale", (None, 0.5, 1)), ("enable_gqa", (True, False)), ("window_left", (-2, -1, 0, 1, 8)),
                          ("causal_align", (None, "top_left", "bottom_right")), ("window_right", (-1, 0, 5)),
@@ -157,7 +158,8 @@ def synthetic_op(rng: Any) -> Call:
                          ("groups", (1, 2, 4))):
         if rng.random() < 0.4:
             kwargs[name] = rng.choice(values)
-    return (maybe_grad(rng, tensor(rng, shape, dtype)), maybe_grad(rng, tensor(rng, (*lead, seq, depth), dtype))), kwargs
+    x, y = tensor(rng, shape, dtype), tensor(rng, (*lead, seq, depth), dtype)
+    return (maybe_grad(rng, x), maybe_grad(rng, y)), kwargs
 
 
 MAKERS: dict[str, Callable[[Any], Call]] = {

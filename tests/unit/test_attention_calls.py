@@ -1,4 +1,4 @@
-"""Calls of lz.attention as users write them: the right answer in every form, or the right reason, never a wrong answer."""
+"""Calls of lz.attention as users write them: the right answer in every form, or the right reason."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_every_broadcast_of_a_mask(shape, kind):
     check(q, k, v, mask if kind == "float" else mask > -0.5)
 
 
-@pytest.mark.parametrize("shape", [(3,), (7, 5), (2, 7), (5, 1, 7), (3, 1, 5, 7), (2, 3, 5, 7), (1, 2, 4, 5, 7), (0,), (5, 6)])
+@pytest.mark.parametrize("shape", [(3,), (7, 5), (2, 7), (5, 1, 7), (3, 1, 5, 7), (2, 3, 5, 7), (1, 2, 4, 5, 7), (0,),
+                                   (5, 6)])
 def test_a_mask_that_does_not_broadcast_is_named(shape):
     q, k, v = qkv(5, 7, heads=4, batch=2)
     check(q, k, v, torch.ones(5, 7, dtype=torch.bool))
@@ -102,7 +103,8 @@ def test_a_mask_that_does_not_broadcast_is_named(shape):
     assert str(shape) in str(error) and "(2, 4, 5, 7)" in str(error)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64, torch.float64, torch.float16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64, torch.float64, torch.float16,
+                                   torch.complex64])
 def test_a_mask_of_the_wrong_type_is_named(dtype):
     q, k, v = qkv()
     error = refused(q, k, v, torch.ones(8, 8, dtype=dtype))
@@ -171,14 +173,15 @@ def test_slopes_of_the_wrong_shape_are_named(wrong):
 
 
 @pytest.mark.parametrize("extra", [
-    {}, {"is_causal": True}, {"window_left": 2}, {"softcap": 3.0}, {"scale": 0.2}, {"alibi_slopes": torch.tensor([1.0, 0.5])},
+    {}, {"is_causal": True}, {"window_left": 2}, {"softcap": 3.0}, {"scale": 0.2}, {"alibi_slopes": torch.tensor([1.0,
+                                                                                                                  0.5])},
     {"attn_mask": torch.randn(5, 9)}, {"causal_align": "bottom_right", "is_causal": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_log_sum_exp(extra, dtype):
     if "attn_mask" in extra:
         extra = {"attn_mask": extra["attn_mask"].to(dtype)}
     extra = {"causal_align": "top_left", **extra}
-    out, lse = check(*qkv(5, 9, dtype=dtype), return_lse=True, **extra)
+    _, lse = check(*qkv(5, 9, dtype=dtype), return_lse=True, **extra)
     assert lse.shape == (1, 2, 5) and lse.dtype == torch.float32
 
 
@@ -386,13 +389,15 @@ def test_mixed_dtypes_are_named_or_cast_where_allowed(world, happened, odd):
     assert refused(*mixed).codes == (Code.MIXED_DTYPES,)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.bool, torch.complex64,
+                                   torch.float8_e4m3fn])
 def test_dtypes_without_attention_are_named(dtype):
     error = refused(*(torch.ones(1, 1, 2, 8).to(dtype) for _ in range(3)))
     assert Code.DTYPE_UNSUPPORTED in error.codes and str(dtype)[6:] in str(error)
 
 
-@pytest.mark.parametrize(("position", "value"), [(0, None), (1, [1.0]), (2, 3), (3, "mask"), (4, "0.1"), (5, "yes"), (6, "1"), (7, 1)])
+@pytest.mark.parametrize(("position", "value"), [(0, None), (1, [1.0]), (2, 3), (3, "mask"), (4, "0.1"), (5, "yes"),
+                                                 (6, "1"), (7, 1)])
 def test_a_wrong_type_names_its_argument(position, value):
     call = [*qkv(), None, 0.0, False, None, True]
     lz.attention(*call)
@@ -453,13 +458,12 @@ def test_vmap(kwargs, in_dims):
 
 @pytest.mark.parametrize("kwargs", [
     {}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}, {"attn_mask": torch.randn(6, 6)},
-    {"window_left": 2}, {"softcap": 4.0}, {"alibi_slopes": torch.tensor([0.5, 0.25])}, {"scale": 0.3}, {"layout": "bshd"}])
+    {"window_left": 2}, {"softcap": 4.0}, {"alibi_slopes": torch.tensor([0.5, 0.25])}, {"scale": 0.3},
+    {"layout": "bshd"}])
 def test_backward_is_that_of_the_formula(kwargs):
     def leaves(dtype):
-        return [t.to(dtype).requires_grad_() for t in qkv(6, heads=2 if kwargs.get("layout") else 2)]
+        return [t.to(dtype).requires_grad_() for t in qkv(6, layout=kwargs.get("layout", "bhsd"))]
 
-    if kwargs.get("layout") == "bshd":
-        kwargs = {**kwargs}
     ours, wide = leaves(torch.float32), leaves(torch.float64)
     out = lz.attention(*ours, **kwargs)
     want = exact(*wide, **kwargs)
@@ -538,7 +542,8 @@ def test_gradients_flow_through_jagged_inputs():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("case", [
-    "mask", "lse", "alibi", "dense key", "three dimensions", "strided nested", "ragged heads", "ragged sequence called heads",
+    "mask", "lse", "alibi", "dense key", "three dimensions", "strided nested", "ragged heads",
+    "ragged sequence called heads",
     "other batch", "value of other lengths", "with holes"])
 def test_nested_forms_that_are_refused(case):
     base, _ = jagged((3, 5))

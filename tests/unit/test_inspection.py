@@ -25,24 +25,24 @@ def jagged():
 
 def served(before, after):
     """(op, kernel) -> how often it was called in between."""
-    return {(op, kernel): n - before.get(op, {}).get(kernel, 0) for op, kernels in after.items() for kernel, n in kernels.items()
-            if n != before.get(op, {}).get(kernel, 0)}
+    counts = {(op, kernel): n for op, kernels in after.items() for kernel, n in kernels.items()}
+    gone = {key: n - before.get(key[0], {}).get(key[1], 0) for key, n in counts.items()}
+    return {key: n for key, n in gone.items() if n}
 
 
 # what is explained is what runs
 
-CALLS = [
-    ("attention", {}), ("attention", {"is_causal": True}), ("attention", {"return_lse": True}),
-    ("attention", {"window_left": 3}), ("attention", {"softcap": 5.0}), ("attention", {"attn_mask": torch.ones(8, 8) > 0}),
-    ("attention", {"attn_mask": torch.randn(8, 8)}), ("attention", {"dropout_p": 0.5}), ("attention", {"backend": "torch.sdpa_math"}),
-    ("attention", {"backend": "reference"}), ("attention", {"policy": {"deterministic": True}}), ("attention", {"scale": 0.25}),
-    ("attention", {"layout": "bshd"}), ("attention", {"alibi_slopes": torch.tensor([0.5, 0.25])}), ("attention", {"policy": {"disabled": True}}),
+ASKED = [
+    {}, {"is_causal": True}, {"return_lse": True}, {"window_left": 3}, {"softcap": 5.0}, {"dropout_p": 0.5}, {"scale": 0.25},
+    {"attn_mask": torch.ones(8, 8) > 0}, {"attn_mask": torch.randn(8, 8)}, {"alibi_slopes": torch.tensor([0.5, 0.25])},
+    {"layout": "bshd"}, {"backend": "torch.sdpa_math"}, {"backend": "reference"}, {"policy": {"deterministic": True}},
+    {"policy": {"disabled": True}},
 ]
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize(("op", "kwargs"), CALLS)
-def test_explain_names_the_kernel_that_then_runs(world, path, op, kwargs, grad):
+@pytest.mark.parametrize("kwargs", ASKED)
+def test_explain_names_the_kernel_that_then_runs(world, path, kwargs, grad, op="attention"):
     tensors = [t.requires_grad_(grad) for t in qkv(8)]
     run = path_of(op, path)
     plan = lz.explain(op, *tensors, **kwargs)
@@ -59,7 +59,9 @@ def test_explain_follows_unusual_calls(world, form):
     q, k, v = qkv(8)
     kwargs = {}
     call = {"2-D": (q[0, 0], k[0, 0], v[0, 0]), "3-D": (q[0], k[0], v[0]), "5-D": (q[None], k[None], v[None]),
-            "double": (q.double(), k.double(), v.double()), "half": (q.half(), k.half(), v.half()), "empty": (q[:0], k[:0], v[:0]),
+            "double": (q.double(), k.double(), v.double()), "half": (q.half(), k.half(), v.half()), "empty": (q[:0],
+                                                                                                              k[:0],
+                                                                                                              v[:0]),
             "decode": qkv(1, 64, heads=4, kv_heads=1), "meta": (q.to("meta"), k.to("meta"), v.to("meta")),
             JAGGED: (jagged(),) * 3, "auto": qkv(8, 9)}[form]
     if form == "auto":
@@ -177,9 +179,9 @@ def test_every_kernel_is_in_the_plan_once_and_thoroughly():
     assert totals == sorted(totals)
 
 
-@pytest.mark.parametrize(("op", "kwargs"), CALLS)
-def test_a_plan_survives_json(op, kwargs):
-    plan = lz.explain(op, *qkv(8), **kwargs)
+@pytest.mark.parametrize("kwargs", ASKED)
+def test_a_plan_survives_json(kwargs):
+    plan = lz.explain("attention", *qkv(8), **kwargs)
     text = json.dumps(plan.to_json())
     again = Plan.from_json(json.loads(text))
     assert again == plan and json.dumps(again.to_json()) == text and str(again) == str(plan)
@@ -255,7 +257,8 @@ def test_asking_about_another_device_changes_nothing_here(world):
 
 
 def test_a_named_kernel_can_be_refused_for_another_device():
-    with pytest.raises(NamedKernelRefused, match=r"torch.sdpa_flash: PLATFORM_MISMATCH: runs on cpu, the tensors are on cuda"):
+    with pytest.raises(NamedKernelRefused,
+                       match=r"torch.sdpa_flash: PLATFORM_MISMATCH: runs on cpu, the tensors are on cuda"):
         lz.select("attention", *qkv(8), on=nvidia(90), backend="torch.sdpa_flash")
     reasons = lz.validate("attention", "torch.sdpa_flash", *qkv(8), on=nvidia(90))
     assert [r.code for r in reasons] == [Code.PLATFORM_MISMATCH]
@@ -302,9 +305,9 @@ def test_unknown_ops_and_kernels_are_named():
         lz.explain("atention", *qkv(8))
     with pytest.raises(ConfigError, match="is not an lz operation"):
         lz.explain(torch.rms_norm, rows())
-    with pytest.raises(ConfigError, match="there is no kernel 'torch.sdpaa'; did you mean 'torch.sdpa'"):
+    with pytest.raises(ConfigError, match=r"there is no kernel 'torch.sdpaa'; did you mean 'torch.sdpa'"):
         lz.validate("attention", "torch.sdpaa", *qkv(8))
-    with pytest.raises(ConfigError, match="torch.sdpa.*attention.*rms_norm"):
+    with pytest.raises(ConfigError, match=r"torch.sdpa.*attention.*rms_norm"):
         lz.validate("rms_norm", "torch.sdpa", rows())
     with pytest.raises(ConfigError, match="there is no op"):
         lz.list_kernels("nothing")
@@ -328,7 +331,8 @@ def test_a_callers_mistake_is_a_reason_too(args, code):
 
 def test_wrong_arguments_are_python_errors():
     for ask in (lz.explain, lz.which, lz.select):
-        with pytest.raises(TypeError, match=r"attention\(\) missing 2 required positional arguments: 'key' and 'value'"):
+        with pytest.raises(TypeError,
+                           match=r"attention\(\) missing 2 required positional arguments: 'key' and 'value'"):
             ask("attention", torch.ones(1, 1, 2, 8))
         with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'causal'"):
             ask("attention", *qkv(8), causal=True)
@@ -352,14 +356,16 @@ def test_nothing_can_serve_names_everything(world):
 
 def test_the_list_has_every_kernel_and_how_it_stands(world):
     listed = lz.list_kernels(device="cpu")
-    assert [row.id for row in listed] == [k.id for name in worlds.current().catalog.ops for k in worlds.current().kernels(name)]
+    assert [row.id for row in listed] == [k.id for name in worlds.current().catalog.ops
+                                          for k in worlds.current().kernels(name)]
     by_id = {row.id: row for row in listed}
     assert by_id["torch.sdpa"].status == "ready" and by_id["torch.sdpa"].reasons == ()
     assert by_id["flash_attn.v2"].status == by_id["flash_attn.v2"].reasons[0].code.value.lower().replace("_", " ")
     assert by_id["torch.sdpa_flash"].requires and "device" in " ".join(by_id["torch.sdpa_flash"].requires)
     assert [row.id for row in lz.list_kernels("rms_norm")] == [k.id for k in worlds.current().kernels("rms_norm")]
     assert json.loads(json.dumps([row.to_json() for row in listed]))[0]["id"] == listed[0].id
-    register(Fake("fake.jit", jit=True), Fake("fake.untested", untested=True), Fake("fake.gpu", package="no_such_package"))
+    register(Fake("fake.jit", jit=True), Fake("fake.untested", untested=True), Fake("fake.gpu",
+                                                                                    package="no_such_package"))
     by_id = {row.id: row for row in lz.list_kernels("rms_norm", device="cpu")}
     assert by_id["fake.jit"].status == "ready, compiles on first use"
     assert by_id["fake.untested"].status == "untested on hardware" and by_id["fake.gpu"].status == "not installed"
@@ -385,7 +391,8 @@ def test_the_doctor(world):
     assert {"configuration", "native fast path"} <= {c.name for c in diagnosis.checks}
     assert diagnosis.devices and diagnosis.versions["torch"] == torch.__version__
     data = json.loads(json.dumps(diagnosis.to_json()))
-    assert data["ok"] == diagnosis.ok == all(c.ok for c in diagnosis.checks) and len(data["checks"]) == len(diagnosis.checks)
+    assert data["ok"] == diagnosis.ok == all(c.ok
+                                             for c in diagnosis.checks) and len(data["checks"]) == len(diagnosis.checks)
     text = str(diagnosis)
     assert all(c.name in text and c.found in text for c in diagnosis.checks)
     for kernel in worlds.current().catalog.kernels:
@@ -413,7 +420,8 @@ def test_the_configuration_says_where_each_setting_comes_from(world):
     assert (inside["source"]["strict_mode"], inside["source"]["deterministic"]) == ("programmatic", "context")
     assert (after["source"]["strict_mode"], after["source"]["deterministic"]) == ("programmatic", "default")
     assert [r["layer"] for r in inside["rules"]] == ["context", "programmatic"] and len(after["rules"]) == 1
-    assert after["rules"][0]["text"] == "deny torch.sdpa for attention when seq_k given and seq_k >= 9 and seq_k other than 9"
+    text = "deny torch.sdpa for attention when seq_k given and seq_k >= 9 and seq_k other than 9"
+    assert after["rules"][0]["text"] == text
     assert len({c["policy_hash"] for c in (plain, inside, after)}) == 3
     assert json.loads(json.dumps(inside))["settings"] == inside["settings"]
     assert lz.explain("attention", *qkv(8)).policy == after["policy_hash"]

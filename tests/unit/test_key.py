@@ -56,7 +56,8 @@ def verdicts(op, call):
 
 def described(call):
     args, kwargs = call
-    shown = [f"{tuple(t.shape)} {t.stride()} {t.dtype} grad={t.requires_grad}" if isinstance(t, torch.Tensor) else repr(t)
+    shown = [f"{tuple(t.shape)} {t.stride()} {t.dtype} grad={t.requires_grad}" if isinstance(t,
+                                                                                             torch.Tensor) else repr(t)
              for t in (*args, *kwargs.values())]
     return "; ".join(f"{name}={text}" for name, text in zip([*(f"#{i}" for i in range(len(args))), *kwargs], shown))
 
@@ -111,7 +112,8 @@ def test_each_rule_alone_is_told_apart(world, rule):
 
 
 @steady
-@given(rng=st.randoms(use_true_random=False), limits=st.lists(st.integers(0, 5000), min_size=1, max_size=80, unique=True))
+@given(rng=st.randoms(use_true_random=False), limits=st.lists(st.integers(0, 5000), min_size=1, max_size=80,
+                                                              unique=True))
 def test_any_number_of_thresholds(world, rng, limits):
     """More tests than one machine word has bits."""
     lz.register(synthetic.OP)
@@ -142,6 +144,7 @@ def test_a_kv_cache_that_grows_inside_a_bucket_keeps_its_key():
 
 def test_a_decode_loop_selects_once_per_bucket(world, happened, path):
     from helpers import of, path_of
+
     from layerzero.spec.event import Selected
 
     run = path_of("attention", path)

@@ -31,7 +31,8 @@ for _ in range(3):
     lz.rms_norm(q)
 check = next(c for c in lz.doctor().checks if c.name == "native fast path")
 close = torch.allclose(out, lz.op("attention").reference(q, q, q), atol=1e-5)
-print(json.dumps({"ok": check.ok, "found": check.found, "hint": check.hint, "right": close, "path": str(native.library_path()),
+print(json.dumps({"ok": check.ok, "found": check.found, "hint": check.hint, "right": close,
+                  "path": str(native.library_path()),
                   "native": type(lz.attention).__name__, "calls": lz.stats().calls["attention"]}))
 """
 
@@ -39,7 +40,8 @@ print(json.dumps({"ok": check.ok, "found": check.found, "hint": check.hint, "rig
 def process(code: str, **environ: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")}
     env["PYTHONPATH"] = str(SOURCES)
-    done = subprocess.run([sys.executable, "-c", code], env={**env, **environ}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], env={**env, **environ}, capture_output=True, text=True,
+                          timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
@@ -104,7 +106,8 @@ def test_a_compiler_that_is_not_there_is_named(folder, monkeypatch):
 
 
 def test_a_compile_error_is_shown(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", script(tmp_path / "cxx", "echo note: nothing >&2; echo 'x.cpp:7: error: no such header' >&2; exit 1"))
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx",
+                                     "echo note: nothing >&2; echo 'x.cpp:7: error: no such header' >&2; exit 1"))
     said = []
     with pytest.raises(ConfigError) as caught:
         native.build(say=said.append)
@@ -148,7 +151,8 @@ def test_a_library_that_does_not_load_is_reported_and_python_serves(tmp_path, mo
         if i in (0, 2):
             continue                           # looked at below, all at once
         found = report(folder)
-        assert not found["ok"] and "does not load" in found["found"] and found["hint"] == "build it again: lz build --force"
+        assert not found["ok"] and "does not load" in found["found"]
+        assert found["hint"] == "build it again: lz build --force"
         assert found["native"] == "function" and found["right"] and sum(found["calls"].values()) == 3
     code = f"""
 import os

@@ -71,7 +71,8 @@ def same(a, b):
         return a == b
     pairs = zip(a[1], b[1]) if isinstance(a[1], tuple) else [(a[1], b[1])]
     return type(a[1]) is type(b[1]) and all(
-        x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs)
+        x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x,
+        y in pairs)
 
 
 def shuffled(rng, found, call):
@@ -240,7 +241,8 @@ def test_how_arguments_are_given_does_not_matter(both):
     assert entry is not None
     for args, kwargs in [((q, k, v), {"is_causal": True}), ((), {"value": v, "key": k, "query": q, "is_causal": True}),
                          ((q, k), {"value": v, "is_causal": True, "layout": built("bhsd"), "window_left": -1}),
-                         ((q, k, v), {built("is_causal"): True, built("dropout_p"): 0.0}), ((q, k, v, None, 0, True), {})]:
+                         ((q, k, v), {built("is_causal"): True, built("dropout_p"): 0.0}), ((q, k, v, None, 0, True),
+                                                                                            {})]:
         assert found.native.compiled.lookup(*args, **kwargs) is entry
         assert torch.equal(found.public(*args, **kwargs), out)
 
@@ -257,17 +259,21 @@ class Strange(torch.Tensor):
 
 WRONG = [
     ((), {}), ((1,), {}), ((1, 2), {}), (("q", "k", "v"), {}), ((0, 1, 2), {"query": 0}), ((0, 1, 2), {"quary": 0}),
-    ((0, 1, 2, None, 0.0, False, None, True, "top_left"), {}), ((0, 1, 2), {"is_causal": 1}), ((0, 1, 2), {"is_causal": None}),
+    ((0, 1, 2, None, 0.0, False, None, True, "top_left"), {}), ((0, 1, 2), {"is_causal": 1}), ((0, 1, 2),
+                                                                                               {"is_causal": None}),
     ((0, 1, 2), {"window_left": True}), ((0, 1, 2), {"window_left": 1.5}), ((0, 1, 2), {"window_left": -2}),
     ((0, 1, 2), {"window_left": np.int64(3)}), ((0, 1, 2), {"dropout_p": "0"}), ((0, 1, 2), {"dropout_p": True}),
     ((0, 1, 2), {"dropout_p": 1.5}), ((0, 1, 2), {"dropout_p": float("nan")}), ((0, 1, 2), {"softcap": -1}),
-    ((0, 1, 2), {"scale": "1"}), ((0, 1, 2), {"scale": True}), ((0, 1, 2), {"layout": "sbhd"}), ((0, 1, 2), {"layout": None}),
+    ((0, 1, 2), {"scale": "1"}), ((0, 1, 2), {"scale": True}), ((0, 1, 2), {"layout": "sbhd"}), ((0, 1, 2),
+                                                                                                 {"layout": None}),
     ((0, 1, 2), {"layout": 3}), ((0, 1, 2), {"layout": []}), ((0, 1, 2), {"causal_align": "middle"}),
     ((0, 1, 2), {"causal_align": []}), ((0, 1, None), {}), ((0, 1, 2, [1]), {}), ((0, 1, 2, "int"), {}),
     ((0, 1, 2, "mask", 0.0, True), {}), ((0, "long", 2), {}), ((0, "wide", "wide"), {}), ((0, "half", 2), {}),
-    ((0, "meta", 2), {}), ((0, 1, "meta"), {}), ((0, "flat", 2), {}), (("scalar", 1, 2), {}), ((0, 1, 2, "badmask"), {}),
+    ((0, "meta", 2), {}), ((0, 1, "meta"), {}), ((0, "flat", 2), {}), (("scalar", 1, 2), {}), ((0, 1, 2, "badmask"),
+                                                                                               {}),
     ((0, 1, 2), {"alibi_slopes": "mask"}), ((0, 1, 2), {"backend": "nobody"}), ((0, 1, 2), {"backend": 3}),
-    ((0, 1, 2), {"policy": 3}), ((0, 1, 2), {"return_lse": 0}), (("ints", "ints", "ints"), {}), ((0, "three", "three"), {}),
+    ((0, 1, 2), {"policy": 3}), ((0, 1, 2), {"return_lse": 0}), (("ints", "ints", "ints"), {}), ((0, "three", "three"),
+                                                                                                 {}),
     ((0, "two", "two"), {"enable_gqa": False}),
 ]
 
@@ -275,7 +281,8 @@ WRONG = [
 def materialised(value):
     q, k, v = qkv(heads=4)
     makers = {0: q, 1: k, 2: v, "int": torch.ones(8, 8, dtype=torch.int32), "mask": torch.ones(8, 8, dtype=torch.bool),
-              "long": torch.randn(1, 4, 9, 16), "wide": torch.randn(1, 4, 8, 17), "half": k.half(), "meta": k.to("meta"),
+              "long": torch.randn(1, 4, 9, 16), "wide": torch.randn(1, 4, 8, 17), "half": k.half(),
+              "meta": k.to("meta"),
               "flat": k[0], "scalar": torch.tensor(1.0), "badmask": torch.ones(3, 8, dtype=torch.bool), "ints": q.int(),
               "three": torch.randn(1, 3, 8, 16), "two": torch.randn(1, 2, 8, 16)}
     return makers[value] if isinstance(value, (int, str)) and not isinstance(value, bool) and value in makers else value
@@ -493,7 +500,8 @@ def test_hits_leak_no_references(both):
     lz.register(kernel)
     lz.unlock()
     mode, gain = built("wide"), 0.125
-    watched = [x, y, mask, answer, mode, gain, found.op.by_name["eps"].default, kernel, found.public, found.recover, None]
+    watched = [x, y, mask, answer, mode, gain, found.op.by_name["eps"].default, kernel, found.public, found.recover,
+               None]
 
     def calls(n):
         for _ in range(n):
@@ -558,7 +566,7 @@ def test_an_exception_keeps_its_traceback(both, path_name):
     lz.configure(breaker_threshold=10**9)
     run = getattr(both("rms_norm"), path_name)
     for _ in range(3):
-        with pytest.raises(KernelFailed, match="fake.deep") as caught:
+        with pytest.raises(KernelFailed, match=r"fake.deep") as caught:
             run(rows())
         cause = caught.value.__cause__
         assert str(cause) == "boom"

@@ -59,3 +59,24 @@ def test_every_kernel_in_the_catalog() -> None:
             facts = {**here.device("cpu").facts(), **read(op, values)}
             want = [i for i, k in enumerate(kernels) if not list(k.reasons(facts))]
             assert verdicts(facts) == want
+
+
+def test_the_generated_reader_says_what_the_careful_one_says() -> None:
+    """For every case of every op: the same facts, or nothing where the call is not an ordinary one."""
+    from layerzero.runtime.dispatch import dispatchers, function
+    here = world.current()
+    ordinary = 0
+    for op in here.catalog.ops.values():
+        function(op)
+        found = dispatchers[op.name]
+        found._ready()
+        if op.read is not None or found.program is None:
+            continue
+        for case in op.cases:
+            given_values = op.inputs(**case, dtype=torch.float32, device="cpu", seed=1)
+            values = {p.name: given_values.get(p.name, p.default) for p in op.params}
+            quick = found.facts_of(*values.values())
+            if quick is not None:
+                ordinary += 1
+                assert quick == read(op, values, found.program.needed), (op.name, case)
+    assert ordinary > 100

@@ -269,7 +269,8 @@ def test_a_kernel_of_an_unknown_op_is_refused(world, example):
     assert worlds.current() is before
 
 
-@pytest.mark.parametrize(("fact", "near"), [("hidde", "hidden"), ("wieght.dtype", "weight.dtype"), ("x.strides", "x.stride_last"),
+@pytest.mark.parametrize(("fact", "near"), [("hidde", "hidden"), ("wieght.dtype", "weight.dtype"), ("x.strides",
+                                                                                                    "x.stride_last"),
                                             ("divice", "device")])
 def test_an_unknown_fact_is_refused_and_the_nearest_named(fact, near):
     with pytest.raises(SpecError, match=rf"'mine.typo'.*{fact}.*did you mean '{near}'"):
@@ -279,7 +280,8 @@ def test_an_unknown_fact_is_refused_and_the_nearest_named(fact, near):
 def test_an_unknown_fact_deep_inside_a_rule_is_refused():
     from layerzero.spec.rules import any_of, when
     with pytest.raises(SpecError, match="no_such_thing"):
-        kernel("mine.deep", lambda x: x, requires=(any_of(off("grad"), when(off("grad"), at_most("no_such_thing", 1))),))
+        kernel("mine.deep", lambda x: x, requires=(any_of(off("grad"), when(off("grad"), at_most("no_such_thing",
+                                                                                                 1))),))
 
 
 @pytest.mark.parametrize(("run", "said"), [
@@ -297,7 +299,8 @@ def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, happened, 
 
 
 @pytest.mark.parametrize(("declared", "said"), [
-    ({"prior": 0.0}, "prior must be > 0"), ({"prior": -1.0}, "prior must be > 0"), ({"workspace": "hidden *"}, "does not parse"),
+    ({"prior": 0.0}, "prior must be > 0"), ({"prior": -1.0}, "prior must be > 0"), ({"workspace": "hidden *"},
+                                                                                    "does not parse"),
     ({"workspace": "hiden * 2"}, "hiden"), ({"workspace": "hidden.real"}, "Attribute")])
 def test_a_declaration_that_contradicts_itself_is_refused(declared, said):
     with pytest.raises((RegistrationError, SpecError), match=said):
@@ -311,7 +314,7 @@ def test_other_things_are_refused(world, thing):
 
 
 def test_what_is_not_there_cannot_go(world):
-    with pytest.raises(RegistrationError, match="nothing is registered as 'mine.ghost'"):
+    with pytest.raises(RegistrationError, match=r"nothing is registered as 'mine.ghost'"):
         lz.unregister("mine.ghost")
 
 
@@ -360,11 +363,13 @@ def test_attention_takes_kernels_from_outside_too(world, path):
     def mean(query, key, value, attn_mask=None):
         return value.mean(2, keepdim=True).expand(*query.shape[:3], value.shape[3])
 
-    lz.register(kernel("mine.mean", mean, op=ATTENTION, variants=("bhsd",), requires=(off("is_causal"), off("return_lse"))))
+    lz.register(kernel("mine.mean", mean, op=ATTENTION, variants=("bhsd",), requires=(off("is_causal"),
+                                                                                      off("return_lse"))))
     q, k, v = qkv()
     run = path_of("attention", path)
     for _ in range(2):
         torch.testing.assert_close(run(q, k, v), v.mean(2, keepdim=True).expand_as(v))
         swapped = run(*(t.transpose(1, 2) for t in (q, k, v)), layout="bshd")
         torch.testing.assert_close(swapped.transpose(1, 2), v.mean(2, keepdim=True).expand_as(v))
-    torch.testing.assert_close(run(q, k, v, is_causal=True), ATTENTION.reference(q, k, v, is_causal=True), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run(q, k, v, is_causal=True), ATTENTION.reference(q, k, v, is_causal=True), rtol=1e-4,
+                               atol=1e-5)

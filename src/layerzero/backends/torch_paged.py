@@ -22,16 +22,15 @@ from ..ops.formulas import FLOATS, position_terms
 from ..ops.mla_paged_attention import OP as mla_paged_attention
 from ..ops.paged_attention import OP as paged_attention
 from ..ops.paged_attention import dequantized
-from ..ops.paged_formulas import gather, spans
+from ..ops.paged_formulas import Part, gather, grouped, joined, spans, ungrouped
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ..spec.rules import Condition, absent, any_of, at_least, device, dtypes, equals, off, unit_stride
 
 PIECE = 1 << 21            # bytes of keys and values gathered at a time: about a core's cache
 IN_PLACE = 1 << 19         # neighbouring pages of this many bytes on average are worth a call of their own
+BLOCK = 512                # queries at a time under a window, of whose keys all see the most
 FEW_ROWS = 32              # query rows per KV head up to which reading the cache is the cost; beyond, computing is
-
-Part = tuple[Tensor, Tensor]                   # output and log-sum-exp: (kv_heads, rows, dim), (kv_heads, rows)
 
 
 def _flash_entry() -> Callable[..., Any]:
@@ -76,28 +75,19 @@ def gathered(
         if explicit:
             out[rows], lse[rows] = _explicit(query[rows], key, value, hidden, scale, softcap)
         else:
-            q = _grouped(query[rows], key.shape[1])
+            q = grouped(query[rows], key.shape[1])
             k, v = (t.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for t in (key, value))
             found = scaled_dot_product_attention(q, k, v, None if hidden is None else ~hidden, 0.0, square, scale=scale)
-            out[rows] = _ungrouped(found)
+            out[rows] = ungrouped(found)
         if is_causal and count > s.length:                     # torch's kernels do not agree on a row that sees no key
             out[s.first:s.last - s.length] = 0
     return (out, lse) if return_lse else out
 
 
-def _grouped(q: Tensor, kv_heads: int) -> Tensor:
-    """(tokens, heads, dim) as (kv_heads, group, tokens, dim): KV heads as batch, so that torch need not know groups."""
-    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-
-
-def _ungrouped(t: Tensor) -> Tensor:
-    return t.permute(2, 0, 1, 3).flatten(1, 2)
-
-
 def _explicit(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scale: float | None,
               softcap: float) -> Part:
     """Softmax spelled out, with the query heads of one KV head as rows of one matrix product."""
-    q = _grouped(query, key.shape[1])
+    q = grouped(query, key.shape[1])
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.flatten(1, 2) @ key.permute(1, 2, 0)).unflatten(1, q.shape[1:3]).to(wide)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -108,7 +98,7 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, 
     lse = torch.logsumexp(scores, -1, keepdim=True)
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)).to(q.dtype)
     out = (weights.flatten(1, 2) @ value.transpose(0, 1)).unflatten(1, q.shape[1:3])
-    return _ungrouped(out), _ungrouped(lse)[..., 0]
+    return ungrouped(out), ungrouped(lse)[..., 0]
 
 
 # pieces: CPU
@@ -140,7 +130,7 @@ class _Heads:
                 and self.key.is_contiguous() and self.value.is_contiguous())
 
     def take(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = (c.index_select(0, pages).to(self.dtype) for c in (self.key, self.value))
+        key, value = (_cast(cache.index_select(0, pages), self.dtype) for cache in (self.key, self.value))
         return self._by_head(key), self._by_head(value)
 
     def at(self, first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -152,6 +142,14 @@ class _Heads:
         if self.layout == "NHD":
             return pages.flatten(0, 1).transpose(0, 1)[None]
         return pages[0][None] if pages.shape[0] == 1 else pages.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _cast(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch converts float8 one number at a time on the CPU, so it is looked up: there are 256 of them."""
+    if stored.dtype.itemsize > 1 or not stored.is_floating_point():
+        return stored.to(dtype)
+    table = torch.arange(256, dtype=torch.uint8).view(stored.dtype).to(dtype)
+    return table.index_select(0, stored.view(torch.uint8).flatten().to(torch.int32)).view(stored.shape)
 
 
 @dataclass(frozen=True)
@@ -206,19 +204,6 @@ def _runs(source: _Heads, pages: Tensor) -> list[int]:
     return [0, *(1 + (pages[1:] != pages[:-1] + 1).nonzero().flatten()).tolist()]
 
 
-def _joined(parts: list[Part]) -> Part:
-    """Attention over all keys from attention over each part of them."""
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([lse for _, lse in parts])
-    total = torch.logsumexp(lses, 0)
-    weights = torch.exp(lses - total)
-    out = torch.zeros_like(parts[0][0], dtype=lses.dtype)
-    for (part, _), weight in zip(parts, weights):
-        out.addcmul_(part.to(lses.dtype), weight[..., None])
-    return out, total
-
-
 def _attend(flash: Callable[..., Any], source: Source, q: Tensor, row: Tensor, length: int, is_causal: bool,
             window_left: int, scale: float | None) -> Part:
     """One sequence: q is (tokens, heads, dim), every row sees a key; output and log-sum-exp in that order of rows.
@@ -227,22 +212,22 @@ def _attend(flash: Callable[..., Any], source: Source, q: Tensor, row: Tensor, l
     keys under torch's own causal flag. Only a window over several queries needs a mask.
     """
     count = q.shape[0]
-    grouped = _grouped(q, source.kv_heads)
-    rows = grouped.flatten(1, 2)[None]
+    heads = grouped(q, source.kv_heads)
+    rows = heads.flatten(1, 2)[None]
     whole = rows.shape[2] > FEW_ROWS
     start = max(0, length - count - window_left) if window_left >= 0 else 0
 
     def shared(t: Tensor) -> Tensor:
-        return t[0][:, None].expand(-1, grouped.shape[1], -1, -1)
+        return t[0][:, None].expand(-1, heads.shape[1], -1, -1)
 
     parts: list[Part] = []
     if window_left >= 0 and count > 1:
-        _, hidden = position_terms(count, length, is_causal, "bottom_right", window_left, -1, None, q.device)
+        _, hidden = position_terms(count, length - start, is_causal, "bottom_right", window_left, -1, None, q.device)
         assert hidden is not None
         mask = torch.zeros(hidden.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         mask = mask.masked_fill_(hidden, -math.inf)
         ((key, value),) = _reads(source, row, start, length, True)
-        out, lse = flash(grouped, shared(key), shared(value), 0.0, False, attn_mask=mask[:, start:], scale=scale)
+        out, lse = flash(heads, shared(key), shared(value), 0.0, False, attn_mask=mask, scale=scale)
         parts.append((out.flatten(1, 2), lse.flatten(1)))
     else:
         square = count if is_causal and count > 1 else 0
@@ -252,11 +237,11 @@ def _attend(flash: Callable[..., Any], source: Source, q: Tensor, row: Tensor, l
                 parts.append((out[0], lse[0]))
         if square:
             ((key, value),) = _reads(source, row, length - square, length, True)
-            out, lse = flash(grouped, shared(key), shared(value), 0.0, True, scale=scale)
+            out, lse = flash(heads, shared(key), shared(value), 0.0, True, scale=scale)
             parts.append((out.flatten(1, 2), lse.flatten(1)))
-    out, lse = _joined(parts)
-    shape = grouped.shape[1:3]
-    return _ungrouped(out.unflatten(1, shape)), _ungrouped(lse.unflatten(1, shape)[..., None])[..., 0]
+    out, lse = joined(parts)
+    shape = heads.shape[1:3]
+    return ungrouped(out.unflatten(1, shape)), ungrouped(lse.unflatten(1, shape)[..., None])[..., 0]
 
 
 @torch.no_grad()                               # the entry's log-sum-exp, by which pieces are joined, has no gradient
@@ -272,9 +257,13 @@ def _by_pieces(op: str, source: Source, query: Tensor, block_table: Tensor, cont
     out, lse = _blank(query, query.shape[2])
     for i, s in enumerate(sequences):
         first = max(s.first, s.last - s.length) if is_causal else s.first      # the rows before see no key
-        if s.length and first < s.last:
-            out[first:s.last], lse[first:s.last] = _attend(flash, source, query[first:s.last], block_table[i], s.length,
-                                                           is_causal, window_left, scale)
+        if s.length == 0 or first == s.last:
+            continue
+        step = BLOCK if is_causal and window_left >= 0 else s.last - first
+        for a in range(first, s.last, step):
+            b = min(a + step, s.last)
+            out[a:b], lse[a:b] = _attend(flash, source, query[a:b], block_table[i], s.length - (s.last - b), is_causal,
+                                         window_left, scale)
     return out, lse
 
 
@@ -444,25 +433,25 @@ ON_HOST = "reads the lengths on the host"
 KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 
 KERNELS = (
-    Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=150.0, baseline=True,
+    Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=300.0, baseline=True,
            variants=("NHD",), graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=100.0, variants=("NHD", "HND"),
            differentiable=False, graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", requires=(
                device("cpu"), dtypes(*FLOATS), SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query")),
            note=f"{ON_HOST}; reads neighbouring pages where they lie"),
-    Kernel("torch.paged_padded", paged_attention, _padded, prior=2.0, overhead_us=120.0, variants=("NHD",),
+    Kernel("torch.paged_padded", paged_attention, _padded, prior=1.0, overhead_us=100.0, variants=("NHD",),
            workspace=f"2 * batch * {KEYS}", requires=(
                *DECODE, SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query"), any_of(off("return_lse"), device("cpu")),
                any_of(off("return_lse"), off("grad", Code.BACKWARD_UNSUPPORTED))),
            note="reads every table row to its full width; no length leaves the device"),
-    Kernel("torch.mla_paged_matmul", mla_paged_attention, _mla_matmul, prior=3.0, overhead_us=100.0, baseline=True,
+    Kernel("torch.mla_paged_matmul", mla_paged_attention, _mla_matmul, prior=1.3, overhead_us=90.0, baseline=True,
            graph_safe=False, traceable=False, workspace="(itemsize + 8) * heads * tokens * seq_k", note=ON_HOST),
-    Kernel("torch.mla_paged_pieces", mla_paged_attention, _mla_pieces, prior=4.0, overhead_us=120.0,
+    Kernel("torch.mla_paged_pieces", mla_paged_attention, _mla_pieces, prior=1.8, overhead_us=120.0,
            differentiable=False, graph_safe=False, traceable=False, workspace="2 * itemsize * seq_k * head_dim",
            requires=(
-               device("cpu"), dtypes(*FLOATS), at_least("seq_q", 2, Code.SEQ_LEN_UNSUPPORTED)),
-           note=f"{ON_HOST}; the matrix products are quicker for decode"),
-    Kernel("torch.mla_paged_padded", mla_paged_attention, _mla_padded, prior=2.0, overhead_us=90.0,
+               device("cpu"), dtypes(*FLOATS), at_least("seq_q", 64, Code.SEQ_LEN_UNSUPPORTED)),
+           note=f"{ON_HOST}; for a few queries the matrix products are quicker"),
+    Kernel("torch.mla_paged_padded", mla_paged_attention, _mla_padded, prior=0.8, overhead_us=90.0,
            workspace="2 * itemsize * batch * seq_k * head_dim", requires=DECODE,
            note="reads every table row to its full width; no length leaves the device"),
 )

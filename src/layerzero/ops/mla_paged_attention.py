@@ -100,6 +100,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"lengths_q": (17, 1, 40)}, {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
     {"lengths_q": (5, 4), "context": (3, 0), "lse": True}, {"extreme": True},
     {"lengths_q": (4, 30), "context": (20, 50), "one_buffer": True},
+    {"lengths_q": (70,), "context": (90,)}, {"lengths_q": (80, 64), "context": (80, 64), "lse": True, "page_size": 64},
+    {"lengths_q": (66,), "context": (70,), "causal": False}, {"lengths_q": (140, 0), "context": (130, 4), "lse": True},
     {"ckv": 40, "kpe": 8, "lengths_q": (2, 1, 3), "table": "int64"},
 )
 

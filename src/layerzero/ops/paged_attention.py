@@ -140,7 +140,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"d": 40, "dv": 24}, {"stride": "padded"}, {"stride": "sparse", "lengths_q": (4, 1, 2)}, {"extreme": True},
     {"stored": "float8_e4m3fn", "scales": "one"}, {"stored": "float8_e5m2", "scales": "head", "layout": "HND"},
     {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True}, {"stored": "int8", "scales": "one"},
-    {"stored": "float16", "scales": "one"},
+    {"stored": "float16", "scales": "one"}, {"context": (700, 9), "hq": 16, "hkv": 8, "d": 128},
 )
 
 

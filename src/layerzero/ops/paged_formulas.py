@@ -8,7 +8,7 @@ the sequence's last token; without cu_seqlens_q every sequence has one query.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,9 @@ from ..spec.reason import Code, Reason
 from ..spec.rules import Condition, any_of, at_least, equals, one_of, present
 
 INTEGERS = ("int32", "int64")
+
+
+Part = tuple[Tensor, Tensor]                   # attention over some of the keys: the output, and its log-sum-exp
 
 
 class Span(NamedTuple):
@@ -123,6 +126,27 @@ def gather(cache: Tensor, row: Tensor, length: int) -> Tensor:
     """The first `length` tokens on the pages of `row`: (pages, page_size, ...) to (length, ...)."""
     pages = -(-length // cache.shape[1])
     return cache.index_select(0, row[:pages]).flatten(0, 1)[:length]
+
+
+def grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """(tokens, heads, dim) as (kv_heads, group, tokens, dim): KV heads as batch, so that torch need not know groups."""
+    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def ungrouped(t: Tensor) -> Tensor:
+    return t.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Attention over all keys from attention over each part of them."""
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    total = torch.logsumexp(lses, 0)
+    out = torch.zeros_like(parts[0][0], dtype=lses.dtype)
+    for (part, _), weight in zip(parts, torch.exp(lses - total)):
+        out.addcmul_(part.to(lses.dtype), weight[..., None])
+    return out, total
 
 
 def page_table_from_csr(indptr: Tensor, indices: Tensor, last_page_len: Tensor | None = None,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..select.key import KeyProgram, fixed_by_key
+from ..select.predicates import compile_verdicts
 from ..spec.errors import DeviceLost, InvalidCall, KernelFailed, NamedKernelRefused, NoKernel
 from ..spec.event import Adapted, BackendUnavailable, Evicted, Fallback, HealthChanged, Selected
 from ..spec.kernel import Kernel
@@ -53,6 +54,8 @@ class Dispatcher:
         self.cache = OpCache(1)
         self.program: KeyProgram | None = None
         self.key_of: Callable[..., Any] = lambda *values: None
+        self.facts_of: Callable[..., Any] = lambda *values: None
+        self.keeps_contract = compile_verdicts([op.requires])
         self.world: World | None = None
         self.now: tuple[World, OpCache] | None = None          # both at once: an entry belongs in its own world's cache
         self.ledger = Ledger()
@@ -79,6 +82,7 @@ class Dispatcher:
             exec(hotpath.source(program, torch.version.cuda is not None), scope)
             key_of = scope["key_of"].__code__
             self.key_of = FunctionType(key_of, self.globals)
+            self.facts_of = FunctionType(scope["facts_of"].__code__, self.globals)
             self.twin.__code__ = scope["call"].__code__
             self.program = program
         self.world, self.cache = self.now = world, cache
@@ -106,16 +110,15 @@ class Dispatcher:
     # miss
 
     def miss(self, key: Any, values: tuple[Any, ...]) -> Any:
-        entry = self.obtain(key, values)
+        entry = self.obtain(key, values, context.current.get())
         entry.tick()
         return self.serve(entry, values)
 
-    def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None = None) -> Entry:
+    def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None) -> Entry:
         world, cache = self._here()
         if key is None or key[0] != world.program(self.op).id:
             key = self.key_of(*values)          # the key was made by code of an older world
-        if override is None:
-            override = context.current.get()
+            key = key and (key[0], override, *key[2:])
         if key is None:
             facts = self.facts(values, world)
             key = ("facts", override, *facts.values())
@@ -131,7 +134,7 @@ class Dispatcher:
         key = self.key_of(*values)
         if key is None:
             return self.slow(values, None, None)
-        entry = cache.table.get(key) or self.obtain(key, values)
+        entry = cache.table.get(key) or self.obtain(key, values, context.current.get())
         entry.tick()
         if self.native is not None:
             self.native.put(entry, world.epoch, values)        # refused if the world has changed meanwhile
@@ -149,13 +152,14 @@ class Dispatcher:
 
     def facts(self, values: tuple[Any, ...], world: World | None = None) -> dict[str, Any]:
         """The facts of a call that keeps the contract, as `world` wants them; InvalidCall for one that does not."""
-        named = dict(zip(self.names, values))
-        facts = reading.read(self.op, named, (world or self._ready()).program(self.op).needed)
-        broken = [r for rule in self.op.requires if (r := rule.check(facts)) is not None]
-        if broken:
-            raise InvalidCall.of(self.op.name, *broken)
+        program = (world or self._ready()).program(self.op)
+        facts: dict[str, Any] | None = self.facts_of(*values) if program is self.program else None
+        if facts is None:                       # not an ordinary call: read it with care, and say what is wrong
+            facts = reading.read(self.op, dict(zip(self.names, values)), program.needed)
+        if not self.keeps_contract(facts):
+            raise InvalidCall.of(self.op.name, *(r for rule in self.op.requires if (r := rule.check(facts)) is not None))
         if self.op.extra_check is not None:
-            self.op.extra_check(named, facts)
+            self.op.extra_check(dict(zip(self.names, values)), facts)
         return facts
 
     def entry(self, world: World, facts: Mapping[str, Any], override: Override | None) -> Entry:
@@ -275,10 +279,11 @@ class Dispatcher:
         if tracing.is_traced(list(tensors.values())):
             return self.traced(values, override)
         try:
-            key = None
-            if override is None or override is context.current.get():
-                key = self.key_of(*values)
-            entry = self.obtain(key, values) if key is not None else self._by_facts(values, override)
+            key = self.key_of(*values)
+            if key is not None:                 # the override of this call takes the place of its context's
+                entry = self.obtain((key[0], override, *key[2:]), values, override)
+            else:
+                entry = self._by_facts(values, override)
         except InvalidCall as e:
             cast = self._adapted(named, e, override)
             if cast is None:

@@ -19,7 +19,7 @@ from ..select.key import KeyProgram, NumberField
 from ..spec.expr import parse
 from ..spec.grid import bucket
 from ..spec.op import Op, Param
-from .facts import alignment, stride_last
+from .facts import TENSOR_READERS, alignment, dtype_name, stride_last
 
 BUCKETS = [bucket(n) for n in range(4097)]      # to the end of a bucket
 EXTRAS = ("backend", "policy")
@@ -45,7 +45,7 @@ def _declaration(op: Op) -> str:
 
 
 def source(program: KeyProgram, watch_capture: bool = False) -> str:
-    """Python text of `call` (look up and run) and `key_of` (the key alone, or None)."""
+    """Python text of `call` (look up and run), `key_of` (the key alone) and `facts_of`; None: not an ordinary call."""
     op = program.op
     names = ", ".join(p.name for p in op.params)
     body = _key_lines(program, watch_capture)
@@ -67,6 +67,11 @@ def source(program: KeyProgram, watch_capture: bool = False) -> str:
         "    while True:",
         *("        " + line for line in body),
         "        return KEY",
+        "    return None",
+        "",
+        f"def facts_of({names}):",
+        "    while True:",
+        *("        " + line for line in _facts_lines(program, body)),
         "    return None",
     ]
     return "\n".join(call)
@@ -127,6 +132,34 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
         key.append(f"{first}.is_cuda and CAPTURING()")
     lines.append("KEY = (" + ", ".join(key) + ",)")
     return lines
+
+
+def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
+    """What facts.read would say of an ordinary call, from the same locals as the key."""
+    op = program.op
+    end = body.index("except NOT_PLAIN: break")
+    told = {f.fact for f in program.fields if f.fact in op.derived}
+    derived = [f"    _d_{name} = {_derived(name, op)}" for name in op.derived if name not in told]
+    known = {p.name: p.name for p in op.params if p.kind in ("bool", "int", "float", "str")}
+    known.update({name: f"_d_{name}" for name in (*op.dims, *op.derived)})
+    flags = [f"{p.name}.requires_grad" if not p.optional else f"({p.name} is not None and {p.name}.requires_grad)"
+             for p in op.params if p.kind == "tensor"]
+    known.update(
+        dtype="DTYPE_NAME(_dtype)", itemsize="_dtype.itemsize", device="_home.type", tensor_kind="'plain'",
+        grad=f"_grad and ({' or '.join(flags)})", deterministic="DETERMINISTIC()",
+        graph="_home.type == 'cuda' and CAPTURING()")
+    patterns = next(iter(op.patterns.values()))
+    for p in op.params:
+        if p.kind != "tensor":
+            continue
+        if patterns.get(p.name, ("",))[0].startswith("~"):
+            axes = tuple(t[1:] for t in patterns[p.name])
+            known[f"{p.name}.broadcast"] = f"None if {p.name} is None else SPREAD_OVER(_s_{p.name}, {axes!r})"
+        for fact in (f for f in TENSOR_READERS if f"{p.name}.{f}" in program.needed):
+            value = f"READ_{fact}({p.name})"
+            known[f"{p.name}.{fact}"] = f"None if {p.name} is None else {value}" if p.optional else value
+    entries = ", ".join(f"{name!r}: {text}" for name, text in known.items())
+    return [*body[:end], *derived, "except NOT_PLAIN: break", f"return {{{entries}}}"]
 
 
 def _scalar_checks(op: Op) -> list[str]:
@@ -356,13 +389,20 @@ def _whole(*values: Any) -> bool:
     return all(type(v) is float or type(v) is int for v in values)
 
 
+def _spread_over(found: tuple[int, ...], axes: tuple[str, ...]) -> str:
+    """The names of the axes that `spread` found a tensor to be broadcast over, as facts.read has it."""
+    missing = axes[:len(axes) - found[0]]
+    return ",".join([*missing, *(axis for axis, is_spread in zip(axes[len(missing):], found[1:]) if is_spread)])
+
+
 def namespace(override: Callable[[], Any], faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
     """The globals of a generated function. TABLE, MISS, SLOW and RECOVER are the dispatcher's to set."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
         "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket, "SPREAD": spread,
         "STRIDED": torch.strided, "STRIDE_LAST": _stride_last, "WHOLE": _whole, "ALIGNMENT": alignment,
-        "OVERRIDE": override, "FAULTS": faults,
+        "OVERRIDE": override, "FAULTS": faults, "DTYPE_NAME": dtype_name, "SPREAD_OVER": _spread_over,
+        **{f"READ_{fact}": reader for fact, reader in TENSOR_READERS.items()},
         "AUTOCAST": torch._C._is_any_autocast_enabled, "LEVEL": torch._C._functorch.maybe_current_level,
         "GRAD": torch.is_grad_enabled, "DETERMINISTIC": torch._C._get_deterministic_algorithms,
         "CAPTURING": capturing, "NOT_PLAIN": (ValueError, RuntimeError, ZeroDivisionError),

@@ -90,9 +90,11 @@ def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
     asked = Demands.of(facts, around, lock is not None)
     rejected: list[Rejected] = []
     fit: list[tuple[Kernel, tuple[Transform, ...], int]] = []
+    largest: dict[str, Any] = {}               # filled when first asked for
     if thorough:
         for kernel in crew.viable:
-            reasons, transforms, workspace = _judge(kernel, crew.dynamic[kernel.id], op, facts, around, asked)
+            reasons, transforms, workspace = _judge(
+                kernel, crew.dynamic[kernel.id], op, facts, around, asked, largest)
             if reasons:
                 rejected.append(Rejected(kernel.id, tuple(reasons)))
             else:
@@ -107,7 +109,7 @@ def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
             if not rules and not moved and kernel.workspace == "0":
                 fit.append((kernel, (), 0))
                 continue
-            reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around)
+            reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around, largest)
             if not reasons:
                 fit.append((kernel, transforms, workspace))
     steps = _rank(op, fit, facts, around, speaks)
@@ -120,7 +122,7 @@ def _moved(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:
 
 
 def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, Any], around: Surroundings,
-           asked: Demands) -> tuple[list[Reason], tuple[Transform, ...], int]:
+           asked: Demands, largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
     """Every reason against a kernel: policy, mode, its rules, the transforms it would need, memory."""
     reasons: list[Reason] = []
     denied = around.policy.verdict(kernel.id, op.name, facts)
@@ -128,12 +130,12 @@ def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, A
         reasons.append(denied)
     reasons += asked.reasons(kernel)
     reasons += [r for rule in rules if not rule.repair and (r := rule.check(facts)) is not None]
-    more, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts, around)
+    more, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts, around, largest)
     return [*reasons, *more], transforms, workspace
 
 
 def _fitted(kernel: Kernel, mendable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
-            around: Surroundings) -> tuple[list[Reason], tuple[Transform, ...], int]:
+            around: Surroundings, largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
     """What the inputs must go through for this kernel, or why they may not; and the memory it needs."""
     policy = around.policy
     reasons: list[Reason] = []
@@ -163,7 +165,9 @@ def _fitted(kernel: Kernel, mendable: tuple[Any, ...], op: Op, facts: Mapping[st
                     reasons.append(Reason(rule.code, rule.want, False, rule.fact))
     workspace = 0
     if kernel.workspace != "0":
-        workspace = int(parse(kernel.workspace)(_largest(op, facts)))
+        if not largest:
+            largest.update(_largest(op, facts))
+        workspace = int(parse(kernel.workspace)(largest))
         ask = workspace > SMALL_WORKSPACE or policy.setting("memory_headroom") is not None
         if ask and workspace > (room := around.headroom()):
             reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, room, workspace))

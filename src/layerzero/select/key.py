@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..spec.expr import parse
@@ -42,7 +43,7 @@ class KeyProgram:
     tensor_facts: tuple[tuple[str, str], ...]  # (tensor, fact) that some rule reads
     id: int
 
-    @property
+    @cached_property
     def needed(self) -> frozenset[str]:
         """The facts the slow path must read for the rules, beyond sizes and scalars."""
         return frozenset(f"{t}.{f.removesuffix(OFF_CPU)}" for t, f in self.tensor_facts)

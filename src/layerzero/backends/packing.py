@@ -1,0 +1,113 @@
+"""Weights rearranged once for a library, and kept as long as the weight is alive and unchanged.
+
+An entry belongs to the storages of the tensors it was made from: it goes when one of them is freed. It is
+valid while their addresses, shapes, strides, dtypes and versions are what they were, so a write in place
+(`mul_`, an optimizer's step) makes a new one. A write that bumps no version (through `.data`, NumPy, or a
+raw pointer) cannot be seen: call `lz.forget_packed(weight)` after one.
+
+When the room is used up by living weights, a newcomer is not packed and its kernel uses it as it is: that
+is slower than packed, but taking turns would pack on every call.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    packed: Any
+    owners: tuple[weakref.ref[torch.UntypedStorage], ...]
+    versions: tuple[int, ...]
+    nbytes: int
+
+
+class PackedWeights:
+    """Readers take no lock; packing is done by one thread at a time."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = _default_limit() if limit is None else limit       # bytes of weights that may be packed
+        self._entries: dict[Signature, _Entry] = {}
+        self._packing = threading.RLock()      # a freed storage may call back while this thread packs
+
+    def get(self, kind: str, pack: Callable[..., Any], *tensors: Tensor) -> Any | None:
+        """`pack(*tensors)`, remembered under `kind`; None for weights that must not be packed."""
+        try:
+            versions = tuple([t._version for t in tensors])
+        except RuntimeError:                   # an inference tensor: nobody could tell that it changed
+            return None
+        key = (kind, *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
+        entry = self._entries.get(key)
+        if entry is not None and entry.versions == versions and _same_owners(entry, tensors):
+            return entry.packed
+        return self._add(key, pack, tensors)
+
+    def _add(self, key: Signature, pack: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Any | None:
+        with self._packing:
+            versions = tuple([t._version for t in tensors])
+            entry = self._entries.get(key)
+            if entry is not None and entry.versions == versions and _same_owners(entry, tensors):
+                return entry.packed            # another thread was first
+            self._entries.pop(key, None)
+            nbytes = sum(t.nbytes for t in tensors)
+            if nbytes + self.nbytes > self.limit:
+                return None
+            packed = pack(*tensors)
+            entries = self._entries
+
+            def forget(_: object) -> None:
+                entries.pop(key, None)
+
+            owners = tuple(weakref.ref(t.untyped_storage(), forget) for t in tensors)
+            entries[key] = _Entry(packed, owners, versions, nbytes)
+            return packed
+
+    def forget(self, *tensors: Tensor) -> int:
+        """Drop what was made from these tensors or from others of their storage; all if none is named."""
+        with self._packing:
+            storages = [t.untyped_storage() for t in tensors]
+            gone = [key for key, e in list(self._entries.items())
+                    if not storages or any(owner() is s for owner in e.owners for s in storages)]
+            return sum(self._entries.pop(key, None) is not None for key in gone)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(e.nbytes for e in list(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def after_fork(self) -> None:
+        self._packing = threading.RLock()
+
+
+def _same_owners(entry: _Entry, tensors: tuple[Tensor, ...]) -> bool:
+    """The address alone is not enough: a storage that was resized leaves its old address to others."""
+    for owner, t in zip(entry.owners, tensors):
+        if owner() is not t.untyped_storage():
+            return False
+    return True
+
+
+def _default_limit() -> int:
+    """A quarter of the machine's memory."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 4 << 30
+
+
+PACKED = PackedWeights()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=PACKED.after_fork)

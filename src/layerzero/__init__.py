@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .ops import CATALOG as _OPS
 from .runtime import catalog as _catalog
 from .runtime import dispatch as _dispatch
 from .runtime import torch_face as _torch_face
@@ -38,6 +39,11 @@ from .spec.plan import Plan
 from .spec.reason import Code, Reason
 
 if TYPE_CHECKING:
+    from .ops.add_rms_norm import reference as add_rms_norm
+    from .ops.attention import reference as attention
+    from .ops.layer_norm import reference as layer_norm
+    from .ops.rms_norm import reference as rms_norm
+    from .ops.varlen_attention import reference as varlen_attention
     from .runtime.capabilities import use as use_capabilities
     from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
     from .runtime.inspection import select_kernel as select
@@ -55,25 +61,32 @@ _LATER = {
        ("configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock")},
 }
 
-_ops = _catalog.builtin_ops()
-globals().update({name: _dispatch.function(op) for name, op in _ops.items()})
-_torch_face.install(list(_ops.values()))
+
+
+def _load(name: str) -> Any:
+    """The public function of one of our own operations."""
+    declared = _catalog.builtin_op(name)
+    found = globals()[name] = _dispatch.function(declared)
+    _torch_face.define(declared)
+    return found
 
 
 def op(name: str) -> Op:
     """The declaration of an operation."""
-    if name in _ops:
-        return _ops[name]
+    if name in _OPS:
+        return _catalog.builtin_op(name)
     from .runtime.inspection import dispatcher_of
     return dispatcher_of(name).op
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_world.current().catalog.ops})
+    return sorted({*globals(), *_LATER, *_OPS, *_world.current().catalog.ops})
 
 
 def register(item: Op | Kernel) -> Any:
     """Add an operation (returns its public function, also lz.<name>) or a kernel of one."""
+    if isinstance(item, Op):
+        _torch_face.check(item)
     _world.register(item)
     if isinstance(item, Op):
         fn = _dispatch.function(item)
@@ -97,6 +110,8 @@ def __getattr__(name: str) -> Any:
         module, attribute = _LATER[name]
         found = globals()[name] = getattr(importlib.import_module(f"layerzero.runtime.{module}"), attribute)
         return found
+    if name in _OPS:
+        return _load(name)
     if not name.startswith("_") and name in _world.current().catalog.ops:
         added = _world.current().catalog.ops[name]
         fn = _dispatch.function(added)
@@ -104,6 +119,8 @@ def __getattr__(name: str) -> Any:
         return fn
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
 
+
+_torch_face.install(_OPS, _load)
 
 __all__ = [
     "AmbiguousLayoutWarning", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError", "Device",

@@ -249,8 +249,8 @@ def test_gradients_are_those_of_the_math(dtype, form):
     kv_heads = 1 if form == "groups" else 2
     start = [rand(2, h, s, 8, dtype=torch.float64, seed=i)
              for i, (h, s) in enumerate(((2, 6), (kv_heads, seq_k), (kv_heads, seq_k)))]
-    mask = {"bool mask": torch.ones(6, 6, dtype=torch.bool).tril(), "float mask": rand(6, 6,
-                                                                                       dtype=torch.float64)}.get(form)
+    masks = {"bool mask": torch.ones(6, 6, dtype=torch.bool).tril(), "float mask": rand(6, 6, dtype=torch.float64)}
+    mask = masks.get(form)
     options = {"causal": {"is_causal": True}, "scale": {"scale": 0.7}, "groups": {"enable_gqa": True}}.get(form, {})
 
     def gradients(fn, dtype):

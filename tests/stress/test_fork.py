@@ -22,12 +22,17 @@ pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("world"),
               pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks.*:DeprecationWarning")]
 
 
+def same(got, want):
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def in_child(work, seconds=20.0):
     """Run `work` in a forked child; the child's error is the test's, and a child that hangs is killed."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            torch.set_num_threads(1)                       # torch's own thread pool does not survive a fork
             work()
             status = 0
         except BaseException:
@@ -53,10 +58,10 @@ def test_a_child_calls_configures_and_falls_back(path):
     call(x)
 
     def work():
-        torch.testing.assert_close(call(x), normed(x))     # remembered
-        torch.testing.assert_close(call(rows(40)), normed(rows(40)))
+        same(call(x), normed(x))     # remembered
+        same(call(rows(40)), normed(rows(40)))
         first.fault = RuntimeError("boom")
-        torch.testing.assert_close(call(x), normed(x))
+        same(call(x), normed(x))
         assert second.calls == 1 and health_of("fake.first").failures == 1
         lz.lock("rms_norm", "reference.rms_norm")
         call(x)
@@ -65,7 +70,7 @@ def test_a_child_calls_configures_and_falls_back(path):
         worker = threading.Thread(target=lambda: out.append(call(x)))
         worker.start()
         worker.join(10)
-        torch.testing.assert_close(out[0], normed(x))
+        same(out[0], normed(x))
 
     in_child(work)
     assert first.fault is None and not worlds.current().health     # the parent's world is its own
@@ -132,7 +137,7 @@ def test_a_child_does_not_wait_for_a_choice_that_a_thread_of_the_parent_was_maki
     worker.start()
     try:
         assert entered.wait(10)
-        in_child(lambda: torch.testing.assert_close(call(x), normed(x)), 8)
+        in_child(lambda: same(call(x), normed(x)), 8)
     finally:
         leave.set()
         worker.join(10)
@@ -191,7 +196,7 @@ def test_children_forked_in_the_middle_of_everything(path):
 
     def work():
         for x in shapes:
-            torch.testing.assert_close(call(x), normed(x))
+            same(call(x), normed(x))
         lz.configure(strict_mode=True)
         with lz.prefer("reference.*"):
             call(shapes[0])
@@ -209,17 +214,17 @@ def test_children_forked_in_the_middle_of_everything(path):
 
 def _square(n: int) -> float:
     x = rows(1 + n % 7, 16)
-    assert torch.allclose(lz.rms_norm(x), normed(x), rtol=1e-4, atol=1e-5)
+    same(lz.rms_norm(x), normed(x))
     return float(n * n)
 
 
 def test_a_pool_of_forked_workers():
     lz.rms_norm(rows())
-    with multiprocessing.get_context("fork").Pool(3) as pool:
+    with multiprocessing.get_context("fork").Pool(3, torch.set_num_threads, (1,)) as pool:
         assert pool.map_async(_square, range(60)).get(timeout=60) == [float(n * n) for n in range(60)]
 
 
 def test_a_child_of_a_child():
     x = rows()
     lz.rms_norm(x)
-    in_child(lambda: in_child(lambda: torch.testing.assert_close(lz.rms_norm(x), normed(x)), 8), 16)
+    in_child(lambda: in_child(lambda: same(lz.rms_norm(x), normed(x)), 8), 16)

@@ -6,7 +6,8 @@ Tensors are views of one untouched piece of memory, so that a large one costs no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -160,6 +161,54 @@ def synthetic_op(rng: Any) -> Call:
             kwargs[name] = rng.choice(values)
     x, y = tensor(rng, shape, dtype), tensor(rng, (*lead, seq, depth), dtype)
     return (maybe_grad(rng, x), maybe_grad(rng, y)), kwargs
+
+
+def synthetic_sweeps() -> Iterator[Call]:
+    """Calls of the awkward op that differ from one another in one or two things only, all else equal."""
+    edges = (1, 4, 17, 24, 31, 40, 48, 64, 77, 96, 100, 333, 500, 700)
+    sizes = sorted({n for e in edges for n in (e - 1, e, e + 1)})
+
+    def call(lead: tuple[int, ...] = (2,), seq: int = 20, depth: int = 20, width: int = 8, pages: int = 0,
+             dtype: torch.dtype = torch.float32, **kwargs: Any) -> Call:
+        one = _memory(dtype)[:1]
+        return (one.expand(*lead, seq, width), one.expand(*lead, seq, depth)), kwargs
+
+    for seq in sizes:
+        for depth in sizes:
+            yield call(seq=seq, depth=depth)
+    for steps in range(-6, 60):
+        yield call(steps=steps)
+        yield call(steps=steps, seq=21)
+    for limit in (None, *range(-3, 12), 2**40):
+        yield call(limit=limit)
+    for number in (None, -1.0, -0.51, -0.5, -0.0, 0, 0.25, 0.26, 0.75, 1, 2, 2.5, 2.51, 1e300, math.nan, math.inf):
+        yield call(gain=number)
+        yield call(eps=1e-5 if number is None else number)
+    for rows in range(30):
+        yield call(lead=(rows,))
+    for groups in range(1, 9):
+        for width in (8, 9, 16):
+            yield call(groups=groups, width=width)
+    for pages in sizes:
+        yield call(table=_memory(torch.float32)[:1].expand(pages, 2))
+        yield call(slots=_memory(torch.float32)[:1].expand(pages))
+    for shape in ((), (1,), (8,), (1, 1), (1, 8), (20, 1), (20, 8)):
+        for dtype in (torch.float32, torch.float64):
+            yield call(mask=_memory(dtype)[0].expand(shape))
+            yield call(mask=_memory(dtype)[0].expand(shape).detach().requires_grad_())
+    for dtype in FLOATS:
+        yield call(dtype=dtype)
+    for lead in ((), (2,), (1, 2), (2, 1)):
+        yield call(lead=lead)
+    for option in ({"flag": True}, {"mode": "plain"}, {"mode": "wide"}, {"order": "ws", "width": 20}):
+        yield call(**option)
+    base = torch.zeros(2, 20, 8), torch.zeros(2, 20, 20)
+    for i, style in enumerate(("plain", "transposed", "padded", "sparse", "spread", "shifted") * 2):
+        tensors = list(base)
+        tensors[i % 2] = tensor(None, tuple(base[i % 2].shape), style=style)
+        yield tuple(tensors), {}
+        tensors[i % 2] = tensors[i % 2].detach().requires_grad_()
+        yield tuple(tensors), {}
 
 
 MAKERS: dict[str, Callable[[Any], Call]] = {

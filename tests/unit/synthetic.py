@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal
 
 import torch
@@ -75,8 +74,8 @@ RULES = (
     at_most("seq", 700), at_least("seq", 100), multiple_of("seq", 7), equals("seq", 333), differs("seq", 40),
     one_of("seq", 17, 18, 500), Rule("seq", "not_in", (19, 96, 97), Code.SHAPE_UNSUPPORTED), multiple_of("width", 8),
     at_most("rows", 12.5), at_most("area", 5000), at_least("area", 64.5), multiple_of("area", 3), equals("gap", 0),
-    at_least("gap", -3), on("square"), off("square"), one_of("square", True), equals("share", 1), at_least("doubled",
-                                                                                                           9),
+    at_least("gap", -3), on("square"), off("square"), one_of("square", True), equals("share", 1),
+    at_least("doubled", 9),
     absent("doubled"), at_most("chained", 2), multiple_of("linked", 2), at_least("spread_pages", 50),
     equals("group_width", 2), at_least("steps", -2), equals("steps", -1), multiple_of("steps", 3), at_most("steps", 40),
     present("limit"), one_of("limit", None, 3), at_most("limit", 5), equals("limit", -1), absent("gain"),
@@ -87,8 +86,8 @@ RULES = (
     unit_stride("x"), contiguous("y"), contiguous("slots"), aligned("x", 32), one_of("x.ndim", 2, 3),
     one_of("mask.ndim", None, 1), one_of("mask.broadcast", None, "", "seq"), equals("x.device", "cpu"),
     when(at_most("seq", 64), multiple_of("depth", 4)), when(present("limit"), at_most("depth", 65)),
-    any_of(at_most("depth", 31), equals("depth", 77), on("flag")), any_of(at_most("rows", 3), when(on("flag"),
-                                                                                                   at_least("gap", 1))),
+    any_of(at_most("depth", 31), equals("depth", 77), on("flag")),
+    any_of(at_most("rows", 3), when(on("flag"), at_least("gap", 1))),
     off("deterministic"), equals("itemsize", 4),
 )
 
@@ -103,5 +102,3 @@ def kernel(id: str = "synthetic.plain", **declared: Any) -> Kernel:
 
 # The rules stand on a kernel each, so that a verdict is a choice; the last one takes every call.
 KERNELS = (*(kernel(f"synthetic.rule{i}", requires=(rule,), prior=2.0 + i) for i, rule in enumerate(RULES)), kernel())
-
-counter = itertools.count()

@@ -173,8 +173,8 @@ def test_slopes_of_the_wrong_shape_are_named(wrong):
 
 
 @pytest.mark.parametrize("extra", [
-    {}, {"is_causal": True}, {"window_left": 2}, {"softcap": 3.0}, {"scale": 0.2}, {"alibi_slopes": torch.tensor([1.0,
-                                                                                                                  0.5])},
+    {}, {"is_causal": True}, {"window_left": 2}, {"softcap": 3.0}, {"scale": 0.2},
+    {"alibi_slopes": torch.tensor([1.0, 0.5])},
     {"attn_mask": torch.randn(5, 9)}, {"causal_align": "bottom_right", "is_causal": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_log_sum_exp(extra, dtype):
@@ -444,13 +444,9 @@ def test_gradients_under_autocast_come_back_in_the_dtype_of_the_leaf():
 @pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window_left": 2}, {"return_lse": True}])
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (1, 1, 1)])
 def test_vmap(kwargs, in_dims):
-    q, k, v = (torch.randn(3, 3, 2, 5, 8) for _ in range(3))
-    got = torch.vmap(lambda *t: lz.attention(*t, **kwargs), in_dims=in_dims)(
-        q, *(t if d is not None else t[0] for t, d in zip((k, v), in_dims[1:])))
-    picked = [[t if d is None else t.select(d, i) for t, d in zip((q, k if in_dims[1] is not None else k[0],
-                                                                  v if in_dims[2] is not None else v[0]), in_dims)]
-              for i in range(3)]
-    wants = [exact(*call, **kwargs) for call in picked]
+    tensors = [torch.randn(3, 3, 2, 5, 8) if d is not None else torch.randn(3, 2, 5, 8) for d in in_dims]
+    got = torch.vmap(lambda *t: lz.attention(*t, **kwargs), in_dims=in_dims)(*tensors)
+    wants = [exact(*(t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims)), **kwargs) for i in range(3)]
     for j, g in enumerate(got if isinstance(got, tuple) else (got,)):
         want = torch.stack([w[j] if isinstance(w, tuple) else w for w in wants])
         torch.testing.assert_close(g.double(), want, rtol=1e-5, atol=1e-5)

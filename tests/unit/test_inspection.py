@@ -33,7 +33,8 @@ def served(before, after):
 # what is explained is what runs
 
 ASKED = [
-    {}, {"is_causal": True}, {"return_lse": True}, {"window_left": 3}, {"softcap": 5.0}, {"dropout_p": 0.5}, {"scale": 0.25},
+    {}, {"is_causal": True}, {"return_lse": True}, {"window_left": 3}, {"softcap": 5.0}, {"dropout_p": 0.5},
+    {"scale": 0.25},
     {"attn_mask": torch.ones(8, 8) > 0}, {"attn_mask": torch.randn(8, 8)}, {"alibi_slopes": torch.tensor([0.5, 0.25])},
     {"layout": "bshd"}, {"backend": "torch.sdpa_math"}, {"backend": "reference"}, {"policy": {"deterministic": True}},
     {"policy": {"disabled": True}},
@@ -59,9 +60,8 @@ def test_explain_follows_unusual_calls(world, form):
     q, k, v = qkv(8)
     kwargs = {}
     call = {"2-D": (q[0, 0], k[0, 0], v[0, 0]), "3-D": (q[0], k[0], v[0]), "5-D": (q[None], k[None], v[None]),
-            "double": (q.double(), k.double(), v.double()), "half": (q.half(), k.half(), v.half()), "empty": (q[:0],
-                                                                                                              k[:0],
-                                                                                                              v[:0]),
+            "double": (q.double(), k.double(), v.double()), "half": (q.half(), k.half(), v.half()),
+            "empty": (q[:0], k[:0], v[:0]),
             "decode": qkv(1, 64, heads=4, kv_heads=1), "meta": (q.to("meta"), k.to("meta"), v.to("meta")),
             JAGGED: (jagged(),) * 3, "auto": qkv(8, 9)}[form]
     if form == "auto":
@@ -364,8 +364,8 @@ def test_the_list_has_every_kernel_and_how_it_stands(world):
     assert by_id["torch.sdpa_flash"].requires and "device" in " ".join(by_id["torch.sdpa_flash"].requires)
     assert [row.id for row in lz.list_kernels("rms_norm")] == [k.id for k in worlds.current().kernels("rms_norm")]
     assert json.loads(json.dumps([row.to_json() for row in listed]))[0]["id"] == listed[0].id
-    register(Fake("fake.jit", jit=True), Fake("fake.untested", untested=True), Fake("fake.gpu",
-                                                                                    package="no_such_package"))
+    register(Fake("fake.jit", jit=True), Fake("fake.untested", untested=True),
+             Fake("fake.gpu", package="no_such_package"))
     by_id = {row.id: row for row in lz.list_kernels("rms_norm", device="cpu")}
     assert by_id["fake.jit"].status == "ready, compiles on first use"
     assert by_id["fake.untested"].status == "untested on hardware" and by_id["fake.gpu"].status == "not installed"

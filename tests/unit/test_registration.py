@@ -269,9 +269,8 @@ def test_a_kernel_of_an_unknown_op_is_refused(world, example):
     assert worlds.current() is before
 
 
-@pytest.mark.parametrize(("fact", "near"), [("hidde", "hidden"), ("wieght.dtype", "weight.dtype"), ("x.strides",
-                                                                                                    "x.stride_last"),
-                                            ("divice", "device")])
+@pytest.mark.parametrize(("fact", "near"), [
+    ("hidde", "hidden"), ("wieght.dtype", "weight.dtype"), ("x.strides", "x.stride_last"), ("divice", "device")])
 def test_an_unknown_fact_is_refused_and_the_nearest_named(fact, near):
     with pytest.raises(SpecError, match=rf"'mine.typo'.*{fact}.*did you mean '{near}'"):
         kernel("mine.typo", lambda x: x, requires=(at_most(fact, 3),))
@@ -280,8 +279,8 @@ def test_an_unknown_fact_is_refused_and_the_nearest_named(fact, near):
 def test_an_unknown_fact_deep_inside_a_rule_is_refused():
     from layerzero.spec.rules import any_of, when
     with pytest.raises(SpecError, match="no_such_thing"):
-        kernel("mine.deep", lambda x: x, requires=(any_of(off("grad"), when(off("grad"), at_most("no_such_thing",
-                                                                                                 1))),))
+        rule = any_of(off("grad"), when(off("grad"), at_most("no_such_thing", 1)))
+        kernel("mine.deep", lambda x: x, requires=(rule,))
 
 
 @pytest.mark.parametrize(("run", "said"), [
@@ -299,8 +298,8 @@ def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, happened, 
 
 
 @pytest.mark.parametrize(("declared", "said"), [
-    ({"prior": 0.0}, "prior must be > 0"), ({"prior": -1.0}, "prior must be > 0"), ({"workspace": "hidden *"},
-                                                                                    "does not parse"),
+    ({"prior": 0.0}, "prior must be > 0"), ({"prior": -1.0}, "prior must be > 0"),
+    ({"workspace": "hidden *"}, "does not parse"),
     ({"workspace": "hiden * 2"}, "hiden"), ({"workspace": "hidden.real"}, "Attribute")])
 def test_a_declaration_that_contradicts_itself_is_refused(declared, said):
     with pytest.raises((RegistrationError, SpecError), match=said):
@@ -363,8 +362,8 @@ def test_attention_takes_kernels_from_outside_too(world, path):
     def mean(query, key, value, attn_mask=None):
         return value.mean(2, keepdim=True).expand(*query.shape[:3], value.shape[3])
 
-    lz.register(kernel("mine.mean", mean, op=ATTENTION, variants=("bhsd",), requires=(off("is_causal"),
-                                                                                      off("return_lse"))))
+    lz.register(kernel("mine.mean", mean, op=ATTENTION, variants=("bhsd",),
+                       requires=(off("is_causal"), off("return_lse"))))
     q, k, v = qkv()
     run = path_of("attention", path)
     for _ in range(2):

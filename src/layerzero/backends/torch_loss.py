@@ -18,8 +18,8 @@ CHUNK_BYTES = 1 << 26      # of float32 logits at a time: enough work to keep a 
 CPU_CHUNK_BYTES = 1 << 21  # there what fits the cache is read again for nothing
 
 
-def _chunks(rows: int, vocab: int, like: Tensor, budget: int) -> Iterator[slice]:
-    step = max(1, budget // (vocab * _wide(like).itemsize))
+def _chunks(rows: int, vocab: int, dtype: torch.dtype, budget: int) -> Iterator[slice]:
+    step = max(1, budget // (vocab * dtype.itemsize))
     return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
 
 
@@ -71,13 +71,14 @@ def _cross_entropy() -> Callable[..., Any]:
     return run
 
 
-def _budget(t: Tensor) -> int:
-    return CPU_CHUNK_BYTES if t.device.type == "cpu" else CHUNK_BYTES
+def _parts(logits: Tensor) -> Iterator[slice]:
+    budget = CPU_CHUNK_BYTES if logits.device.type == "cpu" else CHUNK_BYTES
+    return _chunks(logits.shape[0], logits.shape[1], _wide(logits), budget)
 
 
 def _row_losses(logits: Tensor, rows: _Rows, label_smoothing: float) -> Tensor:
     losses = logits.new_empty(logits.shape[0], dtype=_wide(logits))
-    for part in _chunks(*logits.shape, logits, _budget(logits)):
+    for part in _parts(logits):
         losses[part] = rows.losses(part, torch.log_softmax(logits[part], 1, dtype=_wide(logits)), label_smoothing)
     return losses
 
@@ -97,7 +98,7 @@ class _ChunkedLosses(torch.autograd.Function):
         (logits,), rows = ctx.saved_tensors, ctx.rows
         weight = grad * rows.kept
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        for part in _chunks(*logits.shape, logits, _budget(logits)):
+        for part in _parts(logits):
             p = torch.softmax(logits[part], 1, dtype=_wide(logits))
             out[part] = rows.slopes(part, p, ctx.label_smoothing, weight[part])
         return out, None, None
@@ -144,7 +145,7 @@ class _LinearLoss(torch.autograd.Function):
         of_weight = torch.zeros_like(weight) if wants_weight and not len(hidden) else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wants_bias else None
         weight_of_row = rows.kept.to(wide)
-        for part in _chunks(hidden.shape[0], weight.shape[0], hidden, CHUNK_BYTES):
+        for part in _chunks(hidden.shape[0], weight.shape[0], wide, CHUNK_BYTES):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             log_p = torch.log_softmax(logits, 1, dtype=wide)
             total += rows.losses(part, log_p, label_smoothing).sum()
@@ -175,7 +176,7 @@ def _linear_cross_entropy_chunked() -> Callable[..., Any]:
             total = _LinearLoss.apply(flat, weight, bias, rows, label_smoothing)
             return total if reduction == "sum" else total / rows.kept.sum()
         losses = flat.new_empty(flat.shape[0], dtype=_wide(hidden))
-        for part in _chunks(flat.shape[0], weight.shape[0], hidden, CHUNK_BYTES):
+        for part in _chunks(flat.shape[0], weight.shape[0], losses.dtype, CHUNK_BYTES):
             logits = torch.nn.functional.linear(flat[part], weight, bias)
             losses[part] = rows.losses(part, torch.log_softmax(logits, 1, dtype=losses.dtype), label_smoothing)
         return _reduced(losses, rows.kept, reduction, targets.shape)
@@ -191,7 +192,7 @@ KERNELS = (
            note="keeps nothing but the logits for its backward"),
     Kernel("torch.linear_cross_entropy", linear_cross_entropy, _linear_cross_entropy, prior=2.0, overhead_us=15.0,
            baseline=True, workspace="16 * rows * vocab"),
-    Kernel("torch.linear_cross_entropy_chunked", linear_cross_entropy, _linear_cross_entropy_chunked, prior=2.0,
+    Kernel("torch.linear_cross_entropy_chunked", linear_cross_entropy, _linear_cross_entropy_chunked, prior=2.4,
            overhead_us=50.0, traceable=False, workspace="min(8 * rows * vocab, 134217728) + 4 * vocab * width",
            requires=(plain_tensors(), any_of(off("grad"), one_of("reduction", "mean", "sum"))),
            note="computes all gradients in the forward, for one number as the result"),

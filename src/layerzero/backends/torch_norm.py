@@ -22,8 +22,11 @@ WEIGHT_LIKE_INPUT: tuple[Condition, ...] = tuple(
 
 
 def _rms_norm() -> Callable[..., Any]:
-    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-        return torch.rms_norm(x, x.shape[-1:], weight, eps)
+    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+        if weight is None or offset == 0.0:
+            return torch.rms_norm(x, x.shape[-1:], weight, eps)
+        wide = torch.promote_types(x.dtype, torch.float32)     # a weight near 0 plus 1 would be rounded in a half type
+        return torch.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide) + offset, eps).to(x.dtype)
 
     return run
 
@@ -76,7 +79,7 @@ KERNELS = (
     Kernel("torch.rms_norm", rms_norm, _rms_norm, prior=2.0, overhead_us=3.0, baseline=True,
            note="composed of several kernels on the CPU, and wherever weight and input differ in dtype"),
     Kernel("torch.fused_rms_norm", rms_norm, _fused_rms_norm, torch=">=2.9", prior=4.0, overhead_us=2.0,
-           requires=(device("cuda"), *WEIGHT_LIKE_INPUT)),
+           requires=(device("cuda"), equals("offset", 0.0), *WEIGHT_LIKE_INPUT)),
     Kernel("torch.add_rms_norm", add_rms_norm, _add_rms_norm, prior=1.8, overhead_us=4.0, baseline=True),
     Kernel("torch.layer_norm", layer_norm, _layer_norm, prior=6.0, overhead_us=2.0, baseline=True,
            requires=tuple(rule for dtype in FLOATS for rule in _parameters(dtype))),

@@ -29,7 +29,7 @@ from ..spec.rules import Condition, absent, any_of, at_least, device, dtypes, eq
 
 PIECE = 1 << 21            # bytes of keys and values gathered at a time: about a core's cache
 IN_PLACE = 1 << 19         # neighbouring pages of this many bytes on average are worth a call of their own
-BLOCK = 512                # queries at a time under a window, of whose keys all see the most
+BLOCK = 512                # queries at a time under a window: a key that none of them sees is not read
 FEW_ROWS = 32              # query rows per KV head up to which reading the cache is the cost; beyond, computing is
 
 
@@ -433,13 +433,13 @@ ON_HOST = "reads the lengths on the host"
 KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 
 KERNELS = (
-    Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=300.0, baseline=True,
+    Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=150.0, baseline=True,
            variants=("NHD",), graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=100.0, variants=("NHD", "HND"),
            differentiable=False, graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", requires=(
                device("cpu"), dtypes(*FLOATS), SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query")),
            note=f"{ON_HOST}; reads neighbouring pages where they lie"),
-    Kernel("torch.paged_padded", paged_attention, _padded, prior=1.0, overhead_us=100.0, variants=("NHD",),
+    Kernel("torch.paged_padded", paged_attention, _padded, prior=2.0, overhead_us=110.0, variants=("NHD",),
            workspace=f"2 * batch * {KEYS}", requires=(
                *DECODE, SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query"), any_of(off("return_lse"), device("cpu")),
                any_of(off("return_lse"), off("grad", Code.BACKWARD_UNSUPPORTED))),

@@ -402,5 +402,5 @@ KERNELS = (
            workspace="40 * batch * vocab"),
     Kernel("torch.speculative_verify_tree", speculative_verify_tree, _verify_tree, prior=4.0, overhead_us=100.0,
            baseline=True, graph_safe=False, traceable=False, workspace="40 * batch * vocab",
-           requires=(device("cpu"),), note="walks the tree on the host"),
+           requires=(device("cpu"), at_least("vocab", 4096)), note="walks each row's tree on the host"),
 )

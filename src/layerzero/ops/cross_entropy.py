@@ -69,7 +69,8 @@ OP = Op(
     # Of every result, whatever the logits' dtype: it is at least float32.
     tolerance=Tolerance({"float16": (1e-4, 1e-5), "bfloat16": (1e-4, 1e-5), "float32": (1e-4, 1e-5),
                          "float64": (1e-10, 1e-10)}),
-    shapes={"logits": "*rows vocab", "targets": "*rows"}, returns=("*rows",),      # no dimensions unless reduction="none"
+    shapes={"logits": "*rows vocab", "targets": "*rows"},
+    returns=("*rows",),                        # no dimensions unless reduction="none"
     exact=("vocab",), requires=(dtypes(*FLOATS), *LOSS_LIMITS),
     flops="5 * rows * vocab", bytes="itemsize * rows * vocab", differentiable=("logits",), extra_check=extra_check,
 )

@@ -66,7 +66,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= vocab:
             raise InvalidCall.of("embedding", Reason(
-                Code.VALUE_OUT_OF_RANGE, f"between 0 and {vocab - 1}, the last row of weight", f"{low} to {high}", "ids"))
+                Code.VALUE_OUT_OF_RANGE, f"between 0 and {vocab - 1}, the last row of weight", f"{low} to {high}",
+                "ids"))
 
 
 OP = Op(

@@ -1,4 +1,8 @@
-"""RMS norm over the last dimension. Accumulates in float32 or wider; the result has the input's dtype."""
+"""RMS norm over the last dimension. Accumulates in float32 or wider; the result has the input's dtype.
+
+`offset` is added to the weight before it multiplies, in float32 or wider: Gemma stores its weights as their
+difference from 1 (offset=1.0). The norm of each head's queries and keys (QK-norm) is this one over (..., head_dim).
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,28 @@ from torch import Tensor
 
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
-from ..spec.rules import at_least, dtypes, one_of
+from ..spec.rules import any_of, at_least, dtypes, equals, one_of, present
 from .formulas import FLOATS, random_rows, rms_normalize
 
 
-def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension."""
+    if weight is not None and offset != 0.0:
+        weight = weight.to(torch.promote_types(x.dtype, torch.float32)) + offset
     return rms_normalize(x, weight, eps)
 
 
-def meta(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def meta(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6, stride: str = "",
-           weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
-           seed: int = 0) -> dict[str, Any]:
+           offset: float = 0.0, weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32,
+           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
     weight = torch.randn(hidden, generator=gen).to(device=device, dtype=getattr(torch, weight_dtype or str(dtype)[6:]))
-    return {"x": x, "weight": weight if affine else None, "eps": eps}
+    return {"x": x, "weight": weight if affine else None, "eps": eps, "offset": offset}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -45,6 +51,7 @@ OP = Op(
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight": "hidden"}, returns=("*rows hidden",), exact=("hidden",),
     requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
-              at_least("hidden", 1), at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE)),
+              at_least("hidden", 1), at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE),
+              any_of(equals("offset", 0.0), present("weight.dtype", Code.WRONG_TYPE))),
     flops="4 * rows * hidden", bytes="2 * itemsize * rows * hidden", differentiable=("x", "weight"),
 )

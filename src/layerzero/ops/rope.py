@@ -91,8 +91,9 @@ _PLAIN: tuple[dict[str, Any], ...] = (
     {"rotary": 16}, {"rotary": 62, "layout": "bshd"}, {"layout": "bshd"}, {"layout": "bshd", "ids": "int64"},
     {"packed": True, "layout": "bshd", "ids": "int64", "d": 128, "rotary": 64}, {"packed": True},
     {"ids": "int64"}, {"ids": "int32"}, {"ids": "shared"}, {"ids": "int64", "s": 0}, {"batched": True},
-    {"batched": True, "layout": "bshd", "alone": True}, {"table_dtype": "like"}, {"table_dtype": "like", "ids": "int64"},
-    {"stride": "transposed"}, {"stride": "padded"}, {"stride": "sparse"}, {"far": True, "s": 40},
+    {"batched": True, "layout": "bshd", "alone": True}, {"table_dtype": "like"},
+    {"table_dtype": "like", "ids": "int64"}, {"stride": "transposed"}, {"stride": "padded"}, {"stride": "sparse"},
+    {"far": True, "s": 40},
 )
 CASES: tuple[dict[str, Any], ...] = (*_PLAIN, *({**case, "style": "interleaved"} for case in _PLAIN))
 
@@ -118,7 +119,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         _fits_batch("cos", tuple(values["cos"].shape[:-2]), batch_shape)
         return
     if facts["cos.ndim"] != 2:
-        raise wrong("cos", "a table (max_positions, half) where position_ids are given", str(tuple(values["cos"].shape)))
+        raise wrong("cos", "a table (max_positions, half) where position_ids are given",
+                    str(tuple(values["cos"].shape)))
     _fits_batch("position_ids", tuple(ids.shape[:-1]), batch_shape)
     if facts["tensor_kind"] == "plain" and ids.device.type != "meta" and not facts["graph"] and ids.numel():
         low, high = (int(n) for n in torch.aminmax(ids))
@@ -128,10 +130,9 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 def _fits_batch(name: str, lead: tuple[int, ...], batch_shape: tuple[int, ...]) -> None:
-    if lead not in ((), batch_shape) and not (len(lead) == len(batch_shape) and lead == (1,)):
-        raise InvalidCall.of("rope", Reason(
-            Code.DIM_MISMATCH, f"{batch_shape} like q's batch, (1,) or none" if batch_shape else "without a batch, like q",
-            str(lead), f"{name}'s leading shape"))
+    if lead not in ((), batch_shape) and not (batch_shape and lead == (1,)):
+        want = f"{batch_shape} like q's batch, (1,) or none" if batch_shape else "empty, as q has no batch"
+        raise InvalidCall.of("rope", Reason(Code.DIM_MISMATCH, want, str(lead), f"{name}'s leading shape"))
 
 
 OP = Op(

@@ -40,12 +40,16 @@ def detect_style(
     output: Tensor, q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "bhsd",
 ) -> Literal["rotate_half", "interleaved", "both", "neither"]:
     """Which convention `output` follows as a rotation of `q`. "both" where they agree, as at position 0."""
-    rows = [per_token(t, position_ids, layout, q.dtype) for t in (cos, sin)]
+    cos, sin = (per_token(t, position_ids, layout, q.dtype) for t in (cos, sin))
     scale = max(float(q.abs().max()), 1e-30) if q.numel() else 1.0
     # A few roundings of the output: what two conventions differ by is of the size of q itself.
     close = 16 * torch.finfo(output.dtype).eps * scale
-    fits = [s for s in STYLES if not q.numel() or float((output - rotate(q, *rows, s)).abs().max()) <= close]
+    fits = [s for s in STYLES if not q.numel() or _furthest(output, rotate(q, cos, sin, s)) <= close]
     return "both" if len(fits) == 2 else fits[0] if fits else "neither"  # type: ignore[return-value]
+
+
+def _furthest(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
 
 
 # The angle of pair i at position n is n * frequencies[i]. Same formulas, in the same order and dtype, as the models

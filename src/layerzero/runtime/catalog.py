@@ -75,8 +75,13 @@ class Catalog:
                        {n: o for n, o in self.origins.items() if n != name})
 
 
+def builtin_op(name: str) -> Op:
+    op: Op = importlib.import_module(f"layerzero.ops.{name}").OP
+    return op
+
+
 def builtin_ops() -> dict[str, Op]:
-    return {name: importlib.import_module(f"layerzero.ops.{name}").OP for name in OPS}
+    return {name: builtin_op(name) for name in OPS}
 
 
 def discover() -> tuple[Catalog, list[Event]]:

@@ -235,7 +235,10 @@ struct Sizes {
 uint64_t alignment_of(const at::Tensor &t) {    // as facts.py
   uint64_t bits = 128 | (uint64_t)(uintptr_t)t.unsafeGetTensorImpl()->data();
   c10::IntArrayRef strides = t.strides();
-  for (size_t i = 0; i + 1 < strides.size(); i++) bits |= (uint64_t)(strides[i] * (int64_t)t.element_size());
+  int64_t size = (int64_t)t.element_size();
+  if (t.is_contiguous()) bits |= strides.size() > 1 ? (uint64_t)(t.sizes().back() * size) : 0;
+  else
+    for (size_t i = 0; i + 1 < strides.size(); i++) bits |= (uint64_t)(strides[i] * size);
   return bits & (~bits + 1);
 }
 

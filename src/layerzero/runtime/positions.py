@@ -115,7 +115,8 @@ def _frequencies(kind: str, head_dim: int, dim: int, base: float, given: Mapping
             amplitude = formulas.longrope_attention_factor(factor, original)
         name = "long_factor" if seq_len > original else "short_factor"
         if len(given[name]) != dim // 2:
-            raise _wrong("rope_tables", f"scaling[{name!r}]", f"{dim // 2} numbers, one for each pair", len(given[name]))
+            raise _wrong("rope_tables", f"scaling[{name!r}]", f"{dim // 2} numbers, one for each pair",
+                         len(given[name]))
         return formulas.longrope_frequencies(dim, base, given[name]), amplitude
     return formulas.frequencies(dim, base), 1.0
 
@@ -170,7 +171,7 @@ def _rotary_dim(head_dim: int, rotary_dim: int | None, given: Mapping[str, Any],
     if dim % 2 or not 2 <= dim <= head_dim:
         raise _wrong("rope_tables", "rotary_dim", f"even and between 2 and {head_dim}, the head_dim", dim)
     if kind in ("ntk", "dynamic") and dim == 2:
-        raise _wrong("rope_tables", "rotary_dim", f"at least 4 for {kind!r}, whose exponent divides by rotary_dim - 2", dim)
+        raise _wrong("rope_tables", "rotary_dim", f"at least 4 for {kind!r}, which divides by rotary_dim - 2", dim)
     return dim
 
 

@@ -85,7 +85,7 @@ def _ancestors(name: str, parents: Tensor) -> Tensor:
         raise InvalidCall.of(name, Reason(Code.WRONG_NDIM, "1 (nodes) or 2 (batch nodes)", parents.dim(), "parents"))
     if parents.is_floating_point() or parents.is_complex() or parents.dtype == torch.bool:
         raise InvalidCall.of(name, Reason(Code.DTYPE_UNSUPPORTED, "an integer dtype", str(parents.dtype), "parents"))
-    above = parents.reshape(-1, parents.shape[-1]).to(torch.int64)
+    above = (parents[None] if parents.dim() == 1 else parents).to(torch.int64)
     batch, count = above.shape
     order = torch.arange(count, device=above.device)
     wrong = ((above < -1) | (above >= order)).nonzero().tolist()

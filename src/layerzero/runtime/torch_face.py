@@ -41,19 +41,24 @@ def schema(op: Op) -> str:
     return f"{op.name}({arguments}) -> {op.outputs}"
 
 
+def check(op: Op) -> None:
+    """Refuses an op whose name torch knows with another signature: that lasts as long as the process."""
+    if op.read is None and op.name in _defined and schema(_defined[op.name]) != schema(op):
+        raise RegistrationError(f"op {op.name!r} was registered with torch as {schema(_defined[op.name])}, which a "
+                                "process cannot change; give the new one another name")
+
+
 def define(op: Op) -> None:
     """Register the op with torch. A second op of the same name takes over the first one's schema only if equal."""
     if op.read is not None:                     # text and the like are not torch's business
         return
+    check(op)
     if op.name in _defined:
-        if schema(_defined[op.name]) != schema(op):
-            raise RegistrationError(f"op {op.name!r} was registered with torch as {schema(_defined[op.name])}, which a "
-                                    "process cannot change; give the new one another name")
         _defined[op.name] = op
         return
+    _defined[op.name] = op                      # first: torch asks its namespace for the op while it is being defined
     _library.define(schema(op))
     _library.impl(op.name, _implementation(op.name, op.outputs == "Tensor[]"), "CompositeImplicitAutograd")
-    _defined[op.name] = op
     if "torch._dynamo" in sys.modules:
         substitute(op.name)
 
@@ -86,6 +91,18 @@ def substitute(name: str) -> None:
         torch.compiler.substitute_in_graph(fn, skip_signature_check=True)(traced)
 
 
+class _Namespace(torch._ops._OpNamespace):
+    """`torch.ops.layerzero`, whose ops are loaded when first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _waiting and name not in _defined:
+            _waiting[name](name)
+        return super().__getattr__(name)
+
+
+_waiting: dict[str, Callable[[str], Any]] = {}
+
+
 class _WhenDynamoArrives(importlib.abc.MetaPathFinder):
     """Importing torch._dynamo takes seconds, so it is awaited, not imported: once loaded, it is told."""
 
@@ -101,13 +118,24 @@ class _WhenDynamoArrives(importlib.abc.MetaPathFinder):
                 original(module)
                 for op in list(_defined):
                     substitute(op)
+                _load_all()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def install(ops: Sequence[Op]) -> None:
-    for op in ops:
-        define(op)
-    if "torch._dynamo" not in sys.modules:
+def _load_all() -> None:
+    """Dynamo looks attributes up without asking for them: every op must be there before it traces."""
+    for name, load in list(_waiting.items()):
+        if name not in _defined:
+            load(name)
+
+
+def install(names: Sequence[str], load: Callable[[str], Any]) -> None:
+    """`load(name)` loads an op and comes back to `define`; called for each op when it is first needed."""
+    _waiting.update(dict.fromkeys(names, load))
+    setattr(torch.ops, "layerzero", _Namespace("layerzero"))  # noqa: B010 torch does not declare the attribute
+    if "torch._dynamo" in sys.modules:
+        _load_all()
+    else:
         sys.meta_path.insert(0, _WhenDynamoArrives())

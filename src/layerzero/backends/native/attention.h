@@ -1,0 +1,290 @@
+// Attention of a few query rows over a long context: what decoding does.
+//
+// All query rows that share a KV head are served together, so that each key and value is read once. The keys are
+// split into parts that depend on the sizes alone, not on the number of threads: the result does not either. Each part
+// keeps its largest score, its sum and its weighted values; the parts are merged at the end.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "vectors.h"
+
+namespace lz {
+
+struct Strides { int64_t batch, head, row; };   // in elements; the last dimension has no gaps
+
+struct Attention {
+  const void *query, *key, *value;
+  void *out;                                    // (batch, heads, seq_q, head_dim_v), without gaps
+  float *lse;                                   // (batch, heads, seq_q), or null
+  int64_t batch, heads, kv_heads, seq_q, seq_k, head_dim, head_dim_v;
+  Strides q, k, v;
+  int64_t offset, left, right;                  // the diagonal of row i is key i + offset; -1: no limit on that side
+  float scale, softcap;
+  int threads;
+};
+
+constexpr int BLOCK = 64;                       // keys whose scores are kept at a time
+constexpr int TILE = 4;                         // query rows, and keys, that share registers
+constexpr int64_t PART = 512;                   // fewest keys worth a part of their own
+constexpr int64_t PARTS = 256;                  // so many pieces of work are enough for any number of threads
+
+inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// How a key meets a query: in float32, or two bfloat16 at a time where the processor can.
+template <class T> struct InFloats {
+  using Query = float;
+  using Vector = vf;
+  static constexpr int STEP = W;
+  static Vector key(const T *p) { return load(p); }
+  static Vector key_some(const T *p, int n) { return load_some(p, n); }
+  static Vector query(const float *p) { return load(p); }
+  static vf more(vf sum, Vector a, Vector b) { return sum + a * b; }
+  static void keep(float *to, T x) { *to = to_float(x); }
+};
+template <class T> struct Dot : InFloats<T> {};
+
+#if defined(__AVX512BF16__)
+template <> struct Dot<bf16> {
+  using Query = bf16;
+  using Vector = __m512bh;
+  static constexpr int STEP = 32;
+  static Vector key(const bf16 *p) { return (Vector)_mm512_loadu_si512(p); }
+  static Vector key_some(const bf16 *p, int n) {
+    return (Vector)_mm512_maskz_loadu_epi16(__mmask32((1ull << n) - 1), p);
+  }
+  static Vector query(const bf16 *p) { return key(p); }
+  static vf more(vf sum, Vector a, Vector b) { return (vf)_mm512_dpbf16_ps((__m512)sum, a, b); }
+  static void keep(bf16 *to, bf16 x) { *to = x; }
+};
+#endif
+
+// sums[r][i] of ROWS x TILE vectors, each summed up, to scores[r * BLOCK + i].
+template <int ROWS> inline void store_sums(const vf (&sums)[ROWS][TILE], float *scores) {
+#if defined(__AVX512F__)
+  __m512 rows[4];
+  for (int r = 0; r < 4; r++) {
+    const vf *s = sums[r < ROWS ? r : 0];
+    __m512 a = (__m512)s[0], b = (__m512)s[1], c = (__m512)s[2], d = (__m512)s[3];
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    rows[r] = (__m512)_mm512_add_pd(_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd),
+                                    _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
+  }
+  __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(rows[0], rows[1], 0x44), _mm512_shuffle_f32x4(rows[0], rows[1], 0xee));
+  __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(rows[2], rows[3], 0x44), _mm512_shuffle_f32x4(rows[2], rows[3], 0xee));
+  __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  _mm_storeu_ps(scores, _mm512_castps512_ps128(all));
+  if (ROWS > 1) _mm_storeu_ps(scores + BLOCK, _mm512_extractf32x4_ps(all, 1));
+  if (ROWS > 2) _mm_storeu_ps(scores + 2 * BLOCK, _mm512_extractf32x4_ps(all, 2));
+  if (ROWS > 3) _mm_storeu_ps(scores + 3 * BLOCK, _mm512_extractf32x4_ps(all, 3));
+#else
+  for (int r = 0; r < ROWS; r++)
+    for (int i = 0; i < TILE; i++) scores[r * BLOCK + i] = sum(sums[r][i]);
+#endif
+}
+
+template <class T, int ROWS>
+void dot_products(const typename Dot<T>::Query *query, int64_t query_row, const T *key, int64_t key_row, int keys,
+                  int64_t dim, float *scores) {
+  using D = Dot<T>;
+  const int64_t whole = dim / D::STEP * D::STEP;
+  for (int j = 0; j < keys; j += TILE) {
+    const T *at[TILE];
+    for (int i = 0; i < TILE; i++) at[i] = key + std::min(j + i, keys - 1) * key_row;   // past the end: any key
+    vf sums[ROWS][TILE] = {};
+    for (int64_t d = 0; d < whole; d += D::STEP) {
+      typename D::Vector k[TILE];
+      for (int i = 0; i < TILE; i++) k[i] = D::key(at[i] + d);
+      for (int r = 0; r < ROWS; r++) {
+        typename D::Vector q = D::query(query + r * query_row + d);
+        for (int i = 0; i < TILE; i++) sums[r][i] = D::more(sums[r][i], q, k[i]);
+      }
+    }
+    if (whole < dim)
+      for (int i = 0; i < TILE; i++) {
+        typename D::Vector k = D::key_some(at[i] + whole, int(dim - whole));
+        for (int r = 0; r < ROWS; r++) sums[r][i] = D::more(sums[r][i], D::query(query + r * query_row + whole), k);
+      }
+    store_sums<ROWS>(sums, scores + j);
+  }
+}
+
+// weighted[r][d] = weighted[r][d] * shrink[r] + sum over j of weights[r][j] * value[j][d], for N vectors of columns.
+template <class T, int ROWS, int N>
+inline void add_columns(const T *value, int64_t value_row, int keys, const float *weights, const float *shrink,
+                        float *weighted, int64_t weighted_row, int last) {
+  vf sums[ROWS][N];
+  for (int r = 0; r < ROWS; r++)
+    for (int n = 0; n < N; n++) sums[r][n] = load(weighted + r * weighted_row + n * W) * shrink[r];
+  if (last == W) {
+    for (int j = 0; j < keys; j++) {
+      vf v[N];
+      for (int n = 0; n < N; n++) v[n] = load(value + j * value_row + n * W);
+      for (int r = 0; r < ROWS; r++)
+        for (int n = 0; n < N; n++) sums[r][n] += weights[r * BLOCK + j] * v[n];
+    }
+  } else {
+    for (int j = 0; j < keys; j++) {
+      vf v[N];
+      for (int n = 0; n < N - 1; n++) v[n] = load(value + j * value_row + n * W);
+      v[N - 1] = load_some(value + j * value_row + (N - 1) * W, last);
+      for (int r = 0; r < ROWS; r++)
+        for (int n = 0; n < N; n++) sums[r][n] += weights[r * BLOCK + j] * v[n];
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int n = 0; n < N; n++) store(weighted + r * weighted_row + n * W, sums[r][n]);
+}
+
+template <class T, int ROWS>
+void add_values(const T *value, int64_t value_row, int keys, int64_t dim, const float *weights, const float *shrink,
+                float *weighted, int64_t weighted_row) {
+  for (int64_t d = 0; d < dim; d += 4 * W) {
+    int64_t rest = dim - d;
+    int last = rest >= 4 * W ? W : int((rest - 1) % W + 1);
+    auto add = rest > 3 * W ? add_columns<T, ROWS, 4> : rest > 2 * W ? add_columns<T, ROWS, 3>
+             : rest > W ? add_columns<T, ROWS, 2> : add_columns<T, ROWS, 1>;
+    add(value + d, value_row, keys, weights, shrink, weighted + d, weighted_row, last);
+  }
+}
+
+// Scores of one row become weights; `first` to `end` are the keys it sees. Updates its largest score and its sum, and
+// returns what earlier weights must be multiplied by.
+inline float soften(float *scores, int first, int end, int keys, float scale, float softcap, float *largest_score,
+                    float *total) {
+  const vf nothing = all(-INFINITY);
+  for (int j = keys; j < rounded_up(keys, W); j++) scores[j] = 0.0f;
+  vf top = nothing;
+  for (int j = 0; j < keys; j += W) {
+    vf s = load(scores + j) * scale;
+    if (softcap > 0.0f) s = softcap * hyperbolic_tangent(s / softcap);
+    if (j < first || j + W > end) {
+      for (int i = 0; i < W; i++) s[i] = j + i >= first && j + i < end ? s[i] : -INFINITY;
+    }
+    top = larger(s, top);
+    store(scores + j, s);
+  }
+  float was = *largest_score, now = std::max(was, largest(top));
+  float base = now == -INFINITY ? 0.0f : now;
+  vf sums = {};
+  for (int j = 0; j < keys; j += W) {
+    vf w = exponential(load(scores + j) - base);
+    sums += w;
+    store(scores + j, w);
+  }
+  float shrink = was == -INFINITY ? 0.0f : std::exp(was - base);
+  *largest_score = now;
+  *total = *total * shrink + sum(sums);
+  return shrink;
+}
+
+template <class T> struct Decoder {
+  using Query = typename Dot<T>::Query;
+  const Attention &a;
+  int64_t group = a.heads / a.kv_heads, rows = group * a.seq_q;
+  int64_t query_row = rounded_up(a.head_dim, Dot<T>::STEP), out_row = rounded_up(a.head_dim_v, W);
+  int64_t state_row = out_row + W;              // weighted values, the largest score, the sum
+  int64_t begin, end, parts, part;              // the keys some row sees, and how they are split
+
+  explicit Decoder(const Attention &call) : a(call) {
+    begin = a.left < 0 ? 0 : std::max<int64_t>(a.offset - a.left, 0);
+    end = a.right < 0 ? a.seq_k : std::min(a.seq_k, a.seq_q - 1 + a.offset + a.right + 1);
+    end = std::max(end, begin);
+    int64_t most = std::max<int64_t>((end - begin) / PART, 1);
+    parts = std::min(most, (PARTS + a.batch * a.kv_heads - 1) / (a.batch * a.kv_heads));
+    part = rounded_up((end - begin + parts - 1) / parts, BLOCK);
+  }
+
+  template <int ROWS> void block(const Query *query, int64_t first_row, const T *key, const T *value, int64_t at,
+                                 int keys, float *state) const {
+    alignas(64) float scores[ROWS * BLOCK];
+    float shrink[ROWS];
+    dot_products<T, ROWS>(query + first_row * query_row, query_row, key, a.k.row, keys, a.head_dim, scores);
+    for (int r = 0; r < ROWS; r++) {
+      int64_t diagonal = (first_row + r) % a.seq_q + a.offset;
+      int64_t from = a.left < 0 ? 0 : diagonal - a.left - at, to = a.right < 0 ? keys : diagonal + a.right + 1 - at;
+      from = std::clamp<int64_t>(from, 0, keys);
+      to = std::clamp<int64_t>(to, from, keys);
+      float *own = state + (first_row + r) * state_row + out_row;
+      shrink[r] = soften(scores + r * BLOCK, int(from), int(to), keys, a.scale, a.softcap, own, own + 1);
+    }
+    add_values<T, ROWS>(value, a.v.row, keys, a.head_dim_v, scores, shrink, state + first_row * state_row, state_row);
+  }
+
+  void run_part(int64_t batch, int64_t head, int64_t index, float *state, Query *query) const {
+    for (int64_t r = 0; r < rows; r++) {
+      const T *from = (const T *)a.query + batch * a.q.batch + (head * group + r / a.seq_q) * a.q.head
+                      + (r % a.seq_q) * a.q.row;
+      Query *to = query + r * query_row;
+      for (int64_t d = 0; d < a.head_dim; d++) Dot<T>::keep(to + d, from[d]);
+      std::memset(to + a.head_dim, 0, (query_row - a.head_dim) * sizeof(Query));
+      float *own = state + r * state_row;
+      std::memset(own, 0, state_row * sizeof(float));
+      own[out_row] = -INFINITY;
+    }
+    const T *keys = (const T *)a.key + batch * a.k.batch + head * a.k.head;
+    const T *values = (const T *)a.value + batch * a.v.batch + head * a.v.head;
+    int64_t stop = std::min(end, begin + (index + 1) * part);
+    for (int64_t at = begin + index * part; at < stop; at += BLOCK) {
+      const T *k = keys + at * a.k.row, *v = values + at * a.v.row;
+      int n = int(std::min<int64_t>(BLOCK, stop - at));
+      for (int64_t r = 0; r < rows; r += TILE) switch (std::min<int64_t>(rows - r, TILE)) {
+        case 4: block<4>(query, r, k, v, at, n, state); break;
+        case 3: block<3>(query, r, k, v, at, n, state); break;
+        case 2: block<2>(query, r, k, v, at, n, state); break;
+        default: block<1>(query, r, k, v, at, n, state);
+      }
+    }
+  }
+
+  // The parts of one KV head, merged into the first of them and written out.
+  void finish(int64_t batch, int64_t head, float *states) const {
+    for (int64_t r = 0; r < rows; r++) {
+      float *own = states + r * state_row, top = -INFINITY, total = 0.0f;
+      for (int64_t p = 0; p < parts; p++) top = std::max(top, own[p * rows * state_row + out_row]);
+      float base = top == -INFINITY ? 0.0f : top;
+      for (int64_t p = 0; p < parts; p++) {
+        float *other = own + p * rows * state_row;
+        float share = std::exp(other[out_row] - base);
+        total += other[out_row + 1] * share;
+        for (int64_t d = 0; d < out_row; d += W)
+          store(own + d, p ? load(own + d) + load(other + d) * share : load(own + d) * share);
+      }
+      // A sum of 0 is a row that sees nothing; NaN is neither.
+      float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+      int64_t row = (batch * a.heads + head * group + r / a.seq_q) * a.seq_q + r % a.seq_q;
+      T *out = (T *)a.out + row * a.head_dim_v;
+      int64_t d = 0;
+      for (; d + W <= a.head_dim_v; d += W) store(out + d, load(own + d) * inverse);
+      if (d < a.head_dim_v) store_some(out + d, load(own + d) * inverse, int(a.head_dim_v - d));
+      if (a.lse) a.lse[row] = total == 0.0f ? -INFINITY : top + std::log(total);
+    }
+  }
+
+  bool run() const {
+    const int64_t homes = a.batch * a.kv_heads, state = rows * state_row;
+    if (!homes || !rows || !a.head_dim_v) return true;
+    const size_t query_bytes = rounded_up(rows * query_row * sizeof(Query), 64);
+    const size_t state_bytes = size_t(homes) * parts * state * sizeof(float);
+    const int64_t work = homes * (end - begin) * (a.head_dim + a.head_dim_v) * sizeof(T);
+    const int threads = work < 65536 ? 1 : a.threads;
+    char *memory = (char *)std::aligned_alloc(64, rounded_up(state_bytes, 64) + threads * query_bytes);
+    if (!memory) return false;
+    float *states = (float *)memory;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      Query *query = (Query *)(memory + rounded_up(state_bytes, 64) + thread_number() * query_bytes);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < homes * parts; i++)
+        run_part(i / parts / a.kv_heads, i / parts % a.kv_heads, i % parts, states + i * state, query);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < homes; i++) finish(i / a.kv_heads, i % a.kv_heads, states + i * parts * state);
+    }
+    std::free(memory);
+    return true;
+  }
+};
+
+}  // namespace lz

@@ -1,0 +1,124 @@
+"""Codes with few bits back to values. quant_formulas says how each format is coded and laid out.
+
+The product of code and scale is formed in float32 and rounded once, to `out_dtype`. `size` is the length of a row of
+values where a byte holds two codes and the length is odd.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code, Reason
+from ..spec.rules import absent, any_of, at_least, dtypes, one_of, present, when
+from .formulas import FLOATS
+from .quant_formulas import FORMATS, check_scales, encode, make_scales, restored, spread
+
+FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
+
+
+def reference(
+    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: FormatName, block_size: int = 0,
+    block_rows: int = 1, global_scale: Tensor | None = None, size: int | None = None,
+    out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> Tensor:
+    """The values of what lz.quantize returned, with the same format, block_size and block_rows."""
+    form = FORMATS[format]
+    block_size = block_size or form.block_size
+    size = checked_size(q, scales, zeros, format, block_size, block_rows, global_scale, size)
+    values = restored(q, scales, zeros, form, size, block_size, block_rows, global_scale)
+    return values.to(getattr(torch, out_dtype))
+
+
+def checked_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, block_size: int, block_rows: int,
+                 global_scale: Tensor | None, size: int | None) -> int:
+    """The length of a row of values; asked on every call, so that scales of another layout never pass."""
+    width = q.shape[-1] * (8 // FORMATS[format].bits)
+    if size is None:
+        size = width
+    elif not width - 1 <= size <= width or (size < width and FORMATS[format].bits == 8):
+        raise InvalidCall.of("dequantize", Reason(
+            Code.DIM_MISMATCH, f"{width}, or {width - 1} for an odd row of a four-bit format", size, "size"))
+    shape = torch.Size((*q.shape[:-1], size))
+    check_scales("dequantize", "scales", scales, shape, block_size, block_rows)
+    if zeros is not None:
+        check_scales("dequantize", "zeros", zeros, shape, block_size, block_rows)
+    if global_scale is not None:
+        check_scales("dequantize", "global_scale", global_scale, torch.Size((1,) * q.dim()), 1, 1)
+    return size
+
+
+def meta(
+    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: str, block_size: int = 0, block_rows: int = 1,
+    global_scale: Tensor | None = None, size: int | None = None, out_dtype: str = "float32",
+) -> Tensor:
+    width = q.shape[-1] * (8 // FORMATS[format].bits) if size is None else size
+    return q.new_empty((*q.shape[:-1], width), dtype=getattr(torch, out_dtype))
+
+
+def inputs(
+    format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64, granularity: str | None = None,
+    block_size: int = 0, block_rows: int = 1, symmetric: bool = True, stride: str = "", scale_dtype: str = "",
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    """Codes of random values; `dtype` is what they are turned back to."""
+    gen = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn((*rows, width), generator=gen)
+    form = FORMATS[format]
+    blocks = block_size or form.block_size
+    scales, zeros, whole = make_scales(x, form, granularity or form.granularity, blocks, block_rows, symmetric, None)
+    by = scales.float() if whole is None else scales.float() * whole
+    q = encode(x / spread(by, x.shape, blocks, block_rows), form,
+               None if zeros is None else spread(zeros, x.shape, blocks, block_rows))
+    if stride == "sparse":
+        q = torch.stack((q, q), -1)[..., 0]
+    if scale_dtype:
+        scales = scales.to(getattr(torch, scale_dtype))
+    tensors = {"q": q, "scales": scales, "zeros": zeros, "global_scale": whole}
+    out = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
+    return {**{name: t if t is None else t.to(device) for name, t in tensors.items()}, "format": format,
+            "block_size": block_size, "block_rows": block_rows, "size": width if width % 2 else None, "out_dtype": out}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    *({"format": f} for f in FORMATS),
+    *({"format": f, "width": 37, "rows": (2, 3)} for f in FORMATS),
+    *({"format": f, "stride": "sparse"} for f in ("int8", "int4", "fp8_e4m3")),
+    *({"format": f, "symmetric": False} for f in ("int8", "int4")),
+    {"granularity": "tensor", "rows": (2, 3)}, {"format": "fp8_e4m3", "granularity": "tensor", "rows": ()},
+    {"granularity": "block", "block_size": 16}, {"format": "int4", "block_size": 32, "width": 100},
+    {"format": "fp8_e4m3", "granularity": "block", "block_size": 32, "block_rows": 4, "rows": (2, 9), "width": 70},
+    {"format": "int4", "block_size": 16, "symmetric": False, "rows": (2, 4)}, {"rows": (0,)},
+    {"format": "fp8_e5m2", "scale_dtype": "bfloat16"}, {"format": "mxfp4", "width": 1},
+    {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False, "scale_dtype": "float16"},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    if values["format"] == "nvfp4" and values["global_scale"] is None:
+        raise InvalidCall.of("dequantize", Reason(
+            Code.MISSING_METADATA, "nvfp4 has one scale for the tensor beside those of its blocks", None,
+            "global_scale"))
+
+
+def _stored(name: str) -> str:
+    return str(FORMATS[name].storage).removeprefix("torch.")
+
+
+OP = Op(
+    name="dequantize", family="quantization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6)}),
+    shapes={"q": "*rows packed", "scales": "*scale_rows groups"}, exact=("packed", "block_size", "block_rows"),
+    requires=(
+        *(when(one_of("format", f), dtypes(_stored(f), of="q.dtype")) for f in FORMATS),
+        one_of("scales.dtype", *FLOATS, "float8_e8m0fnu", "float8_e4m3fn", code=Code.SCALE_LAYOUT_MISMATCH),
+        at_least("block_size", 0, Code.VALUE_OUT_OF_RANGE), at_least("block_rows", 1, Code.VALUE_OUT_OF_RANGE),
+        when(present("zeros.dtype"), one_of("format", "int8", "int4")),
+        any_of(absent("global_scale.dtype"), one_of("format", "nvfp4")),
+    ),
+    flops="2 * rows * packed", bytes="5 * rows * packed", extra_check=extra_check,
+)

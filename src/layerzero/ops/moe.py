@@ -1,0 +1,139 @@
+"""A mixture of gated feed-forward experts: each token goes to a few of them, and their results are added by weight.
+
+out[t] = sum over slots k of weight[t, k] * down_e(act(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, k].
+
+`w_gate_up` is (experts, 2 * inner, hidden), the rows of the gate first, then those of up (gate_first=False: the other
+way round); `w_down` is (experts, hidden, inner). Who serves whom comes as topk_ids and topk_weights (from
+lz.moe_gate), or as `logits` and `top_k`, then routed by softmax or sigmoid without groups.
+Ids outside [expert_offset, expert_offset + experts) belong to another device and add nothing here; so does -1.
+capacity > 0: an expert serves at most so many (token, slot) pairs, the first in token order; what is dropped adds
+nothing, and the other weights stay as they are. weight_on="input" (Llama 4): the weight scales the expert's input
+instead of its result. Results are added in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code, Reason
+from ..spec.rules import at_least, dtypes, one_of
+from .formulas import FLOATS
+from .moe_formulas import check_routing, gated, places, route
+
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu"]
+
+
+def reference(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None, topk_weights: Tensor | None = None, *,
+    logits: Tensor | None = None, top_k: int = 0, scoring: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True, activation: Activation = "swiglu", gate_first: bool = True, expert_offset: int = 0,
+    capacity: int = 0, weight_on: Literal["output", "input"] = "output",
+) -> Tensor:
+    """Each token through its experts, one after the other."""
+    if logits is not None:
+        topk_ids, topk_weights = route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
+    assert topk_ids is not None and topk_weights is not None
+    experts, slots = w_gate_up.shape[0], topk_ids.shape[-1]
+    served = places(topk_ids, experts, expert_offset, capacity).reshape(-1, slots).tolist()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    tokens, weights = x.reshape(-1, x.shape[-1]), topk_weights.reshape(-1, slots)
+    rows = []
+    for t, mine in enumerate(served):
+        row = torch.zeros(x.shape[-1], dtype=wide, device=x.device)
+        for slot, e in enumerate(mine):
+            if e == experts:
+                continue
+            weight = weights[t, slot].to(wide)
+            token = tokens[t] if weight_on == "output" else (tokens[t].to(wide) * weight).to(x.dtype)
+            inner = gated(w_gate_up[e] @ token, activation, gate_first)
+            out = (w_down[e] @ inner).to(wide)
+            row = row + (out * weight if weight_on == "output" else out)
+        rows.append(row)
+    return torch.stack(rows).to(x.dtype).reshape(x.shape) if rows else torch.zeros_like(x)
+
+
+def meta(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None, topk_weights: Tensor | None = None, *,
+    logits: Tensor | None = None, top_k: int = 0, scoring: str = "softmax", normalize: bool = True,
+    activation: str = "swiglu", gate_first: bool = True, expert_offset: int = 0, capacity: int = 0,
+    weight_on: str = "output",
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def inputs(
+    rows: tuple[int, ...] = (6,), experts: int = 4, hidden: int = 32, inner: int = 24, top_k: int = 2,
+    activation: str = "swiglu", gate_first: bool = True, by: str = "ids", scoring: str = "softmax",
+    normalize: bool = True, offset: int = 0, others: int = 0, capacity: int = 0, weight_on: str = "output",
+    favourite: bool = False, index: str = "int64", weight_dtype: str = "", stride: str = "",
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    """`others`: experts of other devices beside ours; `favourite`: every token chooses expert 1 first."""
+    gen = torch.Generator("cpu").manual_seed(seed)
+
+    def rand(*shape: int, by: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=gen) * by).to(device=device, dtype=dtype)
+
+    x = rand(*rows, 2 * hidden)[..., ::2] if stride == "sparse" else rand(*rows, hidden)
+    logits = torch.randn((*rows, experts + others), generator=gen)
+    if favourite:
+        logits[..., 1] += 20.0
+    given: dict[str, Any] = {
+        "x": x, "w_gate_up": rand(experts, 2 * inner, hidden, by=1 / math.sqrt(hidden)),
+        "w_down": rand(experts, hidden, inner, by=1 / math.sqrt(inner)), "activation": activation,
+        "gate_first": gate_first, "expert_offset": offset, "capacity": capacity, "weight_on": weight_on}
+    if by == "logits":
+        return {**given, "logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize}
+    ids, weights = route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
+    weights = weights.to(getattr(torch, weight_dtype)) if weight_dtype else weights
+    return {**given, "topk_ids": ids.to(device=device, dtype=getattr(torch, index)), "topk_weights": weights.to(device)}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"top_k": 1}, {"top_k": 4}, {"experts": 1, "top_k": 1}, {"experts": 16, "rows": (3,)}, {"rows": (1,)},
+    {"rows": ()}, {"rows": (0,)}, {"rows": (2, 5)}, {"rows": (40,), "experts": 8, "top_k": 3}, {"by": "logits"},
+    {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True}, {"activation": "geglu"},
+    {"activation": "geglu_tanh"}, {"activation": "reglu"}, {"gate_first": False}, {"index": "int32"},
+    {"offset": 2, "others": 4}, {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1}, {"capacity": 3, "rows": (12,)},
+    {"capacity": 2, "favourite": True}, {"capacity": 2, "others": 4, "offset": 1, "top_k": 3},
+    {"weight_on": "input", "top_k": 1}, {"weight_on": "input", "scoring": "sigmoid", "normalize": False},
+    {"weight_dtype": "bfloat16"}, {"stride": "sparse"}, {"hidden": 17, "inner": 9}, {"hidden": 64, "inner": 128},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    check_routing("moe", values["topk_ids"], values["topk_weights"], values["logits"])
+    if values["logits"] is not None and not 1 <= values["top_k"] <= facts["routed"]:
+        raise InvalidCall.of("moe", Reason(
+            Code.VALUE_OUT_OF_RANGE, f"between 1 and {facts['routed']}, the experts that logits speak of",
+            values["top_k"], "top_k"))
+    if facts["wide"] != 2 * facts["inner"]:
+        raise InvalidCall.of("moe", Reason(
+            Code.DIM_MISMATCH, f"{2 * facts['inner']} (the rows of gate and up)", facts["wide"], "w_gate_up.shape[1]"))
+
+
+OP = Op(
+    name="moe", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-6, 2e-6),
+                         "float64": (1e-6, 1e-6)}),   # the weights of a routing are float32
+    shapes={"x": "*rows hidden", "w_gate_up": "experts wide hidden", "w_down": "experts hidden inner",
+            "topk_ids": "*rows slots", "topk_weights": "*rows slots", "logits": "*rows routed"},
+    returns=("*rows hidden",), same_dtype=("x", "w_gate_up", "w_down"),
+    exact=("hidden", "wide", "inner", "experts", "slots", "routed", "top_k"),
+    requires=(
+        dtypes(*FLOATS), at_least("experts", 1, Code.EMPTY_INPUT), at_least("inner", 1, Code.EMPTY_INPUT),
+        one_of("topk_ids.dtype", None, "int32", "int64", code=Code.DTYPE_UNSUPPORTED),
+        one_of("topk_weights.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+        one_of("logits.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+        at_least("capacity", 0, Code.VALUE_OUT_OF_RANGE), at_least("top_k", 0, Code.VALUE_OUT_OF_RANGE),
+    ),
+    derived={"pairs": "rows * max(top_k, 1)"},
+    flops="6 * pairs * hidden * inner", bytes="itemsize * (3 * experts * hidden * inner + 2 * rows * hidden)",
+    differentiable=("x", "w_gate_up", "w_down", "topk_weights"), extra_check=extra_check,
+)

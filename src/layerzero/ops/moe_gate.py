@@ -1,0 +1,102 @@
+"""Which experts serve each token, and with what weight.
+
+Scores are the softmax or the sigmoid of the logits. The `top_k` best experts are chosen by score plus
+`e_score_correction_bias`, best first; their weights are the scores without that bias, divided by their sum
+(normalize), times `routed_scaling_factor`. With n_group > 1 (DeepSeek) the experts stand in n_group equal groups and
+only those of the `topk_group` best groups may be chosen; a group is as good as its best expert, or with a bias
+correction as its two best together. Everything is computed in float32, and of equal scores the lower index wins, so
+that every kernel chooses the same experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code, Reason
+from ..spec.rules import at_least, dtypes, one_of
+from .formulas import FLOATS, random_rows
+from .moe_formulas import route
+
+
+def reference(
+    logits: Tensor, top_k: int, scoring: Literal["softmax", "sigmoid"] = "softmax", normalize: bool = True, *,
+    n_group: int = 1, topk_group: int = 1, e_score_correction_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(ids int64, weights float32), both (..., top_k), for logits (..., experts)."""
+    return route(logits, top_k, scoring, normalize, n_group, topk_group, e_score_correction_bias,
+                 routed_scaling_factor)
+
+
+def meta(
+    logits: Tensor, top_k: int, scoring: str = "softmax", normalize: bool = True, *, n_group: int = 1,
+    topk_group: int = 1, e_score_correction_bias: Tensor | None = None, routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    shape = (*logits.shape[:-1], top_k)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+
+
+def inputs(
+    rows: tuple[int, ...] = (7,), experts: int = 16, top_k: int = 4, scoring: str = "softmax", normalize: bool = True,
+    n_group: int = 1, topk_group: int = 1, bias: bool = False, scale: float = 1.0, special: str = "",
+    stride: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    gen = torch.Generator("cpu").manual_seed(seed)
+    logits = random_rows(gen, rows, experts, stride, dtype, "cpu")
+    if special == "ties":
+        logits = logits.round()
+    elif special == "equal":
+        logits = torch.zeros_like(logits)
+    elif special == "extreme":
+        logits = logits * 300                  # most scores are 0 or 1 in float32
+    elif special == "masked":
+        logits[..., : experts // 2] = -torch.inf
+    correction = torch.randn(experts, generator=gen).to(device) if bias else None
+    return {"logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize,
+            "n_group": n_group, "topk_group": topk_group, "e_score_correction_bias": correction,
+            "routed_scaling_factor": scale}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"scoring": "sigmoid"}, {"normalize": False}, {"normalize": False, "scoring": "sigmoid", "scale": 2.5},
+    {"top_k": 1}, {"top_k": 16}, {"experts": 1, "top_k": 1}, {"rows": ()}, {"rows": (0,)}, {"rows": (2, 3)},
+    {"experts": 128, "top_k": 8, "rows": (33,)}, {"bias": True}, {"bias": True, "scoring": "sigmoid", "scale": 2.5},
+    {"n_group": 4, "topk_group": 2}, {"n_group": 4, "topk_group": 2, "bias": True, "scoring": "sigmoid"},
+    {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "bias": True, "scoring": "sigmoid", "scale": 2.5},
+    {"n_group": 16, "topk_group": 5}, {"n_group": 16, "topk_group": 5, "bias": True},
+    *({"special": s} for s in ("ties", "equal", "extreme", "masked")),
+    *({"special": s, "scoring": "sigmoid"} for s in ("ties", "extreme", "masked")),
+    {"special": "ties", "n_group": 4, "topk_group": 2}, {"stride": "sparse"},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    experts, top_k, n_group, kept = (facts[n] for n in ("experts", "top_k", "n_group", "topk_group"))
+    if experts % n_group:
+        raise InvalidCall.of("moe_gate", Reason(
+            Code.VALUE_OUT_OF_RANGE, f"a divisor of the {experts} experts", n_group, "n_group"))
+    if kept > n_group:
+        raise InvalidCall.of("moe_gate", Reason(Code.VALUE_OUT_OF_RANGE, f"<= n_group ({n_group})", kept, "topk_group"))
+    allowed = experts if n_group == 1 else kept * (experts // n_group)
+    if top_k > allowed:
+        raise InvalidCall.of("moe_gate", Reason(
+            Code.VALUE_OUT_OF_RANGE, f"<= {allowed}, the experts that may be chosen", top_k, "top_k"))
+
+
+OP = Op(
+    name="moe_gate", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float32": (1e-5, 1e-6)}),
+    shapes={"logits": "*rows experts", "e_score_correction_bias": "experts"},
+    exact=("experts", "top_k", "n_group", "topk_group"),
+    requires=(
+        dtypes(*FLOATS), at_least("top_k", 1, Code.VALUE_OUT_OF_RANGE),
+        at_least("n_group", 1, Code.VALUE_OUT_OF_RANGE), at_least("topk_group", 1, Code.VALUE_OUT_OF_RANGE),
+        one_of("e_score_correction_bias.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
+    ),
+    flops="20 * rows * experts", bytes="itemsize * rows * experts", extra_check=extra_check, outputs="Tensor[]",
+)

@@ -1,0 +1,131 @@
+"""A linear layer whose weight is stored with few bits: y = x W^T + bias, W dequantized.
+
+`weight_q` and `scales` are what lz.quantize gives for a weight (out_features, in_features): codes as int8, as int4 two
+in a byte, or as fp8_e4m3; scales (rows, groups), one group for each `group_size` inputs or one for the row
+(group_size=0); rows is out_features, or a divisor of it where several rows share their scales. `zeros` is laid out
+like `scales`: W = (code - zero) * scale, and zero is 0 for int8 and 8 for int4 where none is given.
+
+The weight is dequantized in float32 and rounded to x's dtype. With activations="int8" each row of x is rounded to
+int8 too, symmetrically by its largest magnitude, and the sum of products is exact (int8 weights only).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.op import Op, Tolerance
+from ..spec.reason import Code, Reason
+from ..spec.rules import absent, any_of, at_least, dtypes, equals, one_of, present, when
+from .formulas import FLOATS, random_rows
+from .quant_formulas import FORMATS, TINY, encode, make_scales, restored, spread
+
+FormatName = Literal["int8", "int4", "fp8_e4m3"]
+
+
+def reference(
+    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    format: FormatName, group_size: int = 0, activations: Literal["none", "int8"] = "none",
+) -> Tensor:
+    """x @ dequantize(weight_q, scales, zeros).T + bias."""
+    out_features, in_features = weight_q.shape[0], x.shape[-1]
+    rows_per_scale = out_features // max(scales.shape[0], 1)
+    weight = restored(weight_q, scales, zeros, FORMATS[format], in_features, group_size or in_features, rows_per_scale)
+    if activations == "int8":
+        wide = weight.dtype
+        step = (x.to(wide).abs().amax(-1, keepdim=True) / 127.0).clamp(min=TINY)
+        codes = (x.to(wide) / step).round().clamp(-127.0, 127.0)
+        out = codes @ weight.t() * step
+        return (out if bias is None else out + bias.to(wide)).to(x.dtype)
+    out = x @ weight.to(x.dtype).t()
+    return out if bias is None else out + bias
+
+
+def meta(
+    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    format: str, group_size: int = 0, activations: str = "none",
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight_q.shape[0]))
+
+
+def inputs(
+    format: str = "int8", rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, group: int = 0, bias: bool = False,
+    symmetric: bool = True, share: int = 1, scale_dtype: str = "", stride: str = "", activations: str = "none",
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+) -> dict[str, Any]:
+    """`share`: how many rows of the weight have one scale; 0 for all of them."""
+    gen = torch.Generator("cpu").manual_seed(seed)
+    x = random_rows(gen, rows, k, stride, dtype, device)
+    weight = torch.randn((n, k), generator=gen) / math.sqrt(k)
+    form, block, share = FORMATS[format], group or k, share or n
+    scales, zeros, _ = make_scales(weight, form, "block", block, share, symmetric, None)
+    q = encode(weight / spread(scales, weight.shape, block, share), form,
+               None if zeros is None else spread(zeros, weight.shape, block, share))
+    scales = scales.to(getattr(torch, scale_dtype)) if scale_dtype else scales
+    shift = torch.randn(n, generator=gen).to(device=device, dtype=dtype) if bias else None
+    return {"x": x, "weight_q": q.to(device), "scales": scales.to(device),
+            "zeros": None if zeros is None else zeros.to(device), "bias": shift, "format": format,
+            "group_size": group, "activations": activations}
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    *({"format": f} for f in ("int8", "int4", "fp8_e4m3")),
+    *({"format": f, "group": 32, "bias": True} for f in ("int8", "int4", "fp8_e4m3")),
+    *({"format": f, "k": 37, "n": 17, "rows": (2, 3)} for f in ("int8", "int4", "fp8_e4m3")),
+    *({"format": f, "symmetric": False, "group": g} for f in ("int8", "int4") for g in (0, 32)),
+    *({"format": f, "rows": r} for f in ("int8", "int4") for r in ((), (0,), (1,), (40,))),
+    {"format": "int4", "group": 64, "k": 256, "n": 64}, {"format": "int4", "group": 128, "k": 256, "n": 64, "bias": True},
+    {"format": "int4", "group": 16}, {"format": "int4", "group": 32, "k": 100}, {"k": 4096, "n": 16, "rows": (2,)},
+    {"format": "int4", "group": 32, "scale_dtype": "bfloat16"}, {"scale_dtype": "bfloat16", "bias": True},
+    {"format": "fp8_e4m3", "share": 16, "group": 32}, {"format": "fp8_e4m3", "share": 0}, {"stride": "sparse"},
+    {"format": "int4", "group": 32, "stride": "padded"}, {"activations": "int8"}, {"k": 33, "n": 7, "activations": "int8"},
+    {"activations": "int8", "bias": True, "rows": (2, 20)}, {"activations": "int8", "rows": (0,)},
+)
+
+
+def extra_check(values: dict[str, Any], facts: Any) -> None:
+    """The layout of codes and scales: every size it reads is kept exactly in the key."""
+    n, k, form = facts["out_features"], facts["in_features"], FORMATS[values["format"]]
+    stored = k if form.bits == 8 else (k + 1) // 2
+    if facts["packed"] != stored:
+        raise InvalidCall.of("quantized_linear", Reason(
+            Code.DIM_MISMATCH, f"{stored} bytes for {k} inputs in {form.name}", facts["packed"], "weight_q.shape[-1]"))
+    groups = math.ceil(k / values["group_size"]) if values["group_size"] else 1
+    for name, rows, got in (("scales", facts["scale_rows"], facts["groups"]),
+                            ("zeros", facts["zero_rows"], facts["zero_groups"])):
+        if rows is None:
+            continue
+        if got != groups or not rows or n % rows:
+            raise InvalidCall.of("quantized_linear", Reason(
+                Code.SCALE_LAYOUT_MISMATCH, f"{name} of shape ({n}, {groups}), or with a divisor of {n} rows "
+                f"(group_size {values['group_size']})", f"({rows}, {got})", name))
+
+
+OP = Op(
+    name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
+                         "float64": (1e-8, 1e-8)}),
+    shapes={"x": "*rows in_features", "weight_q": "out_features packed", "scales": "scale_rows groups",
+            "zeros": "zero_rows zero_groups", "bias": "out_features"},
+    returns=("*rows out_features",), same_dtype=("x", "bias"),
+    derived={"shared_rows": "out_features - scale_rows"},
+    exact=("in_features", "out_features", "packed", "scale_rows", "groups", "zero_rows", "zero_groups", "group_size"),
+    requires=(
+        dtypes(*FLOATS), at_least("group_size", 0, Code.VALUE_OUT_OF_RANGE), at_least("in_features", 1, Code.EMPTY_INPUT),
+        when(one_of("format", "int8"), dtypes("int8", of="weight_q.dtype")),
+        when(one_of("format", "int4"), dtypes("uint8", of="weight_q.dtype")),
+        when(one_of("format", "fp8_e4m3"), dtypes("float8_e4m3fn", of="weight_q.dtype")),
+        one_of("scales.dtype", *FLOATS, code=Code.SCALE_LAYOUT_MISMATCH),
+        when(present("zeros.dtype"), one_of("format", "int8", "int4")),
+        any_of(equals("activations", "none"), one_of("format", "int8")),
+        any_of(equals("activations", "none"), absent("zeros.dtype")),
+        any_of(equals("activations", "none"), equals("group_size", 0, Code.SCALE_LAYOUT_MISMATCH)),
+    ),
+    flops="2 * rows * in_features * out_features",
+    bytes="itemsize * rows * (in_features + out_features) + out_features * packed",
+    extra_check=extra_check,
+)

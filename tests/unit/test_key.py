@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from random_calls import EDGES, MAKERS, neighbour, register_synthetic, synthetic_sweeps, tensor
 
 import layerzero as lz
+from layerzero.runtime import dispatch
 from layerzero.runtime import facts as reading
 from layerzero.runtime import world as worlds
 from layerzero.runtime.inspection import dispatcher_of
@@ -97,7 +98,11 @@ def test_a_neighbour_with_the_same_key_has_the_same_verdicts(op, rng):
 
 @pytest.fixture(scope="module")
 def sweeps():
-    return list(synthetic_sweeps())
+    """Calls of the awkward op, each with all its facts."""
+    found, rng = dispatch.Dispatcher(synthetic.OP), random.Random(9)
+    calls = [*synthetic_sweeps(), *(MAKERS["synthetic"](rng) for _ in range(100))]
+    named = [(call, found.bound(*call)) for call in calls]
+    return [(call, values, reading.read(synthetic.OP, dict(zip(found.names, values)))) for call, values in named]
 
 
 @pytest.mark.parametrize("rule", synthetic.RULES, ids=str)
@@ -107,14 +112,12 @@ def test_each_rule_alone_is_told_apart(world, sweeps, rule):
     lz.register(synthetic.kernel("synthetic.one", requires=(rule,)))
     found = dispatcher_of("synthetic")
     found._ready()
-    rng = random.Random(str(rule))
     known: dict = {}
     said = set()
-    for call in (*sweeps, *(MAKERS["synthetic"](rng) for _ in range(100))):
-        values = found.bound(*call)
+    for call, values, facts in sweeps:
         key = found.key_of(*values)
         if key is not None:
-            verdict = rule.check(reading.read(found.op, dict(zip(found.names, values)))) is None
+            verdict = rule.check(facts) is None
             said.add(verdict)
             first = known.setdefault(key, (verdict, call))
             assert first[0] == verdict, f"{described(first[1])}\nand {described(call)}\nshare a key under {rule}"

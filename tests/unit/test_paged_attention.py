@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -105,11 +106,10 @@ def test_ragged_keys_are_pages_of_one_token() -> None:
 def test_one_mixed_batch_equals_its_sequences_one_by_one() -> None:
     given = values(context=(50, 33, 20), lengths_q=(50, 1, 4), lse=True)
     out, lse = lz.paged_attention(**given)
-    starts = given["cu_seqlens_q"].tolist()
-    for i, (a, b) in enumerate(zip(starts, starts[1:])):
+    for i, (a, b) in enumerate(itertools.pairwise(given["cu_seqlens_q"].tolist())):
         alone = lz.paged_attention(**{
             **given, "query": given["query"][a:b], "block_table": given["block_table"][i:i + 1],
-            "context_lens": given["context_lens"][i:i + 1], "cu_seqlens_q": torch.tensor([0, b - a], dtype=torch.int32)})
+            "context_lens": given["context_lens"][i:i + 1], "cu_seqlens_q": torch.tensor([0, b - a])})
         close(out[a:b], alone[0])
         close(lse[a:b], alone[1])
 
@@ -135,6 +135,10 @@ def with_entry(name: str, where: Any, entry: int) -> Callable[[dict[str, Any]], 
     return change
 
 
+def on(name: str, fn: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda given: {name: fn(given[name])}
+
+
 BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
     "page too large": (with_entry("block_table", (1, 0), 99), Code.BLOCK_TABLE_INVALID, "block_table[1, 0]"),
     "page negative": (with_entry("block_table", (2, 2), -1), Code.BLOCK_TABLE_INVALID, "block_table[2, 2]"),
@@ -143,34 +147,34 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
     "starts too far": (with_entry("cu_seqlens_q", -1, 99), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
     "starts too late": (with_entry("cu_seqlens_q", 0, 1), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
     "starts fall": (with_entry("cu_seqlens_q", 1, 9), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
-    "a boundary missing": (lambda g: {"cu_seqlens_q": g["cu_seqlens_q"][[0, 1, 3]]}, Code.KV_METADATA_INVALID, "cu_seqlens_q"),
-    "boundaries as a matrix": (lambda g: {"cu_seqlens_q": g["cu_seqlens_q"][None]}, Code.KV_METADATA_INVALID, "cu_seqlens_q"),
-    "boundaries as floats": (lambda g: {"cu_seqlens_q": g["cu_seqlens_q"].float()}, Code.KV_METADATA_INVALID, "cu_seqlens_q"),
+    "a boundary missing": (on("cu_seqlens_q", lambda t: t[[0, 1, 3]]), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
+    "boundaries as a matrix": (on("cu_seqlens_q", lambda t: t[None]), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
+    "boundaries as floats": (on("cu_seqlens_q", lambda t: t.float()), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
     "no boundaries": (lambda g: {"cu_seqlens_q": None}, Code.KV_METADATA_INVALID, "query_tokens"),
     "longest too short": (lambda g: {"max_seqlen_q": 2}, Code.VALUE_OUT_OF_RANGE, "max_seqlen_q"),
-    "table as a vector": (lambda g: {"block_table": g["block_table"][0]}, Code.BLOCK_TABLE_INVALID, "block_table"),
-    "table as floats": (lambda g: {"block_table": g["block_table"].float()}, Code.BLOCK_TABLE_INVALID, "block_table"),
-    "table as shorts": (lambda g: {"block_table": g["block_table"].short()}, Code.BLOCK_TABLE_INVALID, "block_table"),
-    "lengths as a matrix": (lambda g: {"context_lens": g["context_lens"][None]}, Code.KV_METADATA_INVALID, "context_lens"),
-    "a length missing": (lambda g: {"context_lens": g["context_lens"][:2]}, Code.KV_METADATA_INVALID, "context_lens"),
-    "lengths as floats": (lambda g: {"context_lens": g["context_lens"].float()}, Code.KV_METADATA_INVALID, "context_lens"),
-    "a flat cache": (lambda g: {"key_cache": g["key_cache"].flatten(0, 1)}, Code.KV_CACHE_LAYOUT_MISMATCH, "key_cache"),
-    "two pools": (lambda g: {"value_cache": g["value_cache"][:-1]}, Code.KV_CACHE_LAYOUT_MISMATCH, "value_cache"),
+    "table as a vector": (on("block_table", lambda t: t[0]), Code.BLOCK_TABLE_INVALID, "block_table"),
+    "table as floats": (on("block_table", lambda t: t.float()), Code.BLOCK_TABLE_INVALID, "block_table"),
+    "table as shorts": (on("block_table", lambda t: t.short()), Code.BLOCK_TABLE_INVALID, "block_table"),
+    "lengths as a matrix": (on("context_lens", lambda t: t[None]), Code.KV_METADATA_INVALID, "context_lens"),
+    "a length missing": (on("context_lens", lambda t: t[:2]), Code.KV_METADATA_INVALID, "context_lens"),
+    "lengths as floats": (on("context_lens", lambda t: t.float()), Code.KV_METADATA_INVALID, "context_lens"),
+    "a flat cache": (on("key_cache", lambda t: t.flatten(0, 1)), Code.KV_CACHE_LAYOUT_MISMATCH, "key_cache"),
+    "two pools": (on("value_cache", lambda t: t[:-1]), Code.KV_CACHE_LAYOUT_MISMATCH, "value_cache"),
     "the other layout": (lambda g: {n: g[n].transpose(1, 2) for n in ("key_cache", "value_cache")},
                          Code.KV_CACHE_LAYOUT_MISMATCH, "kv_layout"),
     "an unknown layout": (lambda g: {"kv_layout": "NDH"}, Code.LAYOUT_UNKNOWN, "kv_layout"),
-    "keys of another float": (lambda g: {"key_cache": g["key_cache"].half()}, Code.KV_CACHE_DTYPE_MISMATCH, "float32"),
-    "values of another float": (lambda g: {"value_cache": g["value_cache"].half()}, Code.KV_CACHE_DTYPE_MISMATCH, "float32"),
-    "int8 without a scale": (lambda g: {"key_cache": g["key_cache"].char()}, Code.KV_CACHE_DTYPE_MISMATCH, "int8"),
+    "keys of another float": (on("key_cache", lambda t: t.half()), Code.KV_CACHE_DTYPE_MISMATCH, "float32"),
+    "values of another float": (on("value_cache", lambda t: t.half()), Code.KV_CACHE_DTYPE_MISMATCH, "float32"),
+    "int8 without a scale": (on("key_cache", lambda t: t.char()), Code.KV_CACHE_DTYPE_MISMATCH, "int8"),
     "an index as a cache": (lambda g: {"key_cache": g["key_cache"].int(), "key_scale": torch.ones(())},
                             Code.KV_CACHE_DTYPE_MISMATCH, "int32"),
     "a scale per token": (lambda g: {"key_scale": torch.ones(16)}, Code.SCALE_LAYOUT_MISMATCH, "key_scale"),
-    "an integer scale": (lambda g: {"value_scale": torch.ones((), dtype=torch.int32)}, Code.SCALE_LAYOUT_MISMATCH, "int32"),
+    "an integer scale": (lambda g: {"value_scale": torch.tensor(1)}, Code.SCALE_LAYOUT_MISMATCH, "int64"),
     "a window of -2": (lambda g: {"window_left": -2}, Code.VALUE_OUT_OF_RANGE, "window_left"),
     "a negative softcap": (lambda g: {"softcap": -1.0}, Code.VALUE_OUT_OF_RANGE, "softcap"),
-    "another head size": (lambda g: {"query": g["query"][..., :8]}, Code.DIM_MISMATCH, "key_cache"),
-    "a 4-D query": (lambda g: {"query": g["query"][None]}, Code.WRONG_NDIM, "query"),
-    "heads that do not divide": (lambda g: {"query": g["query"][:, :3]}, Code.KV_CACHE_LAYOUT_MISMATCH, "KV heads"),
+    "another head size": (on("query", lambda t: t[..., :8]), Code.DIM_MISMATCH, "key_cache"),
+    "a 4-D query": (on("query", lambda t: t[None]), Code.WRONG_NDIM, "query"),
+    "heads that do not divide": (on("query", lambda t: t[:, :3]), Code.KV_CACHE_LAYOUT_MISMATCH, "KV heads"),
 }
 
 
@@ -220,13 +224,14 @@ def test_the_other_layout_is_recognised_where_sizes_tell() -> None:
 
 
 MLA_BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
-    **{n: BAD[n] for n in ("page too large", "context too long", "table as a vector", "table as floats", "a length missing",
-                           "starts fall", "a boundary missing", "no boundaries", "longest too short")},
-    "a 4-D cache": (lambda g: {"ckv_cache": g["ckv_cache"][:, :, None]}, Code.KV_CACHE_LAYOUT_MISMATCH, "ckv_cache"),
-    "two pools": (lambda g: {"kpe_cache": g["kpe_cache"][1:]}, Code.KV_CACHE_LAYOUT_MISMATCH, "kpe_cache"),
-    "another dtype": (lambda g: {"ckv_cache": g["ckv_cache"].half()}, Code.KV_CACHE_DTYPE_MISMATCH, "float16"),
-    "queries of two dtypes": (lambda g: {"q_pe": g["q_pe"].half()}, Code.MIXED_DTYPES, "q_pe"),
-    "another width": (lambda g: {"q_pe": g["q_pe"][..., :8]}, Code.DIM_MISMATCH, "kpe_cache"),
+    **{n: BAD[n] for n in ("page too large", "context too long", "table as a vector", "table as floats",
+                           "a length missing", "starts fall", "a boundary missing", "no boundaries",
+                           "longest too short")},
+    "a 4-D cache": (on("ckv_cache", lambda t: t[:, :, None]), Code.KV_CACHE_LAYOUT_MISMATCH, "ckv_cache"),
+    "two pools": (on("kpe_cache", lambda t: t[1:]), Code.KV_CACHE_LAYOUT_MISMATCH, "kpe_cache"),
+    "another dtype": (on("ckv_cache", lambda t: t.half()), Code.KV_CACHE_DTYPE_MISMATCH, "float16"),
+    "queries of two dtypes": (on("q_pe", lambda t: t.half()), Code.MIXED_DTYPES, "q_pe"),
+    "another width": (on("q_pe", lambda t: t[..., :8]), Code.DIM_MISMATCH, "kpe_cache"),
 }
 
 
@@ -284,7 +289,8 @@ def test_every_float8_is_looked_up_as_torch_converts_it() -> None:
                          ids=["gathered", "in place", "either"])
 @pytest.mark.parametrize("case", [
     {"context": (70, 33, 1)}, {"context": (64, 64), "window": 20}, {"context": (90, 40), "lengths_q": (5, 40)},
-    {"context": (60, 50), "lengths_q": (3, 2), "causal": False}, {"context": (60, 31), "lengths_q": (30, 31), "window": 7},
+    {"context": (60, 50), "lengths_q": (3, 2), "causal": False},
+    {"context": (60, 31), "lengths_q": (30, 31), "window": 7},
 ], ids=["decode", "window", "prefix and square", "not causal", "window over queries"])
 def test_pieces_of_any_size_join_to_the_whole(case: dict[str, Any], piece: int, in_place: int, order: str, layout: str,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,13 +320,13 @@ def test_the_cpu_reads_by_pieces_and_says_why_others_do_not() -> None:
     given = values()
     assert lz.which("paged_attention", **given) == "torch.paged_pieces"
     assert lz.which("paged_attention", **{**given, "softcap": 3.0}) == "torch.paged_gather"
-    plan = lz.select("paged_attention", **values(lengths_q=(2, 1, 1)))
+    plan = lz.explain("paged_attention", **values(lengths_q=(2, 1, 1)))
     codes = {r.kernel: [reason.code for reason in r.reasons] for r in plan.rejected}
     assert codes["torch.paged_padded"] == [Code.SEQ_LEN_UNSUPPORTED]
 
 
 def test_layout_page_size_and_dtype_are_facts() -> None:
-    facts = lz.select("paged_attention", **values(layout="HND", page_size=64, stored="int8", scales="one")).facts
+    facts = lz.explain("paged_attention", **values(layout="HND", page_size=64, stored="int8", scales="one")).facts
     assert (facts["kv_layout"], facts["page_size"], facts["key_cache.dtype"]) == ("HND", 64, "int8")
 
 

@@ -22,7 +22,7 @@ ROW = (2.0, 1.0, 1.0, 0.5, 0.0, -1.0, -2.0, -30.0)
 
 
 def chi_square_fits(counts: Tensor, probs: list[float]) -> bool:
-    """Whether counts may come from probs, at a level of one in a million; what has no probability must have no count."""
+    """Whether counts may come from probs, at one in a million; what has no probability must have no count."""
     counts = counts.double()
     expected = torch.tensor(probs, dtype=torch.float64) * counts.sum()
     if bool((counts[expected == 0] > 0).any()):
@@ -98,7 +98,8 @@ def test_random_numbers_are_uniform_and_unrelated() -> None:
         assert chi_square_fits(torch.bincount((column * 64).long(), minlength=64), [1 / 64] * 64)
     seeds = random_numbers(200_000, 1, device, None, None, torch.arange(200_000), 0, None)[:, 0]
     later = random_numbers(200_000, 1, device, None, 1, None, 0, None)[:, 0]
-    for a, b in ((u[:, 0], u[:, 1]), (u[1:, 0], u[:-1, 0]), (seeds[1:], seeds[:-1]), (u[:, 0], later), (u[:, 0], seeds)):
+    first, second = u.T
+    for a, b in ((first, second), (first[1:], first[:-1]), (seeds[1:], seeds[:-1]), (first, later), (first, seeds)):
         cells = (a * 8).long() * 8 + (b * 8).long()
         assert chi_square_fits(torch.bincount(cells, minlength=64), [1 / 64] * 64)
 
@@ -228,10 +229,8 @@ def test_every_kernel_draws_as_the_reference_in_float64(dtype: str) -> None:
 # Per row.
 
 def test_each_row_has_its_own_parameters() -> None:
-    given: list[dict[str, Any]] = [
-        {"temperature": 0.7, "top_k": 3, "top_p": 1.0, "min_p": 0.0}, {"temperature": 1.0, "top_k": 0, "top_p": 0.6, "min_p": 0.0},
-        {"temperature": 0.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.25},
-        {"temperature": 1.0, "top_k": 4, "top_p": 0.9, "min_p": 0.05}]
+    table = ((0.7, 3, 1.0, 0.0), (1.0, 0, 0.6, 0.0), (0.0, 5, 0.9, 0.1), (2.0, 0, 1.0, 0.25), (1.0, 4, 0.9, 0.05))
+    given = [dict(zip(("temperature", "top_k", "top_p", "min_p"), row)) for row in table]
     count = DRAWS // len(given)
     rows = {f"{name}_rows": torch.tensor([g[name] for g in given]).repeat_interleave(count) for name in given[0]}
     logits = torch.tensor(ROW).expand(count * len(given), -1)
@@ -242,12 +241,12 @@ def test_each_row_has_its_own_parameters() -> None:
 
 def test_a_row_draws_as_its_scalars_would() -> None:
     logits = wide_rows(2.0, False)
-    rows = {"temperature_rows": torch.tensor([0.5, 0.0, 1.5, 1.0]).repeat(12), "top_p_rows": torch.tensor([0.9, 0.5]).repeat(24),
-            "min_p_rows": torch.tensor([0.0, 0.02, 0.0, 0.0]).repeat(12)}
-    together = lz.sample(logits, seed=9, **rows)
+    rows = {"temperature": torch.tensor([0.5, 0.0, 1.5, 1.0]).repeat(12),
+            "top_p": torch.tensor([0.9, 0.5]).repeat(24), "min_p": torch.tensor([0.0, 0.02, 0.0, 0.0]).repeat(12)}
+    together = lz.sample(logits, seed=9, **{f"{name}_rows": v for name, v in rows.items()})
     for i in range(len(logits)):
-        alone = lz.sample(logits[i:i + 1], seed=9, offset=i, **{k.removesuffix("_rows"): round(float(v[i]), 6) for k, v in rows.items()})
-        assert alone.item() == together[i].item()
+        own = {name: round(float(v[i]), 6) for name, v in rows.items()}
+        assert lz.sample(logits[i:i + 1], seed=9, offset=i, **own).item() == together[i].item()
 
 
 def test_values_out_of_range_in_rows_mean_off_or_greedy() -> None:
@@ -301,7 +300,8 @@ def test_seeds_of_any_size_serve() -> None:
 
 # Unusual rows.
 
-@pytest.mark.parametrize("given", ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}, {"top_k": 1}), ids=str)
+@pytest.mark.parametrize("given", ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0},
+                                   {"top_k": 1}), ids=str)
 @pytest.mark.parametrize("vocab", (7, 5003))
 def test_nothing_to_draw_is_minus_one(given: dict[str, Any], vocab: int) -> None:
     logits = torch.full((3, vocab), -math.inf)
@@ -317,11 +317,12 @@ def test_nothing_to_draw_is_minus_one(given: dict[str, Any], vocab: int) -> None
             assert lz.sample(probs, seed=1, from_probs=True, backend=kernel, **given).tolist() == [-1, 3], kernel
 
 
-@pytest.mark.parametrize("given", ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0},
+@pytest.mark.parametrize("given", ({}, {"top_k": 2}, {"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0},
                                    {"temperature": 1e-38}, {"temperature": 1e38, "top_k": 3}), ids=str)
 def test_numbers_without_bounds_make_no_nan(given: dict[str, Any]) -> None:
     inf, nan = math.inf, math.nan
-    logits = torch.tensor([[nan, 0.0, 1.0, -inf], [inf, 0.0, nan, inf], [3e38, -3e38, 3e38, nan], [nan] * 4, [1e-40, 0.0, 0.0, -inf]])
+    logits = torch.tensor([[nan, 0.0, 1.0, -inf], [inf, 0.0, nan, inf], [3e38, -3e38, 3e38, nan], [nan] * 4,
+                           [1e-40, 0.0, 0.0, -inf]])
     for kernel in serving(logits=logits, **given):
         tokens, logprobs = lz.sample(logits, seed=1, return_logprobs=True, backend=kernel, **given)
         assert not logprobs.isnan().any()
@@ -338,6 +339,10 @@ def test_greedy_takes_the_first_of_the_highest() -> None:
     for kernel in serving(logits=logits, temperature=0.0):
         assert lz.sample(logits, temperature=0.0, backend=kernel).tolist() == [0, 100, 5001, 64], kernel
     assert lz.sample(logits.to(torch.bfloat16), temperature=0.0).tolist() == [0, 100, 5001, 64]
+    most = torch.finfo(torch.float32).max
+    endless = torch.tensor([[0.0, most, math.inf, 1.0]])                   # beyond the largest number there is none
+    for kernel in serving(logits=endless, temperature=0.0):
+        assert lz.sample(endless, temperature=0.0, backend=kernel).item() == 1, kernel
 
 
 def test_log_probabilities_are_those_of_the_draw() -> None:
@@ -360,7 +365,8 @@ def test_inputs_are_left_alone_whatever_their_strides() -> None:
     views = (base[:, ::2], base.T[:300].contiguous().T, base[::2, :300], base[:1, :300].expand(4, -1))
     before = base.clone()
     for view in views:
-        for given in ({"top_k": 5}, {"top_p": 0.9}, {}, {"temperature": 0.0}, {"top_k": 3, "history": torch.tensor([[1, 2]] * len(view))}):
+        history = torch.tensor([[1, 2]] * len(view))
+        for given in ({"top_k": 5}, {"top_p": 0.9}, {}, {"temperature": 0.0}, {"top_k": 3, "history": history}):
             want = lz.sample(view.clone(), seed=3, **given)
             assert torch.equal(lz.sample(view, seed=3, **given), want)
     assert torch.equal(base, before)
@@ -495,8 +501,9 @@ def test_a_mistake_names_its_argument(given: dict[str, Any], code: lz.Code, word
 
 
 def test_wrong_logits_are_refused() -> None:
+    integers = torch.zeros(2, 8, dtype=torch.int64)
     for logits, code in ((torch.zeros(8), lz.Code.WRONG_NDIM), (torch.zeros(1, 2, 8), lz.Code.WRONG_NDIM),
-                         (torch.zeros(2, 8, dtype=torch.int64), lz.Code.DTYPE_UNSUPPORTED), (torch.zeros(2, 0), lz.Code.EMPTY_INPUT)):
+                         (integers, lz.Code.DTYPE_UNSUPPORTED), (torch.zeros(2, 0), lz.Code.EMPTY_INPUT)):
         with pytest.raises(lz.InvalidCall) as caught:
             lz.sample(logits)
         assert code in caught.value.codes

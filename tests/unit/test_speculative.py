@@ -200,8 +200,8 @@ def test_a_tree_comes_out_as_the_target_speaks(shape: str, how: str) -> None:
     assert len(found.counts.unique()) > 1
     some = 300                                 # the kernels that walk row by row are asked for fewer
     values = {p.name: p.default for p in TREE.params} | {
-        "draft_tokens": tokens[:some], "parents": parents.expand(some, -1), "draft_probs": None if q is None else q[:some],
-        "target_probs": p[:some], "without_replacement": without, "seed": 6}
+        "draft_tokens": tokens[:some], "parents": parents.expand(some, -1), "target_probs": p[:some],
+        "draft_probs": None if q is None else q[:some], "without_replacement": without, "seed": 6}
     for kernel in world.current().catalog.kernels_of(TREE.name):
         assert all(torch.equal(a, b[:some]) for a, b in zip(call(kernel, values), found)), kernel.id
 
@@ -401,8 +401,8 @@ def test_the_choice_of_kernels_in_one_model_does_not_reach_the_other() -> None:
     ({"seed": 1.5}, lz.Code.WRONG_TYPE, "seed"),
 ), ids=str)
 def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code, word: str) -> None:
-    given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64), "draft_probs": torch.ones(2, 3, 5) / 5,
-                             "target_probs": torch.ones(2, 4, 5) / 5}
+    given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
+                             "draft_probs": torch.ones(2, 3, 5) / 5, "target_probs": torch.ones(2, 4, 5) / 5}
     speculative.verify(**given)
     with pytest.raises(lz.InvalidCall) as caught:
         speculative.verify(**{**given, **change})

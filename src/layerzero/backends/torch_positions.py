@@ -58,7 +58,7 @@ def _rope_buffered() -> Callable[..., Any]:
         torch.mul(second, cos, out=out_second).addcmul_(first, sin)
         return out
 
-    return _rope_with(turn)
+    return torch.no_grad()(_rope_with(turn))
 
 
 def _rope_complex() -> Callable[..., Any]:
@@ -83,7 +83,8 @@ def _alibi() -> Callable[..., Any]:
         row = wide[:, None] * -distance.abs()
         if is_causal:
             row = row.masked_fill(distance > 0, -torch.inf)
-        return row.to(slopes.dtype).unfold(1, seq_k, 1).flip(1)
+        row = row.to(slopes.dtype)
+        return row[:, None] if seq_q == 1 else row.unfold(1, seq_k, 1).flip(1)
 
     return run
 

@@ -26,6 +26,7 @@ from ..ops.sampling_formulas import (
     kept,
     normalised,
     one_hot,
+    orderly,
     pay,
     penalised,
     per_row,
@@ -174,7 +175,7 @@ def _float(bits: int) -> float:
 
 def by_highest(logits: Tensor, by: Filters, uniform: Tensor, from_probs: bool) -> Pick:
     """Greedy, in torch's words."""
-    logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    logits = orderly(logits)
     token = logits.argmax(-1, keepdim=True)
     return _certain(token, logits.gather(1, token), from_probs)
 
@@ -183,8 +184,8 @@ def by_highest_block(logits: Tensor, by: Filters, uniform: Tensor, from_probs: b
     """Greedy by the block with the highest maximum: torch's maximum is many times faster than its argmax."""
     vocab = logits.shape[-1]
     tops = _block_maxima(logits, BLOCK)
-    if tops.isnan().any():
-        logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if not (tops < torch.inf).all():
+        logits = orderly(logits)
         tops = _block_maxima(logits, BLOCK)
     start = tops.argmax(-1, keepdim=True) * BLOCK
     ids = (start + torch.arange(BLOCK, device=logits.device)).clamp_(max=vocab - 1)
@@ -361,7 +362,7 @@ def _cdf() -> Callable[..., Any]:
 
 
 def _as_given(logits: Tensor, temperature: float, temperature_rows: Tensor | None, from_probs: bool) -> Tensor:
-    return logits
+    return scores_of(logits, temperature, temperature_rows, from_probs) if from_probs else logits
 
 
 def _argmax() -> Callable[..., Any]:
@@ -397,7 +398,7 @@ KERNELS = (
     Kernel("torch.sample_argmax", sample, _argmax, prior=0.8, overhead_us=20.0, workspace="4 * batch * vocab",
            requires=GREEDY),
     Kernel("torch.sample_greedy", sample, _greedy, prior=4.0, overhead_us=25.0, graph_safe=False, traceable=False,
-           requires=(device("cpu"), *GREEDY), note="looks for NaN on the host"),
+           requires=(device("cpu"), *GREEDY), note="looks for NaN and infinity on the host"),
     Kernel("torch.speculative_verify", speculative_verify, _verify_chain, prior=4.0, overhead_us=80.0, baseline=True,
            workspace="40 * batch * vocab"),
     Kernel("torch.speculative_verify_tree", speculative_verify_tree, _verify_tree, prior=4.0, overhead_us=100.0,

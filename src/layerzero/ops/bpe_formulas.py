@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from ..spec.reason import Code
@@ -21,7 +22,7 @@ BYTE_LEVEL_BPE = (
 BYTE_LEVEL_DECODER = (one_of("tokenizer_kind", "tokenizers"), one_of("decoder", "ByteLevel"))
 
 Span = tuple[int, int]
-WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {chr(c) for c in range(0x2000, 0x200B)}
+WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {*map(chr, range(0x2000, 0x200B))}
 
 
 class NotCovered(RuntimeError):
@@ -110,9 +111,9 @@ class BytePairs:
         self.add_prefix_space = bool((data.get("pre_tokenizer") or {}).get("add_prefix_space"))
         self.use_regex = (data.get("pre_tokenizer") or {}).get("use_regex", True)
         self.post = post_processors(data)
-        added = data.get("added_tokens") or ()
-        self.added = {token["content"]: token for token in added if token["content"]}
-        self.passes = tuple(_matcher([t["content"] for t in added if t["content"] and bool(t.get("normalized")) is late])
+        added = [token for token in data.get("added_tokens") or () if token["content"]]
+        self.added = {token["content"]: token for token in added}
+        self.passes = tuple(_matcher([t["content"] for t in added if bool(t.get("normalized")) is late])
                             for late in (False, True))
         self.tokens = {i: t for t, i in self.vocab.items()} | {t["id"]: t["content"] for t in added}
         self.special = {t["id"] for t in added if t.get("special")}
@@ -133,7 +134,8 @@ class BytePairs:
                 spans.append(span)
         for post in self.post:
             if post["type"] == "ByteLevel" and post.get("trim_offsets", True):
-                spans = [_trimmed(i, n, s, post.get("add_prefix_space", True)) for i, (n, s) in enumerate(zip(names, spans))]
+                prefixed = post.get("add_prefix_space", True)
+                spans = [_trimmed(i, name, span, prefixed) for i, (name, span) in enumerate(zip(names, spans))]
         return ids, spans
 
     def around(self) -> tuple[list[int], list[int]]:
@@ -189,7 +191,7 @@ class BytePairs:
             return [word]
         parts = list(word)
         while len(parts) > 1:
-            ranked = [(self.ranks[pair], i) for i, pair in enumerate(zip(parts, parts[1:])) if pair in self.ranks]
+            ranked = [(self.ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in self.ranks]
             if not ranked:
                 break
             _, i = min(ranked)

@@ -81,7 +81,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 OP = Op(
     name="grouped_gemm", family="grouped_gemm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
+    # In float32 torch's own product is off by 1e-6 from some hundred inputs on; the eager error is the sharper bound.
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "rows k", "weights": "groups k n", "group_sizes": "groups", "offsets": "groups"},
     returns=("rows n",), same_dtype=("x", "weights"), exact=("k", "n", "groups"),

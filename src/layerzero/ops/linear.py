@@ -51,7 +51,8 @@ CASES: tuple[dict[str, Any], ...] = (
 
 OP = Op(
     name="linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
+    # In float32 torch's own product is off by 1e-6 from some hundred inputs on; the eager error is the sharper bound.
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows in_features", "weight": "out_features in_features", "bias": "out_features"},
     returns=("*rows out_features",), same_dtype=("x", "weight", "bias"), exact=("in_features", "out_features"),

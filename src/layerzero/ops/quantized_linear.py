@@ -95,27 +95,26 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         raise InvalidCall.of("quantized_linear", Reason(
             Code.DIM_MISMATCH, f"{stored} bytes for {k} inputs in {form.name}", facts["packed"], "weight_q.shape[-1]"))
     groups = math.ceil(k / values["group_size"]) if values["group_size"] else 1
-    for name, rows, got in (("scales", facts["scale_rows"], facts["groups"]),
-                            ("zeros", facts["zero_rows"], facts["zero_groups"])):
-        if rows is None:
-            continue
-        if got != groups or not rows or n % rows:
-            raise InvalidCall.of("quantized_linear", Reason(
-                Code.SCALE_LAYOUT_MISMATCH, f"{name} of shape ({n}, {groups}), or with a divisor of {n} rows "
-                f"(group_size {values['group_size']})", f"({rows}, {got})", name))
+    rows, got = facts["scale_rows"], facts["groups"]
+    if got != groups or not rows or n % rows:
+        raise InvalidCall.of("quantized_linear", Reason(
+            Code.SCALE_LAYOUT_MISMATCH, f"scales of shape ({n}, {groups}), or with a divisor of {n} rows "
+            f"(group_size {values['group_size']})", f"({rows}, {got})", "scales"))
 
 
 OP = Op(
     name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
+    # In float32 torch's own product is off by 1e-6 from some hundred inputs on; the eager error is the sharper bound.
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     shapes={"x": "*rows in_features", "weight_q": "out_features packed", "scales": "scale_rows groups",
-            "zeros": "zero_rows zero_groups", "bias": "out_features"},
+            "zeros": "scale_rows groups", "bias": "out_features"},
     returns=("*rows out_features",), same_dtype=("x", "bias"),
     derived={"shared_rows": "out_features - scale_rows"},
-    exact=("in_features", "out_features", "packed", "scale_rows", "groups", "zero_rows", "zero_groups", "group_size"),
+    exact=("in_features", "out_features", "packed", "scale_rows", "groups", "group_size"),
     requires=(
         dtypes(*FLOATS), at_least("group_size", 0, Code.VALUE_OUT_OF_RANGE), at_least("in_features", 1, Code.EMPTY_INPUT),
+        at_least("out_features", 1, Code.EMPTY_INPUT),
         when(one_of("format", "int8"), dtypes("int8", of="weight_q.dtype")),
         when(one_of("format", "int4"), dtypes("uint8", of="weight_q.dtype")),
         when(one_of("format", "fp8_e4m3"), dtypes("float8_e4m3fn", of="weight_q.dtype")),
@@ -127,5 +126,5 @@ OP = Op(
     ),
     flops="2 * rows * in_features * out_features",
     bytes="itemsize * rows * (in_features + out_features) + out_features * packed",
-    extra_check=extra_check,
+    differentiable=("x", "bias"), extra_check=extra_check,
 )

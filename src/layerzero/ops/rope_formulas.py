@@ -43,7 +43,7 @@ def detect_style(
     cos, sin = (per_token(t, position_ids, layout, q.dtype) for t in (cos, sin))
     scale = max(float(q.abs().max()), 1e-30) if q.numel() else 1.0
     # A few roundings of the output: what two conventions differ by is of the size of q itself.
-    close = 16 * torch.finfo(output.dtype).eps * scale
+    close = 4 * torch.finfo(output.dtype).eps * scale
     fits = [s for s in STYLES if not q.numel() or _furthest(output, rotate(q, cos, sin, s)) <= close]
     return "both" if len(fits) == 2 else fits[0] if fits else "neither"  # type: ignore[return-value]
 

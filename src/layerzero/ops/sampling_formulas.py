@@ -120,17 +120,22 @@ def scores_of(values: Tensor, temperature: float, temperature_rows: Tensor | Non
     No NaN comes out: a NaN or a negative probability counts as impossible, an infinite logit as the largest number.
     The result is always a fresh tensor.
     """
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
     if from_probs:
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
         return wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_(min=0.0)
-    most = torch.finfo(wide.dtype).max
-    wide = wide.nan_to_num(nan=-torch.inf, posinf=most, neginf=-torch.inf)
+    wide = orderly(values)
     top = wide.amax(-1, keepdim=True)
-    wide = wide.sub_(top.clamp_(min=-most))
+    wide = wide.sub_(top.clamp_(min=torch.finfo(wide.dtype).min))
     if temperature_rows is not None:
         column = temperature_rows[:, None].to(wide.dtype)
         return wide.div_(torch.where(column > 0, column, 1.0))
     return wide.div_(temperature) if temperature not in (0.0, 1.0) else wide
+
+
+def orderly(logits: Tensor) -> Tensor:
+    """A fresh copy, at least float32: NaN is -inf, and what is infinite the largest number."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.nan_to_num(nan=-torch.inf, posinf=torch.finfo(wide.dtype).max, neginf=-torch.inf)
 
 
 def weights_of(scores: Tensor, from_probs: bool) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def runner(encode: Encode) -> Callable[..., Tokens]:
                          pad_to_multiple_of)
         parse = handle.settings.parse_special if parse_special is None else parse_special
         single = isinstance(text, str)
-        bodies = encode(handle, [text] if isinstance(text, str) else text,
+        bodies = encode(handle, [text] if isinstance(text, str) else list(text),
                         Request(add_special_tokens, parse, return_offsets, shape))
         return finish(bodies, single, shape, return_offsets, return_attention_mask, handle.id)
 
@@ -166,11 +167,7 @@ def finish(bodies: Sequence[Body], single: bool, shape: Shape, offsets: bool, ma
     for body in bodies:
         ids, where = body.ids, body.offsets or []
         if shape.limit is not None:
-            room = shape.limit - len(body.before) - len(body.after)
-            if room < 0:
-                raise InvalidCall.of("tokenize", Reason(
-                    Code.VALUE_OUT_OF_RANGE, f">= {shape.limit - room}, the special tokens that are added", shape.limit,
-                    "max_length"))
+            room = check_room(shape.limit, len(body.before) + len(body.after))
             if len(ids) > room:
                 kept = slice(len(ids) - room, None) if shape.cut_left else slice(room)
                 ids, where = ids[kept], where[kept]
@@ -195,6 +192,14 @@ def finish(bodies: Sequence[Body], single: bool, shape: Shape, offsets: bool, ma
     return Tokens(rows, spans if offsets else None, masks if mask else None, identity)
 
 
+def check_room(limit: int, around: int) -> int:
+    """How many ids of the text fit between the special tokens that are added."""
+    if limit < around:
+        raise InvalidCall.of("tokenize", Reason(
+            Code.VALUE_OUT_OF_RANGE, f">= {around}, the special tokens that are added", limit, "max_length"))
+    return limit - around
+
+
 def _padded(row: list[Any], filler: Any, missing: int, left: bool) -> list[Any]:
     return [filler] * missing + row if left else row + [filler] * missing
 
@@ -204,7 +209,7 @@ def sequences_of(ids: Any) -> tuple[list[list[int]], bool]:
     given = ids.ids if isinstance(ids, Tokens) else ids
     if isinstance(given, Tensor) and (given.is_floating_point() or given.dtype == torch.bool or given.dim() > 2):
         raise InvalidCall.of("detokenize", Reason(
-            Code.WRONG_TYPE, "integers in one or two dimensions", f"{given.dtype} of shape {tuple(given.shape)}", "ids"))
+            Code.WRONG_TYPE, "integers in one or two dimensions", f"{given.dtype} {tuple(given.shape)}", "ids"))
     rows = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(rows, int) and not isinstance(rows, bool):
         rows = [rows]
@@ -213,16 +218,24 @@ def sequences_of(ids: Any) -> tuple[list[list[int]], bool]:
             Code.WRONG_TYPE, "a list of ids, a list of such lists, a tensor, or what lz.tokenize returned",
             type(ids).__name__, "ids"))
     single = not any(isinstance(row, (list, tuple)) for row in rows)
-    sequences = [list(rows)] if single else [list(row) if isinstance(row, (list, tuple)) else [row] for row in rows]
-    for i, sequence in enumerate(sequences):
-        for j, one in enumerate(sequence):
-            if type(one) is not int or one < 0:
-                name = f"ids[{j}]" if single else f"ids[{i}][{j}]"
-                raise InvalidCall.of("detokenize", Reason(Code.WRONG_TYPE, "an int >= 0", repr(one)[:40], name))
-    return sequences, single
+    if single:
+        return [_plain_ids(rows, "ids")], True
+    return [_plain_ids(row, f"ids[{i}]") for i, row in enumerate(rows)], False
 
 
-def unknown_id(sequence: Sequence[int], size: int, name: str) -> InvalidCall:
-    """The error for an id that the vocabulary does not have."""
-    worst = next((i for i in sequence if i >= size), max(sequence, default=0))
-    return InvalidCall.of("detokenize", Reason(Code.VALUE_OUT_OF_RANGE, f"ids of {name}", worst, "ids"))
+def _plain_ids(row: Any, name: str) -> list[int]:
+    if not isinstance(row, (list, tuple)):
+        raise InvalidCall.of("detokenize", Reason(Code.WRONG_TYPE, "a list like the others", type(row).__name__, name))
+    try:
+        ids = [i if type(i) is int else index(i) for i in row]
+    except TypeError as e:
+        raise InvalidCall.of("detokenize", Reason(Code.WRONG_TYPE, "integers", str(e), name)) from e
+    if ids and min(ids) < 0:
+        raise InvalidCall.of("detokenize", Reason(Code.VALUE_OUT_OF_RANGE, ">= 0", min(ids), name))
+    return ids
+
+
+def unknown_id(error: Exception) -> InvalidCall:
+    """A library's complaint about an id that its vocabulary does not have."""
+    return InvalidCall.of("detokenize", Reason(
+        Code.VALUE_OUT_OF_RANGE, "in the vocabulary of the tokenizer", str(error), "ids"))

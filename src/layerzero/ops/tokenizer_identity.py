@@ -94,9 +94,10 @@ def identify(tokenizer: Any, op: str = "tokenize") -> TokenizerHandle:
     if isinstance(tokenizer, (str, os.PathLike)):
         handle = _of_file(os.fspath(tokenizer), op)
     else:
-        kind = kind_of(type(tokenizer))
+        cls: Any = type(tokenizer)
+        kind = kind_of(cls)
         if kind is None:
-            raise InvalidCall.of(op, Reason(Code.WRONG_TYPE, ACCEPTED, type(tokenizer).__name__, "tokenizer"))
+            raise InvalidCall.of(op, Reason(Code.WRONG_TYPE, ACCEPTED, cls.__name__, "tokenizer"))
         handle = _of_object(tokenizer, kind, op)
     _handover.last = (tokenizer, handle)
     return handle
@@ -139,14 +140,12 @@ def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
 # objects
 
 def _of_object(tokenizer: Any, kind: str, op: str) -> TokenizerHandle:
-    read, state_of = {"tokenizers": (_read_tokenizers, _tokenizers_state), "tiktoken": (_read_tiktoken, _tiktoken_state),
-                      "transformers": (_read_transformers, _transformers_state),
-                      "sentencepiece": (_read_sentencepiece, _sentencepiece_state)}[kind]
+    read, state_of = _READERS[kind]
     state = state_of(tokenizer)                # before it is read: a change meanwhile shows at the next look
     found = _objects.get(id(tokenizer))
     if found is not None and found[0] is tokenizer and found[1] == state:
         return found[2]
-    handle: TokenizerHandle = read(tokenizer, op)
+    handle = read(tokenizer, op)
     _remember(_objects, id(tokenizer), (tokenizer, state, handle))
     return handle
 
@@ -158,10 +157,8 @@ _MODEL_STATE = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_wor
 def _tokenizers_state(tokenizer: Any) -> tuple[Any, ...]:
     model, size = tokenizer.model, tokenizer.get_vocab_size(False)
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor, tokenizer.decoder)
-    added = [(i, t.content, t.special, t.normalized, t.lstrip, t.rstrip, t.single_word)
-             for i, t in tokenizer.get_added_tokens_decoder().items()]
     samples = [tokenizer.id_to_token(i) for i in range(0, size, size // 8 + 1)]
-    return (type(model), size, added, samples, [_state(part) for part in parts],
+    return (type(model), size, tokenizer.get_added_tokens_decoder(), samples, [_state(part) for part in parts],
             [getattr(model, name, None) for name in _MODEL_STATE], tokenizer.encode_special_tokens,
             tokenizer.truncation, tokenizer.padding)
 
@@ -227,6 +224,11 @@ def _read_sentencepiece(tokenizer: Any, op: str) -> TokenizerHandle:
     handle = from_model(tokenizer.serialized_model_proto(), "sentencepiece.SentencePieceProcessor", flags)
     handle.built("native", lambda _: tokenizer)
     return handle
+
+
+_READERS: dict[str, tuple[Callable[[Any, str], TokenizerHandle], Callable[[Any], Any]]] = {
+    "tokenizers": (_read_tokenizers, _tokenizers_state), "transformers": (_read_transformers, _transformers_state),
+    "tiktoken": (_read_tiktoken, _tiktoken_state), "sentencepiece": (_read_sentencepiece, _sentencepiece_state)}
 
 
 # files
@@ -311,7 +313,7 @@ def from_json(text: str, source: str, encode_special_tokens: bool = False, setti
         **{name: (rest[part] or {}).get("type") for name, part in
            (("normalizer", "normalizer"), ("pretokenizer", "pre_tokenizer"), ("decoder", "decoder"))},
         "plain_bpe": is_plain(data), "sampled": bool(model.get("dropout"))}
-    others = {k: v for k, v in model.items() if k not in ("vocab", "merges") and v is not False}   # older files lack some
+    others = {k: v for k, v in model.items() if k not in ("vocab", "merges") and v is not False}   # as older files
     return _handle("tokenizers", facts, own, text, source, [rest["post_processor"], rest["decoder"], others])
 
 
@@ -351,7 +353,7 @@ def from_model(proto: bytes, source: str, flags: Mapping[str, Any] = MappingProx
         pieces = [dict(_fields(piece)) for piece in sections.get(1, ())]
         trainer = dict(_fields(b"".join(sections.get(2, ()))))
     except (IndexError, ValueError) as e:
-        raise DataError(f"{source}: wanted a sentencepiece *.model, found bytes that are no protocol buffer ({e})") from e
+        raise DataError(f"{source}: wanted a sentencepiece *.model, found what is no protocol buffer ({e})") from e
     if not pieces:
         raise DataError(f"{source}: wanted a sentencepiece *.model, found one without pieces")
     special = [(p.get(1, b"").hex(), p[3]) for p in pieces if p.get(3, 1) != 1]
@@ -370,7 +372,8 @@ def _handle(kind: str, facts: dict[str, Any], settings: Settings, payload: Any, 
     identity = _hash([kind, [facts[name] for name in FACTS if name.endswith(("_hash", "_id")) and name in facts], rest,
                       settings.__dict__])
     everything = {"tokenizer_kind": kind, "tokenizer_id": identity, **facts}
-    handle = TokenizerHandle(kind, MappingProxyType({name: everything[name] for name in FACTS}), settings, payload, source)
+    ordered = MappingProxyType({name: everything[name] for name in FACTS})
+    handle = TokenizerHandle(kind, ordered, settings, payload, source)
     return _alive.setdefault(identity, handle) if kind == "tokenizers" else handle
 
 

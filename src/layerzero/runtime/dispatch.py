@@ -55,6 +55,7 @@ class Dispatcher:
         self.program: KeyProgram | None = None
         self.key_of: Callable[..., Any] = lambda *values: None
         self.facts_of: Callable[..., Any] = lambda *values: None
+        self.reader: tuple[KeyProgram | None, Callable[..., Any]] = None, self.facts_of
         self.keeps_contract = compile_verdicts([op.requires])
         self.world: World | None = None
         self.now: tuple[World, OpCache] | None = None          # both at once: an entry belongs in its own world's cache
@@ -75,16 +76,16 @@ class Dispatcher:
     def install(self, world: World) -> None:
         program = world.program(self.op)
         cache = OpCache(world.policy.setting("cache_size"), self._evicted)
-        if self.op.read is not None:            # no tensors: the slow way, which is quick beside such work
-            self.program = program
-        elif self.program is None or program.id != self.program.id:
+        # An op without tensors goes the slow way, which is quick beside such work.
+        if self.op.read is None and (self.program is None or program.id != self.program.id):
             scope = dict(self.globals)
             exec(hotpath.source(program, torch.version.cuda is not None), scope)
             key_of = scope["key_of"].__code__
             self.key_of = FunctionType(key_of, self.globals)
             self.facts_of = FunctionType(scope["facts_of"].__code__, self.globals)
             self.twin.__code__ = scope["call"].__code__
-            self.program = program
+        self.program = program
+        self.reader = program, self.facts_of    # both at once, as above
         self.world, self.cache = self.now = world, cache
         self.globals["TABLE"] = cache.table
         if self.native is not None:
@@ -153,7 +154,8 @@ class Dispatcher:
     def facts(self, values: tuple[Any, ...], world: World | None = None) -> dict[str, Any]:
         """The facts of a call that keeps the contract, as `world` wants them; InvalidCall for one that does not."""
         program = (world or self._ready()).program(self.op)
-        facts: dict[str, Any] | None = self.facts_of(*values) if program is self.program else None
+        owner, facts_of = self.reader
+        facts: dict[str, Any] | None = facts_of(*values) if program is owner else None
         if facts is None:                       # not an ordinary call: read it with care, and say what is wrong
             facts = reading.read(self.op, dict(zip(self.names, values)), program.needed)
         if not self.keeps_contract(facts):

@@ -97,7 +97,23 @@ def status() -> Status:
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Compile the fast path for this torch and Python; the path of the library. Safe to run in parallel."""
+    """Compile the fast path for this torch and Python, then our own CPU kernels; the path of the fast path.
+
+    Safe to run in parallel.
+    """
+    path = build_fast_path(force, say)
+    build_kernels(force, say)
+    return path
+
+
+def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
+    """Compile the kernels of backends/native for this processor."""
+    from ..backends.native import build as kernels  # not needed unless something is built
+
+    return kernels.build(force, say)
+
+
+def build_fast_path(force: bool, say: Callable[[str], None]) -> Path:
     path = library_path()
     if path.exists() and not force:
         return path

@@ -119,9 +119,9 @@ def generate(
 
     draft_step(tokens, lengths) returns logits (batch, vocab) of the token after the first lengths[i] of each row i;
     target_step(tokens, lengths, count) returns logits (batch, count, vocab) after each of the last `count` of these.
-    Rows are padded with -1 and advance at their own pace. The two models share nothing here: each is handed its own copy
-    of the tokens and keeps its own state. One that caches must drop what lies beyond the tokens it is given: what a
-    row held before the last round's draft stays, the draft itself may have been replaced.
+    Rows are padded with -1 and advance at their own pace. The two models share nothing here: each is handed its own
+    copy of the tokens and keeps its own state. One that caches must drop what lies beyond the tokens it is given: what
+    a row held before the last round's draft stays, the draft itself may have been replaced.
     """
     name = "speculative.generate"
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.is_floating_point() or not prompt.shape[1]:
@@ -149,7 +149,8 @@ def generate(
             token = function(_sample)(probs[-1], from_probs=True, seed=seed, offset=drawn)
             work.scatter_(1, (length + j)[:, None], token[:, None])
             drawn += batch
-        logits = _checked(name, target_step(work.clone(), length + k, k + 1), (batch, k + 1), "the logits of target_step")
+        logits = target_step(work.clone(), length + k, k + 1)
+        logits = _checked(name, logits, (batch, k + 1), "the logits of target_step")
         target = distribution(logits.flatten(0, 1), temperature, top_k, top_p, min_p).unflatten(0, (batch, k + 1))
         draft = torch.stack(probs, 1) if probs else target[:, :0]
         chain = work.gather(1, length[:, None] + place[:k])

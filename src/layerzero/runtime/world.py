@@ -7,10 +7,12 @@ the invalidation, and it costs the same however much was remembered.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +280,20 @@ def note(event: Event) -> None:
     events.emit(event)
 
 
+def _renew_property_locks() -> None:
+    """Before Python 3.12 every cached_property has a lock, which a thread that is gone may have held."""
+    for name, module in list(sys.modules.items()):
+        for cls in vars(module).values() if name.startswith("layerzero.") else ():
+            for value in vars(cls).values() if isinstance(cls, type) else ():
+                if isinstance(value, cached_property):
+                    value.lock = threading.RLock()  # type: ignore[attr-defined]
+
+
 def _after_fork() -> None:
     global _writing
     _writing = threading.RLock()
+    if sys.version_info < (3, 12):
+        _renew_property_locks()
     context.after_fork()
     events.after_fork()
 

@@ -32,46 +32,29 @@ constexpr int64_t PARTS = 256;                  // so many pieces of work are en
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// How a key meets a query: in float32, or two bfloat16 at a time where the processor can.
-template <class T> struct InFloats {
-  using Query = float;
-  using Vector = vf;
-  static constexpr int STEP = W;
-  static Vector key(const T *p) { return load(p); }
-  static Vector key_some(const T *p, int n) { return load_some(p, n); }
-  static Vector query(const float *p) { return load(p); }
-  static vf more(vf sum, Vector a, Vector b) { return sum + a * b; }
-  static void keep(float *to, T x) { *to = to_float(x); }
-};
-template <class T> struct Dot : InFloats<T> {};
-
-#if defined(__AVX512BF16__)
-template <> struct Dot<bf16> {
-  using Query = bf16;
-  using Vector = __m512bh;
-  static constexpr int STEP = 32;
-  static Vector key(const bf16 *p) { return (Vector)_mm512_loadu_si512(p); }
-  static Vector key_some(const bf16 *p, int n) {
-    return (Vector)_mm512_maskz_loadu_epi16(__mmask32((1ull << n) - 1), p);
+// Rows that will be wanted soon: asked for while others are worked on, since no prefetcher guesses what comes next.
+template <class T> struct Soon {
+  const T *at;                                  // null: nothing
+  int64_t row, dim;
+  void ask(int j) const {
+    if (!at) return;
+    const char *p = (const char *)(at + j * row);
+    for (int64_t b = 0; b < int64_t(dim * sizeof(T)); b += 64) __builtin_prefetch(p + b, 0, 2);
   }
-  static Vector query(const bf16 *p) { return key(p); }
-  static vf more(vf sum, Vector a, Vector b) { return (vf)_mm512_dpbf16_ps((__m512)sum, a, b); }
-  static void keep(bf16 *to, bf16 x) { *to = x; }
 };
-#endif
 
 // sums[r][i] of ROWS x TILE vectors, each summed up, to scores[r * BLOCK + i].
-template <int ROWS> inline void store_sums(const vf (&sums)[ROWS][TILE], float *scores) {
+template <int ROWS> INLINE inline void store_sums(const vf (&sums)[ROWS][TILE], float *scores) {
 #if defined(__AVX512F__)
   __m512 rows[4];
-  for (int r = 0; r < 4; r++) {
+  each<4>([&](auto r) {
     const vf *s = sums[r < ROWS ? r : 0];
     __m512 a = (__m512)s[0], b = (__m512)s[1], c = (__m512)s[2], d = (__m512)s[3];
     __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    rows[r] = (__m512)_mm512_add_pd(_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd),
-                                    _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
-  }
+    rows[r] = _mm512_add_ps((__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd),
+                            (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
+  });
   __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(rows[0], rows[1], 0x44), _mm512_shuffle_f32x4(rows[0], rows[1], 0xee));
   __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(rows[2], rows[3], 0x44), _mm512_shuffle_f32x4(rows[2], rows[3], 0xee));
   __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
@@ -86,67 +69,64 @@ template <int ROWS> inline void store_sums(const vf (&sums)[ROWS][TILE], float *
 }
 
 template <class T, int ROWS>
-void dot_products(const typename Dot<T>::Query *query, int64_t query_row, const T *key, int64_t key_row, int keys,
-                  int64_t dim, float *scores) {
-  using D = Dot<T>;
-  const int64_t whole = dim / D::STEP * D::STEP;
+void dot_products(const float *query, int64_t query_row, const T *key, int64_t key_row, int keys, int64_t dim,
+                  float *scores, Soon<T> soon) {
+  using U = Unit<T>;
   for (int j = 0; j < keys; j += TILE) {
     const T *at[TILE];
     for (int i = 0; i < TILE; i++) at[i] = key + std::min(j + i, keys - 1) * key_row;   // past the end: any key
+    for (int i = 0; i < TILE; i++) soon.ask(j + i);
     vf sums[ROWS][TILE] = {};
-    for (int64_t d = 0; d < whole; d += D::STEP) {
-      typename D::Vector k[TILE];
-      for (int i = 0; i < TILE; i++) k[i] = D::key(at[i] + d);
-      for (int r = 0; r < ROWS; r++) {
-        typename D::Vector q = D::query(query + r * query_row + d);
-        for (int i = 0; i < TILE; i++) sums[r][i] = D::more(sums[r][i], q, k[i]);
-      }
+    for (int64_t d = 0; d < dim; d += U::SIZE) {
+      vf k[TILE][U::VECTORS];
+      if (d + U::SIZE <= dim) each<TILE>([&](auto i) { U::get(at[i] + d, k[i]); });
+      else each<TILE>([&](auto i) { U::get_some(at[i] + d, int(dim - d), k[i]); });
+      each<ROWS>([&](auto r) {
+        each<U::VECTORS>([&](auto u) {
+          vf q = load(query + r * query_row + d + u * W);
+          each<TILE>([&](auto i) { sums[r][i] += q * k[i][u]; });
+        });
+      });
     }
-    if (whole < dim)
-      for (int i = 0; i < TILE; i++) {
-        typename D::Vector k = D::key_some(at[i] + whole, int(dim - whole));
-        for (int r = 0; r < ROWS; r++) sums[r][i] = D::more(sums[r][i], D::query(query + r * query_row + whole), k);
-      }
     store_sums<ROWS>(sums, scores + j);
   }
 }
 
-// weighted[r][d] = weighted[r][d] * shrink[r] + sum over j of weights[r][j] * value[j][d], for N vectors of columns.
+// mixed[r] = mixed[r] * shrink[r] + sum over j of weights[r][j] * value[j], for the columns of N units, of which the
+// last may be cut off: `some` is how many there are.
 template <class T, int ROWS, int N>
-inline void add_columns(const T *value, int64_t value_row, int keys, const float *weights, const float *shrink,
-                        float *weighted, int64_t weighted_row, int last) {
-  vf sums[ROWS][N];
-  for (int r = 0; r < ROWS; r++)
-    for (int n = 0; n < N; n++) sums[r][n] = load(weighted + r * weighted_row + n * W) * shrink[r];
-  if (last == W) {
-    for (int j = 0; j < keys; j++) {
-      vf v[N];
-      for (int n = 0; n < N; n++) v[n] = load(value + j * value_row + n * W);
-      for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < N; n++) sums[r][n] += weights[r * BLOCK + j] * v[n];
-    }
-  } else {
-    for (int j = 0; j < keys; j++) {
-      vf v[N];
-      for (int n = 0; n < N - 1; n++) v[n] = load(value + j * value_row + n * W);
-      v[N - 1] = load_some(value + j * value_row + (N - 1) * W, last);
-      for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < N; n++) sums[r][n] += weights[r * BLOCK + j] * v[n];
-    }
+void add_columns(const T *value, int64_t row, int keys, const float *weights, const float *shrink, float *mixed,
+                 int64_t mixed_row, int some, Soon<T> soon) {
+  using U = Unit<T>;
+  constexpr int V = N * U::VECTORS, LAST = (N - 1) * U::SIZE;
+  const bool cut = some < N * U::SIZE;
+  vf sums[ROWS][V];
+  each<ROWS>([&](auto r) {
+    each<V>([&](auto n) { sums[r][n] = load(mixed + r * mixed_row + n * W) * shrink[r]; });
+  });
+  for (int j = 0; j < keys; j++) {
+    soon.ask(j);
+    vf v[V];
+    each<N - 1>([&](auto n) { U::get(value + j * row + n * U::SIZE, v + n * U::VECTORS); });
+    if (cut) U::get_some(value + j * row + LAST, some - LAST, v + V - U::VECTORS);
+    else U::get(value + j * row + LAST, v + V - U::VECTORS);
+    each<ROWS>([&](auto r) { each<V>([&](auto n) { sums[r][n] += weights[r * BLOCK + j] * v[n]; }); });
   }
-  for (int r = 0; r < ROWS; r++)
-    for (int n = 0; n < N; n++) store(weighted + r * weighted_row + n * W, sums[r][n]);
+  each<ROWS>([&](auto r) { each<V>([&](auto n) { store(mixed + r * mixed_row + n * W, sums[r][n]); }); });
 }
 
 template <class T, int ROWS>
-void add_values(const T *value, int64_t value_row, int keys, int64_t dim, const float *weights, const float *shrink,
-                float *weighted, int64_t weighted_row) {
-  for (int64_t d = 0; d < dim; d += 4 * W) {
-    int64_t rest = dim - d;
-    int last = rest >= 4 * W ? W : int((rest - 1) % W + 1);
-    auto add = rest > 3 * W ? add_columns<T, ROWS, 4> : rest > 2 * W ? add_columns<T, ROWS, 3>
-             : rest > W ? add_columns<T, ROWS, 2> : add_columns<T, ROWS, 1>;
-    add(value + d, value_row, keys, weights, shrink, weighted + d, weighted_row, last);
+void add_values(const T *value, int64_t row, int keys, int64_t dim, const float *weights, const float *shrink,
+                float *mixed, int64_t mixed_row, Soon<T> soon) {
+  constexpr int MOST = 4 / Unit<T>::VECTORS, WIDE = 4 * W;
+  for (int64_t d = 0; d < dim; d += WIDE) {
+    int some = int(std::min<int64_t>(dim - d, WIDE)), units = (some + Unit<T>::SIZE - 1) / Unit<T>::SIZE;
+    auto add = add_columns<T, ROWS, MOST>;
+    if (units == 1) add = add_columns<T, ROWS, 1>;
+    if constexpr (MOST == 4)
+      if (units == 2 || units == 3) add = units == 2 ? add_columns<T, ROWS, 2> : add_columns<T, ROWS, 3>;
+    add(value + d, row, keys, weights, shrink, mixed + d, mixed_row, some, soon);
+    soon.at = nullptr;                          // once is enough
   }
 }
 
@@ -181,10 +161,10 @@ inline float soften(float *scores, int first, int end, int keys, float scale, fl
 }
 
 template <class T> struct Decoder {
-  using Query = typename Dot<T>::Query;
+  using U = Unit<T>;
   const Attention &a;
   int64_t group = a.heads / a.kv_heads, rows = group * a.seq_q;
-  int64_t query_row = rounded_up(a.head_dim, Dot<T>::STEP), out_row = rounded_up(a.head_dim_v, W);
+  int64_t query_row = rounded_up(a.head_dim, U::SIZE), out_row = rounded_up(a.head_dim_v, U::SIZE);
   int64_t state_row = out_row + W;              // weighted values, the largest score, the sum
   int64_t begin, end, parts, part;              // the keys some row sees, and how they are split
 
@@ -197,11 +177,14 @@ template <class T> struct Decoder {
     part = rounded_up((end - begin + parts - 1) / parts, BLOCK);
   }
 
-  template <int ROWS> void block(const Query *query, int64_t first_row, const T *key, const T *value, int64_t at,
+  template <int ROWS> void block(const float *query, int64_t first_row, const T *key, const T *value, int64_t at,
                                  int keys, float *state) const {
+    Soon<T> values{first_row ? nullptr : value, a.v.row, a.head_dim_v};
+    Soon<T> next{first_row ? nullptr : key + keys * a.k.row, a.k.row, a.head_dim};
     alignas(64) float scores[ROWS * BLOCK];
     float shrink[ROWS];
-    dot_products<T, ROWS>(query + first_row * query_row, query_row, key, a.k.row, keys, a.head_dim, scores);
+    dot_products<T, ROWS>(query + first_row * query_row, query_row, key, a.k.row, keys, a.head_dim, scores,
+                          values);
     for (int r = 0; r < ROWS; r++) {
       int64_t diagonal = (first_row + r) % a.seq_q + a.offset;
       int64_t from = a.left < 0 ? 0 : diagonal - a.left - at, to = a.right < 0 ? keys : diagonal + a.right + 1 - at;
@@ -210,16 +193,20 @@ template <class T> struct Decoder {
       float *own = state + (first_row + r) * state_row + out_row;
       shrink[r] = soften(scores + r * BLOCK, int(from), int(to), keys, a.scale, a.softcap, own, own + 1);
     }
-    add_values<T, ROWS>(value, a.v.row, keys, a.head_dim_v, scores, shrink, state + first_row * state_row, state_row);
+    add_values<T, ROWS>(value, a.v.row, keys, a.head_dim_v, scores, shrink, state + first_row * state_row, state_row,
+                        next);
   }
 
-  void run_part(int64_t batch, int64_t head, int64_t index, float *state, Query *query) const {
+  void run_part(int64_t batch, int64_t head, int64_t index, float *state, float *query) const {
     for (int64_t r = 0; r < rows; r++) {
       const T *from = (const T *)a.query + batch * a.q.batch + (head * group + r / a.seq_q) * a.q.head
                       + (r % a.seq_q) * a.q.row;
-      Query *to = query + r * query_row;
-      for (int64_t d = 0; d < a.head_dim; d++) Dot<T>::keep(to + d, from[d]);
-      std::memset(to + a.head_dim, 0, (query_row - a.head_dim) * sizeof(Query));
+      for (int64_t d = 0; d < query_row; d += U::SIZE) {
+        vf parts[U::VECTORS];
+        if (d + U::SIZE <= a.head_dim) U::get(from + d, parts);
+        else U::get_some(from + d, int(a.head_dim - d), parts);
+        for (int u = 0; u < U::VECTORS; u++) store(query + r * query_row + d + u * W, parts[u]);
+      }
       float *own = state + r * state_row;
       std::memset(own, 0, state_row * sizeof(float));
       own[out_row] = -INFINITY;
@@ -256,9 +243,13 @@ template <class T> struct Decoder {
       float inverse = total == 0.0f ? 0.0f : 1.0f / total;
       int64_t row = (batch * a.heads + head * group + r / a.seq_q) * a.seq_q + r % a.seq_q;
       T *out = (T *)a.out + row * a.head_dim_v;
-      int64_t d = 0;
-      for (; d + W <= a.head_dim_v; d += W) store(out + d, load(own + d) * inverse);
-      if (d < a.head_dim_v) store_some(out + d, load(own + d) * inverse, int(a.head_dim_v - d));
+      for (int64_t d = 0; d < a.head_dim_v; d += U::SIZE) {
+        vf parts[U::VECTORS];
+        for (int u = 0; u < U::VECTORS; u++) parts[u] = load(own + d + u * W) * inverse;
+        T some[U::SIZE];
+        U::put(some, parts);
+        std::memcpy(out + d, some, std::min<int64_t>(U::SIZE, a.head_dim_v - d) * sizeof(T));
+      }
       if (a.lse) a.lse[row] = total == 0.0f ? -INFINITY : top + std::log(total);
     }
   }
@@ -266,7 +257,7 @@ template <class T> struct Decoder {
   bool run() const {
     const int64_t homes = a.batch * a.kv_heads, state = rows * state_row;
     if (!homes || !rows || !a.head_dim_v) return true;
-    const size_t query_bytes = rounded_up(rows * query_row * sizeof(Query), 64);
+    const size_t query_bytes = rounded_up(rows * query_row * sizeof(float), 64);
     const size_t state_bytes = size_t(homes) * parts * state * sizeof(float);
     const int64_t work = homes * (end - begin) * (a.head_dim + a.head_dim_v) * sizeof(T);
     const int threads = work < 65536 ? 1 : a.threads;
@@ -275,7 +266,7 @@ template <class T> struct Decoder {
     float *states = (float *)memory;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-      Query *query = (Query *)(memory + rounded_up(state_bytes, 64) + thread_number() * query_bytes);
+      float *query = (float *)(memory + rounded_up(state_bytes, 64) + thread_number() * query_bytes);
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < homes * parts; i++)
         run_part(i / parts / a.kv_heads, i / parts % a.kv_heads, i % parts, states + i * state, query);

@@ -13,6 +13,8 @@ static inline int thread_number() { return 0; }
 #endif
 
 #include "attention.h"
+#include "norms.h"
+#include "rope.h"
 
 namespace {
 
@@ -90,8 +92,72 @@ PyObject *attention_decode(PyObject *, PyObject *const *args, Py_ssize_t count) 
       worth_it, [&] { return half ? Decoder<bf16>(a).run() : Decoder<float>(a).run(); }));
 }
 
+// The kernel for the dtypes of the data and of its parameters: 1 for bfloat16, 0 for float32.
+#define FOR_DTYPES(run, call, half, half_parameters)                                  \
+  (half ? half_parameters ? run<bf16, bf16>(call) : run<bf16, float>(call)            \
+        : half_parameters ? run<float, bf16>(call) : run<float, float>(call))
+
+PyObject *rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Norm a;
+  bool half = in.whole(), half_weight = in.whole();
+  a.x = in.address(), a.residual = in.address(), a.weight = in.address(), a.out = in.address(), a.total = in.address();
+  a.rows = in.whole(), a.hidden = in.whole(), a.x_row = in.whole(), a.residual_row = in.whole();
+  a.eps = float(in.real()), a.offset = float(in.real());
+  a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(
+      a.rows * a.hidden > 65536, [&] { return FOR_DTYPES(run_norm, a, half, half_weight); }));
+}
+
+// shape and strides of (batch,) heads, tokens, dim in the order of `tokens_first`
+void read_heads(Arguments &in, bool tokens_first, int64_t dims, Heads &h, int64_t &batch, int64_t &seq, int64_t &dim) {
+  h.from = in.address(), h.to = in.address();
+  if (!h.from) {
+    in.next(), in.next();
+    h.count = 0;
+    return;
+  }
+  int64_t shape[4] = {1}, strides[4] = {0};
+  int64_t sizes3[3], strides3[3];
+  if (dims == 4) {
+    in.tuple(shape), in.tuple(strides);
+  } else {
+    in.tuple(sizes3), in.tuple(strides3);
+    for (int i = 0; i < 3; i++) shape[i + 1] = sizes3[i], strides[i + 1] = strides3[i];
+  }
+  int head = tokens_first ? 2 : 1, token = tokens_first ? 1 : 2;
+  batch = shape[0], seq = shape[token], dim = shape[3], h.count = shape[head];
+  h.from_batch = strides[0], h.from_head = strides[head], h.from_token = strides[token];
+  h.to_batch = h.count * seq * dim;
+  h.to_head = tokens_first ? dim : seq * dim, h.to_token = tokens_first ? h.count * dim : dim;
+}
+
+PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Rope a;
+  bool half = in.whole(), half_table = in.whole(), tokens_first = in.whole();
+  a.interleaved = in.whole();
+  int64_t dims = in.whole();
+  read_heads(in, tokens_first, dims, a.query, a.batch, a.seq, a.dim);
+  read_heads(in, tokens_first, dims, a.key, a.batch, a.seq, a.dim);
+  a.cos = in.address(), a.sin = in.address(), a.positions = in.whole(), a.half = in.whole();
+  a.cos_batch = in.whole(), a.cos_row = in.whole(), a.sin_batch = in.whole(), a.sin_row = in.whole();
+  a.ids = in.address(), a.wide_ids = in.whole(), a.ids_batch = in.whole(), a.ids_token = in.whole();
+  a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  int64_t lost = a.astray();
+  if (lost >= 0)
+    return PyErr_Format(PyExc_IndexError, "position_ids must lie between 0 and %lld, the last row of cos; got %lld",
+                        (long long)a.positions - 1, (long long)a.position(lost / a.seq, lost % a.seq));
+  int64_t work = a.batch * a.seq * (a.query.count + a.key.count) * a.dim;
+  return none_or_memory_error(without_gil(work > 65536, [&] { return FOR_DTYPES(run_rope, a, half, half_table); }));
+}
+
 PyMethodDef methods[] = {
     {"attention_decode", (PyCFunction)(void (*)(void))attention_decode, METH_FASTCALL, nullptr},
+    {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, nullptr},
+    {"rope", (PyCFunction)(void (*)(void))rope, METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "kernels", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 

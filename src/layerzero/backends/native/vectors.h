@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -23,6 +24,14 @@ typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
 
 struct bf16 { uint16_t bits; };
+
+#define INLINE __attribute__((always_inline))
+
+// f(0), ..., f(N - 1), written out: only so do arrays of vectors stay in registers.
+template <class F, int... I> INLINE inline void each(F f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F> INLINE inline void each(F f) { each(f, std::make_integer_sequence<int, N>{}); }
 
 inline vf bits_to_float(vu u) { vf f; std::memcpy(&f, &u, sizeof f); return f; }
 inline vu float_to_bits(vf f) { vu u; std::memcpy(&u, &f, sizeof u); return u; }
@@ -57,6 +66,54 @@ template <class T> inline void store_some(T *p, vf v, int n) {
   store(some, v);
   std::memcpy(p, some, n * sizeof(T));
 }
+
+// A vector's worth of memory as floats. Of bfloat16 that is twice as many: the even ones come in one vector and the odd
+// ones in another, which needs one operation each where the order of memory needs two.
+template <class T> struct Unit;
+
+template <> struct Unit<float> {
+  static constexpr int VECTORS = 1, SIZE = W;
+  INLINE static void get(const float *p, vf *to) { to[0] = load(p); }
+  INLINE static void get_some(const float *p, int n, vf *to) {
+#if defined(__AVX512F__)
+    to[0] = (vf)_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p);
+#else
+    to[0] = load_some(p, n);
+#endif
+  }
+  static void put(float *p, const vf *from) { store(p, from[0]); }
+};
+
+template <> struct Unit<bf16> {
+  static constexpr int VECTORS = 2, SIZE = 2 * W;
+  INLINE static void split(vu u, vf *to) {
+    to[0] = bits_to_float(u << 16);
+    to[1] = bits_to_float(u & 0xffff0000u);
+  }
+  INLINE static void get(const bf16 *p, vf *to) {
+    vu u;
+    std::memcpy(&u, p, sizeof u);
+    split(u, to);
+  }
+  INLINE static void get_some(const bf16 *p, int n, vf *to) {
+#if defined(__AVX512BW__)
+    split((vu)_mm512_maskz_loadu_epi16(__mmask32((1ull << n) - 1), p), to);
+#else
+    bf16 some[SIZE] = {};
+    std::memcpy(some, p, n * sizeof(bf16));
+    get(some, to);
+#endif
+  }
+  static vu rounded(vf v) {                     // in the upper half
+    vu u = float_to_bits(v);
+    u += 0x7fff + ((u >> 16) & 1);
+    return v == v ? u : vu{} + 0x7fc00000u;
+  }
+  static void put(bf16 *p, const vf *from) {
+    vu u = (rounded(from[0]) >> 16) | (rounded(from[1]) & 0xffff0000u);
+    std::memcpy(p, &u, sizeof u);
+  }
+};
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {

@@ -1,0 +1,151 @@
+"""Our own CPU kernels, compiled by `lz build` for the processor at hand; see kernels.cpp.
+
+They read raw memory, so they take plain tensors only, and know float32 and bfloat16. They have no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.add_rms_norm import OP as add_rms_norm
+from ...ops.attention import OP as attention
+from ...ops.rms_norm import OP as rms_norm
+from ...ops.rope import OP as rope
+from ...spec.kernel import Kernel
+from ...spec.reason import Code
+from ...spec.rules import (
+    Condition,
+    absent,
+    at_least,
+    at_most,
+    device,
+    dtypes,
+    equals,
+    one_of,
+    plain_tensors,
+    unit_stride,
+    when,
+)
+from . import build
+
+PACKAGE = {"package": "layerzero.backends.native", "distribution": "layerzero"}
+OURS: tuple[Condition, ...] = (device("cpu"), dtypes("float32", "bfloat16"), plain_tensors())
+MAX_QUERY_ROWS = 8         # of a decode: with more, prefill kernels gain from blocks of queries
+
+
+def _attention_decode() -> Callable[..., Any]:
+    decode = build.module().attention_decode
+    empty, threads, bf16 = torch.empty, torch.get_num_threads, torch.bfloat16
+
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
+            causal_align: str | None = None, window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
+            return_lse: bool = False) -> Any:
+        sizes, key_sizes = query.shape, key.shape
+        batch, heads, seq_q, dim = sizes
+        dim_v = value.shape[3]
+        dtype = query.dtype
+        out = empty((batch, heads, seq_q, dim_v), dtype=dtype)
+        lse = empty((batch, heads, seq_q), dtype=torch.float32) if return_lse else None
+        decode(dtype is bf16, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+               0 if lse is None else lse.data_ptr(), sizes, key_sizes, dim_v,
+               query.stride(), key.stride(), value.stride(),
+               key_sizes[2] - seq_q if causal_align == "bottom_right" else 0, window_left,
+               0 if is_causal else window_right, dim ** -0.5 if scale is None else scale, softcap, threads())
+        return out if lse is None else (out, lse)
+
+    return run
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """`x` and its step from row to row; copied where that is not one number."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    return (x, x.stride(0)) if x.dim() == 2 else (x.contiguous(), x.shape[-1])
+
+
+def _rms_norm() -> Callable[..., Any]:
+    norm = build.module().rms_norm
+    empty, threads, bf16 = torch.empty, torch.get_num_threads, torch.bfloat16
+
+    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+        shape, dtype = x.shape, x.dtype
+        out = empty(shape, dtype=dtype)
+        x, step = _rows(x)
+        hidden = shape[-1]
+        norm(dtype is bf16, weight is not None and weight.dtype is bf16, x.data_ptr(), 0,
+             0 if weight is None else weight.data_ptr(), out.data_ptr(), 0, out.numel() // hidden, hidden, step, 0,
+             eps, offset, threads())
+        return out
+
+    return run
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    norm = build.module().rms_norm
+    empty, threads, bf16 = torch.empty, torch.get_num_threads, torch.bfloat16
+
+    def run(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+        shape, dtype = x.shape, x.dtype
+        out, total = empty(shape, dtype=dtype), empty(shape, dtype=dtype)
+        (x, step), (residual, residual_step) = _rows(x), _rows(residual)
+        hidden = shape[-1]
+        norm(dtype is bf16, weight is not None and weight.dtype is bf16, x.data_ptr(), residual.data_ptr(),
+             0 if weight is None else weight.data_ptr(), out.data_ptr(), total.data_ptr(), out.numel() // hidden,
+             hidden, step, residual_step, eps, 0.0, threads())
+        return out, total
+
+    return run
+
+
+def _rope() -> Callable[..., Any]:
+    turn = build.module().rope
+    empty, threads, bf16, int64 = torch.empty, torch.get_num_threads, torch.bfloat16, torch.int64
+
+    def run(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
+            style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+        dtype = q.dtype
+        to_q = empty(q.shape, dtype=dtype)
+        to_k = None if k is None else empty(k.shape, dtype=dtype)
+        keys = (0, 0, None, None) if k is None or to_k is None else (
+            k.data_ptr(), to_k.data_ptr(), k.shape, k.stride())
+        positions, half = cos.shape[-2:]
+        # A table of one batch serves all.
+        cos_batch, sin_batch = (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0 for t in (cos, sin))
+        ids = (0, False, 0, 0) if position_ids is None else (
+            position_ids.data_ptr(), position_ids.dtype is int64,
+            position_ids.stride(0) if position_ids.dim() == 2 and position_ids.shape[0] > 1 else 0,
+            position_ids.stride(-1))
+        turn(dtype is bf16, cos.dtype is bf16, layout == "bshd", style == "interleaved", q.dim(),
+             q.data_ptr(), to_q.data_ptr(), q.shape, q.stride(), *keys, cos.data_ptr(), sin.data_ptr(), positions, half,
+             cos_batch, cos.stride(-2), sin_batch, sin.stride(-2), *ids, threads())
+        return to_q if to_k is None else (to_q, to_k)
+
+    return run
+
+
+WEIGHT: tuple[Condition, ...] = (
+    unit_stride("weight"), one_of("weight.dtype", None, "float32", "bfloat16", code=Code.DTYPE_UNSUPPORTED))
+
+KERNELS = (
+    Kernel("native.attention_decode", attention, _attention_decode, **PACKAGE, prior=20.0, overhead_us=3.0,
+           variants=("bhsd",), differentiable=False, traceable=False, requires=(
+               *OURS, at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED),
+               at_least("kv_heads", 1, Code.EMPTY_INPUT), at_least("head_dim", 1, Code.EMPTY_INPUT),
+               unit_stride("query"), unit_stride("key"), unit_stride("value"),
+               absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
+               equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
+           note="reads each key and value once for all query heads that share it; the same on any number of threads"),
+    Kernel("native.rms_norm", rms_norm, _rms_norm, **PACKAGE, prior=12.0, overhead_us=2.0, differentiable=False,
+           traceable=False, requires=(*OURS, unit_stride("x"), *WEIGHT)),
+    Kernel("native.add_rms_norm", add_rms_norm, _add_rms_norm, **PACKAGE, prior=12.0, overhead_us=3.0,
+           differentiable=False, traceable=False, requires=(*OURS, unit_stride("x"), unit_stride("residual"), *WEIGHT)),
+    Kernel("native.rope", rope, _rope, **PACKAGE, prior=12.0, overhead_us=4.0, differentiable=False, traceable=False,
+           requires=(*OURS, unit_stride("q"), unit_stride("k"), unit_stride("cos"), unit_stride("sin"),
+                     dtypes("float32", "bfloat16", of="cos.dtype"),
+                     *(when(equals("cos.dtype", d), equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED))
+                       for d in ("float32", "bfloat16")))),
+)

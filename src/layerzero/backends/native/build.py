@@ -1,0 +1,143 @@
+"""Compiling our own CPU kernels into the cache folder, and finding them there. Never inside a user's call.
+
+The library needs nothing of torch, so it fits every torch; its name says for which processor and from which
+source it was made. It uses the OpenMP that torch has loaded: two of them in one process would each keep threads
+spinning on the same cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+from ...spec.errors import ConfigError
+
+FOLDER = Path(__file__).parent
+SOURCE = FOLDER / "kernels.cpp"
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+         "-fno-trapping-math", "-w")
+_STABLE_ABI = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+def library_path(environ: Mapping[str, str] | None = None) -> Path:
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for source in (SOURCE, *sorted(FOLDER.glob("*.h"))):
+        digest.update(source.read_bytes())
+    python = "abi3" if _STABLE_ABI else str(sys.implementation.cache_tag)
+    tag = f"kernels-{python}-{platform.machine()}-{processor()[:8]}-{digest.hexdigest()[:12]}"
+    return cache_dir(os.environ if environ is None else environ) / "native" / tag / "kernels.so"
+
+
+def cache_dir(environ: Mapping[str, str]) -> Path:
+    """The folder that runtime/config.py names too; a test keeps the two alike."""
+    text = environ.get("LAYERZERO_CACHE_DIR", "").strip()
+    base = environ.get("XDG_CACHE_HOME", "").strip()
+    try:
+        if text:
+            return Path(text).expanduser()
+        return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "layerzero"
+    except RuntimeError as e:
+        raise ConfigError(f"no home folder for the cache: {e}; set LAYERZERO_CACHE_DIR to an absolute path") from e
+
+
+@lru_cache(maxsize=None)
+def processor() -> str:
+    """A hash of what the processor can do: code made for another one may not run here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    said = next((line for line in lines if re.match(r"(flags|Features)\b", line)), platform.processor())
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+@lru_cache(maxsize=None)
+def module() -> ModuleType:
+    """The compiled module. ImportError where it is not built, with what to do about it."""
+    path = library_path()
+    if not path.exists():
+        raise ImportError("LayerZero's own CPU kernels are not built; run: lz build")
+    import torch  # noqa: F401  its OpenMP must be there first
+
+    spec = importlib.util.spec_from_file_location("kernels", path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(found)
+    except ImportError as e:
+        raise ImportError(f"LayerZero's own CPU kernels do not load ({e}); run: lz build --force") from e
+    return found
+
+
+def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
+    """Compile for this processor; the path of the library. Safe to run in parallel."""
+    path = library_path()
+    if path.exists() and not force:
+        return path
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise ConfigError("building the CPU kernels needs a C++ compiler (g++ or clang++); none was found. "
+                          "Install one, or set CXX; LayerZero works without them")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            _compile(shlex.split(compiler), Path(folder), say)
+            os.replace(Path(folder) / path.name, path)     # in one step: another process sees all of it or nothing
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
+                          "written; LayerZero works without its own CPU kernels") from e
+    module.cache_clear()
+    return path
+
+
+def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> None:
+    made, library = folder / "kernels.o", folder / "kernels.so"
+    native = "-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64") else "-march=native"
+    abi = ["-DPy_LIMITED_API=0x030A0000"] if _STABLE_ABI else []
+    compile_ = [*compiler, *FLAGS, native, *abi, f"-I{sysconfig.get_paths()['include']}", "-c", str(SOURCE), "-o",
+                str(made)]
+    link = [*compiler, "-shared", str(made), "-o", str(library),
+            *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
+    runtime = loaded_openmp()
+    if not (_run([*compile_, "-fopenmp"]) or _run([*link, runtime or "-fopenmp"])):
+        return
+    say("the compiler has no OpenMP: the CPU kernels will use one thread")
+    problem = _run(compile_) or _run(link)
+    if problem:
+        raise ConfigError("the CPU kernels did not compile; LayerZero works without them.\n  " + problem)
+
+
+def _run(command: list[str]) -> str:
+    """What went wrong, or nothing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as e:
+        raise ConfigError(f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
+                          "LayerZero works without its own CPU kernels") from e
+    if done.returncode == 0:
+        return ""
+    errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"
+
+
+def loaded_openmp() -> str:
+    """The OpenMP library in this process, torch's; "" where there is none or it cannot be told."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ""
+    paths = {line.split(maxsplit=5)[-1] for line in lines if re.search(r"/lib(gomp|iomp5|omp)\b[^/]*\.so", line)}
+    return min(paths, default="")

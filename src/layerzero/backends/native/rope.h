@@ -1,0 +1,99 @@
+// Rotary positions of queries and keys in one pass over the tokens: a token's angles are read once for all its heads.
+#pragma once
+
+#include <vector>
+
+#include "norms.h"
+
+namespace lz {
+
+struct Heads {
+  const void *from;                             // null: not given
+  void *to;
+  int64_t count;
+  int64_t from_batch, from_head, from_token, to_batch, to_head, to_token;      // steps, in elements
+};
+
+struct Rope {
+  Heads query, key;
+  const void *cos, *sin, *ids;
+  int64_t batch, seq, dim, half;
+  int64_t cos_batch, cos_row, sin_batch, sin_row;
+  int64_t ids_batch, ids_token, positions;
+  bool wide_ids, interleaved;
+  int threads;
+
+  int64_t position(int64_t b, int64_t s) const {
+    int64_t at = b * ids_batch + s * ids_token;
+    return !ids ? s : wide_ids ? ((const int64_t *)ids)[at] : ((const int32_t *)ids)[at];
+  }
+  // The first token whose id is not in the table, or -1.
+  int64_t astray() const {
+    if (ids)
+      for (int64_t i = 0; i < batch * seq; i++) {
+        int64_t id = position(i / seq, i % seq);
+        if (id < 0 || id >= positions) return i;
+      }
+    return -1;
+  }
+};
+
+template <class T> inline void turn_halves(const T *x, T *out, const float *cos, const float *sin, int64_t half) {
+  along(half, [&](int64_t d, int n) {
+    vf a = take(x + d, n), b = take(x + half + d, n), c = take(cos + d, n), s = take(sin + d, n);
+    give(out + d, a * c - b * s, n);
+    give(out + half + d, b * c + a * s, n);
+  });
+}
+
+template <class T>
+inline void turn_neighbours(const T *__restrict x, T *__restrict out, const float *cos, const float *sin,
+                            int64_t half) {
+  int64_t d = 0;
+  if (Unit<T>::VECTORS == 2)                    // even and odd ones come apart by themselves
+    for (; d + W <= half; d += W) {
+      vf pair[2], c = load(cos + d), s = load(sin + d);
+      Unit<T>::get(x + 2 * d, pair);
+      vf turned[2] = {pair[0] * c - pair[1] * s, pair[1] * c + pair[0] * s};
+      Unit<T>::put(out + 2 * d, turned);
+    }
+  for (; d < half; d++) {
+    float a = to_float(x[2 * d]), b = to_float(x[2 * d + 1]);
+    from_float(out + 2 * d, a * cos[d] - b * sin[d]);
+    from_float(out + 2 * d + 1, b * cos[d] + a * sin[d]);
+  }
+}
+
+template <class T> void turn_heads(const Rope &a, const Heads &h, int64_t b, int64_t s, const float *cos,
+                                   const float *sin) {
+  if (!h.from) return;
+  for (int64_t i = 0; i < h.count; i++) {
+    const T *x = (const T *)h.from + b * h.from_batch + i * h.from_head + s * h.from_token;
+    T *out = (T *)h.to + b * h.to_batch + i * h.to_head + s * h.to_token;
+    if (a.interleaved) turn_neighbours(x, out, cos, sin, a.half);
+    else turn_halves(x, out, cos, sin, a.half);
+    if (2 * a.half < a.dim) std::memcpy(out + 2 * a.half, x + 2 * a.half, (a.dim - 2 * a.half) * sizeof(T));
+  }
+}
+
+template <class T, class P> bool run_rope(const Rope &a) {
+  const int64_t tokens = a.batch * a.seq, work = tokens * (a.query.count + a.key.count) * a.dim;
+  const int threads = work < 32768 ? 1 : a.threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<float> angles(2 * a.half);
+    float *cos = angles.data(), *sin = cos + a.half;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < tokens; i++) {
+      int64_t b = i / a.seq, s = i % a.seq, row = a.position(b, s);
+      const P *c = (const P *)a.cos + b * a.cos_batch + row * a.cos_row;
+      const P *n = (const P *)a.sin + b * a.sin_batch + row * a.sin_row;
+      along(a.half, [&](int64_t d, int k) { give(cos + d, take(c + d, k), k), give(sin + d, take(n + d, k), k); });
+      turn_heads<T>(a, a.query, b, s, cos, sin);
+      turn_heads<T>(a, a.key, b, s, cos, sin);
+    }
+  }
+  return true;
+}
+
+}  // namespace lz

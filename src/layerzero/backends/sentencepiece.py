@@ -1,0 +1,100 @@
+"""sentencepiece: *.model files, as of Llama 2 and T5.
+
+It normalizes and segments the whole text at once, and a unigram model adds up float32 scores over all of it, so the
+tokens of a part are not sure to be those it has in the whole: there is no kernel that reuses a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..ops.detokenize import OP as detokenize
+from ..ops.tokenization_formulas import Body, Request, Span, Tokens, runner, sequences_of, unknown_id
+from ..ops.tokenize import OP as tokenize
+from ..ops.tokenizer_identity import TokenizerHandle, identified
+from ..spec.errors import InvalidCall
+from ..spec.kernel import Kernel
+from ..spec.reason import Code, Reason
+from ..spec.rules import at_least, on, one_of
+
+OURS = one_of("tokenizer_kind", "sentencepiece")
+LITERAL = one_of("parse_special", None, False)      # control symbols written in a text always stay text
+
+
+def _native(handle: TokenizerHandle) -> Any:
+    return handle.built("native", _build)
+
+
+def _build(handle: TokenizerHandle) -> Any:
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return SentencePieceProcessor(model_proto=handle.payload)
+    except (RuntimeError, ValueError) as e:
+        raise InvalidCall.of("tokenize", Reason(
+            Code.WRONG_TYPE, "a model that the installed sentencepiece can read", f"{handle.source}: {e}",
+            "tokenizer")) from e
+
+
+def _around(native: Any, request: Request) -> tuple[list[int], list[int]]:
+    if not request.add_special_tokens:
+        return [], []
+    return [native.bos_id()] if native._add_bos else [], [native.eos_id()] if native._add_eos else []
+
+
+def _plain(native: Any, text: str | Sequence[str]) -> list[Any]:
+    return native.Encode(text, out_type=int, add_bos=False, add_eos=False)  # type: ignore[no-any-return]
+
+
+def _with_offsets(native: Any, text: str) -> tuple[list[int], list[Span]]:
+    """Ids and character offsets of the text alone."""
+    if hasattr(native, "EncodeAsOffsetMapping"):           # from 0.2.2
+        found = native.Encode(text, return_type="offset_mapping", add_bos=False, add_eos=False)
+        return list(found["ids"]), [(int(s), int(e)) for s, e in found["offsets"]]
+    pieces = native.Encode(text, out_type="immutable_proto", add_bos=False, add_eos=False).pieces
+    return [p.id for p in pieces], [(p.begin, p.end) for p in pieces]
+
+
+def _encode() -> Callable[..., Tokens]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[Body]:
+        native = _native(handle)
+        before, after = _around(native, request)
+        if request.offsets:
+            return [Body(*_with_offsets(native, text), before, after) for text in texts]
+        return [Body(_plain(native, text), None, before, after) for text in texts]
+
+    return runner(encode)
+
+
+def _encode_batch() -> Callable[..., Tokens]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[Body]:
+        native = _native(handle)
+        before, after = _around(native, request)
+        return [Body(list(ids), None, before, after) for ids in _plain(native, texts)]
+
+    return runner(encode)
+
+
+def _decode() -> Callable[..., str | list[str]]:
+    def run(ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True) -> str | list[str]:
+        native = _native(identified(tokenizer, "detokenize"))
+        sequences, single = sequences_of(ids)
+        try:
+            texts = [str(native.Decode(sequence)) if sequence else "" for sequence in sequences]
+        except (IndexError, OverflowError, TypeError) as e:
+            raise unknown_id(e) from e
+        return texts[0] if single else texts
+
+    return run
+
+
+KERNELS = (
+    Kernel("sentencepiece.encode", tokenize, _encode, (OURS, LITERAL), "sentencepiece", overhead_us=40.0,
+           graph_safe=False, traceable=False, differentiable=False, note="one text after another"),
+    Kernel("sentencepiece.encode_batch", tokenize, _encode_batch,
+           (OURS, LITERAL, at_least("texts", 2), one_of("return_offsets", False)), "sentencepiece", overhead_us=35.0,
+           graph_safe=False, traceable=False, differentiable=False, note="several texts on several threads"),
+    Kernel("sentencepiece.decode", detokenize, _decode, (OURS, on("skip_special_tokens")), "sentencepiece",
+           overhead_us=30.0, graph_safe=False, traceable=False, differentiable=False),
+)

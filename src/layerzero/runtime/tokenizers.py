@@ -1,0 +1,61 @@
+"""Tokenizers that are loaded once, and what is remembered of the texts they encoded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..ops import prefix_formulas, tokenizer_identity
+from ..ops.prefix_formulas import Counts
+from ..ops.tokenizer_identity import TokenizerHandle
+from ..spec.errors import ConfigError, DataError
+from ..spec.reason import Code, Reason
+
+
+def load_tokenizer(
+    source: Any, *, pattern: str | None = None, special_tokens: Mapping[str, int] | None = None,
+    identity: str | None = None,
+) -> TokenizerHandle:
+    """A handle on a tokenizer as it is now: calls with it need not look whether it changed, and do not see it change.
+
+    `source` is all that lz.tokenize takes as its tokenizer. `pattern` and `special_tokens` belong to a *.tiktoken file,
+    which holds neither; without them its name must be that of an encoding tiktoken knows. `identity` is the id it must
+    have: DataError if it is another tokenizer.
+    """
+    if pattern is None and special_tokens is None:
+        handle = tokenizer_identity.identify(source, "load_tokenizer")
+    else:
+        handle = _from_ranks(source, pattern, special_tokens)
+    if identity is not None and identity != handle.id:
+        reason = Reason(Code.TOKENIZER_MISMATCH, identity, handle.id)
+        raise DataError(f"lz.load_tokenizer: {handle.source}: {reason.message}; vocabulary, merges, normalizer, "
+                        "pre-tokenizer, special tokens or settings are not those", [reason])
+    return handle
+
+
+def _from_ranks(source: Any, pattern: str | None, special_tokens: Mapping[str, int] | None) -> TokenizerHandle:
+    if not isinstance(source, (str, os.PathLike)) or pattern is None:
+        raise ConfigError("lz.load_tokenizer: pattern= and special_tokens= go with the path of a *.tiktoken file, and "
+                          f"special tokens need a pattern; got {type(source).__name__} and pattern={pattern!r}")
+    path = os.fspath(source)
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as e:
+        raise DataError(f"lz.load_tokenizer: {path!r} cannot be read: {e.strerror or e}") from e
+    handle = tokenizer_identity.from_content(content, path, pattern, special_tokens)
+    if handle.kind != "tiktoken":
+        raise ConfigError(f"lz.load_tokenizer: pattern= and special_tokens= go with a *.tiktoken file; {path!r} is for "
+                          f"{handle.kind}, which has its own")
+    return handle
+
+
+def prefix_memories() -> dict[str, Counts]:
+    """By the id of each tokenizer: how often a remembered prefix served, and how much is remembered."""
+    return prefix_formulas.memories()
+
+
+def forget_prefixes() -> None:
+    """Drop every remembered text."""
+    prefix_formulas.forget()

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from .ops.varlen_attention import reference as varlen_attention
     from .runtime.capabilities import use as use_capabilities
     from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
-    from .runtime.inspection import select_kernel as select
     from .runtime.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
 
 __version__ = "0.1.0"
@@ -55,7 +54,6 @@ __version__ = "0.1.0"
 _LATER = {
     **{name: ("inspection", name) for name in
        ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which")},
-    "select": ("inspection", "select_kernel"),
     "use_capabilities": ("capabilities", "use"),
     **{name: ("settings", name) for name in
        ("configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock")},
@@ -69,6 +67,12 @@ def _load(name: str) -> Any:
     found = globals()[name] = _dispatch.function(declared)
     _torch_face.define(declared)
     return found
+
+
+def select(op: Any, /, *args: Any, **kwargs: Any) -> Plan:        # also the name of a subpackage: it must be here
+    """As explain, but an error if nothing can serve the call."""
+    from .runtime.inspection import select_kernel
+    return select_kernel(op, *args, **kwargs)
 
 
 def op(name: str) -> Op:
@@ -90,7 +94,11 @@ def register(item: Op | Kernel) -> Any:
     _world.register(item)
     if isinstance(item, Op):
         fn = _dispatch.function(item)
-        _torch_face.define(item)
+        try:
+            _torch_face.define(item)
+        except RegistrationError:
+            _world.unregister(item.name)
+            raise
         return fn
     return item
 

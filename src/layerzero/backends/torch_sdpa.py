@@ -58,6 +58,8 @@ TOP_LEFT = any_of(off("is_causal"), equals("causal_offset", 0),
                   one_of("causal_align", None, "top_left", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
 BOTTOM_RIGHT = any_of(off("is_causal"), equals("causal_offset", 0),
                       one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
+# Hidden scores are -inf before they are scaled: times 0 that is NaN, times a negative number +inf.
+CAUSAL_SCALE = any_of(off("is_causal"), at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
 HAS_HEADS = at_least("kv_heads", 1, Code.EMPTY_INPUT)
 HAS_BATCH = at_least("batch", 1, Code.EMPTY_INPUT)
 NOT_EMPTY = (at_least("seq_q", 1, Code.EMPTY_INPUT), at_least("seq_k", 1, Code.EMPTY_INPUT), HAS_HEADS)
@@ -302,7 +304,7 @@ NEW_PLAN_US = 59e3                             # cuDNN plans anew for each combi
 
 KERNELS = (
     Kernel("torch.sdpa", attention, _sdpa, prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
-        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, *SDPA_ON_CUDA, NO_BOOL_FOR_CUDNN),
+        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CUDA, NO_BOOL_FOR_CUDNN),
         note="torch's default choice, against which everything is compared; with cuDNN a bool mask that hides a whole "
              "row gives the mean of all values"),
     Kernel("torch.sdpa_bias", attention, _sdpa_bias, prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True,
@@ -314,11 +316,11 @@ KERNELS = (
            note="adds a bool mask as 0 and 1; divides by zero with no KV head"),
     Kernel("torch.sdpa_flash", attention, _flash, torch=">=2.9", prior=6.0, variants=BHSD, requires=(
         *CPU_FLASH, FLOAT_MASK, one_of("attn_mask.ndim", None, 2, 4, code=Code.MASK_BROADCAST_UNSUPPORTED),
-        MASK_WITHOUT_GRAD, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT),
+        MASK_WITHOUT_GRAD, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT, CAUSAL_SCALE),
         note="takes fewer KV heads since torch 2.9; kills the process on an empty sequence; reads a last dimension "
              "with gaps as if it had none"),
     Kernel("torch.sdpa_flash_lse", attention, _flash_lse, torch=">=2.9", prior=6.0, variants=BHSD, differentiable=False,
-           requires=(*CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, WITH_LSE, TOP_LEFT)),
+           requires=(*CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, WITH_LSE, TOP_LEFT, CAUSAL_SCALE)),
     Kernel("torch.sdpa_flash_decode", attention, _flash_decode, torch=">=2.9", prior=6.0, variants=BHSD, requires=(
         *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, on("is_causal"),
         equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED), BOTTOM_RIGHT)),

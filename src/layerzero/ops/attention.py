@@ -9,13 +9,12 @@ A query row that may see no key at all gives zeros, and -inf as its log-sum-exp.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..spec.errors import AmbiguousLayoutWarning, CausalAlignmentWarning, InvalidCall
+from ..spec.errors import AmbiguousLayoutWarning, CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, at_most, dtypes, equals, off, on, one_of
@@ -130,10 +129,10 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     measured = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0 \
         or facts["alibi_slopes.dtype"] is not None
     if measured and facts["causal_align"] is None and facts["seq_q"] != facts["seq_k"]:
-        warnings.warn(
+        warn_caller(
             f"lz.attention: query and key lengths differ ({facts['seq_q']} and {facts['seq_k']}) and causal_align is "
             "not given: torch's 'top_left' is used. Decoding with a KV cache wants causal_align='bottom_right'.",
-            CausalAlignmentWarning, stacklevel=6)
+            CausalAlignmentWarning)
 
 
 def canonical(values: dict[str, Any]) -> Redirect | None:
@@ -153,12 +152,17 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
             for name, t in (("query", query), ("key", key), ("value", value))}
     mask = values["attn_mask"]
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
+        over = mask.shape[:-3]
+        if len(over) > len(batch) or any(m not in (1, b) for m, b in zip(over[::-1], batch[::-1])):
+            want = str((*query.shape[:-1], key.shape[-2]))
+            raise InvalidCall.of("attention", Reason(
+                Code.MASK_BROADCAST_INVALID, want, str(tuple(mask.shape)), "attn_mask"))
         mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
     lead = query.shape[:-1]
 
     def restore(result: Any) -> Any:
         if isinstance(result, tuple):
-            return result[0].reshape(*lead, -1), result[1].reshape(lead)
+            return result[0].reshape(*lead, value.shape[-1]), result[1].reshape(lead)
         return result.reshape(*lead, value.shape[-1])
 
     return Redirect("attention", {**values, **flat, "attn_mask": mask}, restore)
@@ -166,8 +170,9 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
 
 def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
     """From shapes where they decide, from strides with a warning, else a typed error. Never a silent guess."""
-    if query.dim() != 4 or key.dim() != 4:
-        raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, query.dim(), "query"))
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() != 4:
+            raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, t.dim(), name))
 
     def fits(heads: int, seq: int) -> bool:
         return (query.shape[heads] % max(key.shape[heads], 1) == 0 and key.shape[heads] == value.shape[heads]
@@ -179,8 +184,8 @@ def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
     orders = {_storage_order(t) for t in (query, key, value)}
     shapes = tuple(str(tuple(t.shape)) for t in (query, key, value))
     if as_bhsd and orders == {"swapped"}:
-        warnings.warn(f"lz.attention: layout='auto' took {shapes[0]} for 'bhsd' because its storage is a transposed "
-                      "(batch, seq, heads, dim); pass layout= to be sure.", AmbiguousLayoutWarning, stacklevel=6)
+        warn_caller(f"lz.attention: layout='auto' took {shapes[0]} for 'bhsd' because its storage is a transposed "
+                      "(batch, seq, heads, dim); pass layout= to be sure.", AmbiguousLayoutWarning)
         return "bhsd"
     raise InvalidCall.of("attention", Reason(Code.LAYOUT_AMBIGUOUS, "an unambiguous shape", " ".join(shapes), "layout"))
 
@@ -201,7 +206,17 @@ def _nested(values: dict[str, Any]) -> Redirect:
         if values[name] is not default:
             raise InvalidCall.of("attention", Reason(
                 Code.RAGGED_UNSUPPORTED, f"{name}={default} with nested", "a value", name))
-    ragged = 2 if values["layout"] == "bhsd" else 1
+    axes = {"bhsd": (2,), "bshd": (1,), "auto": (1, 2)}[values["layout"]]
+    ragged = next(i for i, n in enumerate(query.shape) if isinstance(n, torch.SymInt))
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if ragged not in axes or not isinstance(t.shape[ragged], torch.SymInt) or t.lengths() is not None:
+            where = " or ".join(map(str, axes))
+            raise InvalidCall.of("attention", Reason(
+                Code.RAGGED_UNSUPPORTED, f"nested without holes, ragged in dimension {where} only",
+                f"{name} of shape {tuple(t.shape)}{' with holes' if t.lengths() is not None else ''}", name))
+    if not torch.equal(key.offsets(), value.offsets()):
+        raise InvalidCall.of("attention", Reason(
+            Code.DIM_MISMATCH, "the key's", str(value.offsets().diff().tolist()), "lengths of the value's sequences"))
 
     def packed(t: Tensor) -> Tensor:
         return (t.transpose(1, 2) if ragged == 2 else t).values()  # type: ignore[no-untyped-call]
@@ -246,7 +261,7 @@ OP = Op(
     requires=(
         dtypes(*FLOATS),
         equals("group_rest", 0, Code.HEADS_NOT_DIVISIBLE),
-        any_of(on("enable_gqa"), equals("group", 1, Code.GQA_UNSUPPORTED)),
+        any_of(on("enable_gqa"), equals("heads", 0), equals("group", 1, Code.GQA_UNSUPPORTED)),
         any_of(absent("attn_mask.dtype"), off("is_causal", Code.MASK_WITH_CAUSAL)),
         one_of("attn_mask.dtype", None, "bool", *FLOATS, code=Code.MASK_TYPE_INVALID),
         at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE), at_least("window_right", -1, Code.VALUE_OUT_OF_RANGE),

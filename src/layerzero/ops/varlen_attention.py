@@ -6,13 +6,12 @@ and windows measure from each sequence's own diagonal, as in lz.attention.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..spec.errors import CausalAlignmentWarning, InvalidCall
+from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, at_most, dtypes, equals
@@ -78,8 +77,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             raise InvalidCall.of("varlen_attention", Reason(Code.WRONG_TYPE, "int32", facts[f"{name}.dtype"], name))
     measured = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0
     if measured and facts["causal_align"] is None:
-        warnings.warn("lz.varlen_attention: causal_align is not given: 'top_left' is used. Decoding with a KV cache "
-                      "wants causal_align='bottom_right'.", CausalAlignmentWarning, stacklevel=6)
+        warn_caller("lz.varlen_attention: causal_align is not given: 'top_left' is used. Decoding with a KV cache "
+                      "wants causal_align='bottom_right'.", CausalAlignmentWarning)
 
 
 OP = Op(

@@ -14,14 +14,14 @@ from types import MappingProxyType
 
 from ..backends import CATALOG as BACKENDS
 from ..ops import CATALOG as OPS
-from ..spec.errors import LayerZeroError, RegistrationError
+from ..spec.errors import RegistrationError
 from ..spec.event import BackendUnavailable, Event
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
-from .loading import LOAD_ERRORS, is_version_range
+from .loading import is_version_range
 
-PLUGIN_ERRORS: tuple[type[BaseException], ...] = (LayerZeroError, *LOAD_ERRORS)
+PLUGIN_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)   # importing strangers may raise anything
 ENTRY_POINTS = ("layerzero.ops", "layerzero.backends")
 
 
@@ -93,8 +93,10 @@ def discover() -> tuple[Catalog, list[Event]]:
         for entry in importlib.metadata.entry_points(group=group):
             origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.name
             try:
+                found = catalog
                 for item in _items(entry.load(), origin):
-                    catalog = catalog.adding(item, origin)
+                    found = found.adding(item, origin)
+                catalog = found                # all of it or nothing
             except PLUGIN_ERRORS as e:
                 problems.append(BackendUnavailable(kernel=entry.name, reason=Reason(
                     Code.IMPORT_FAILED, f"plugin {entry.name} of {origin}", f"{type(e).__name__}: {e}")))

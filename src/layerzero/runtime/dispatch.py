@@ -270,8 +270,10 @@ class Dispatcher:
         named = dict(zip(self.names, values))
         tensors = reading.check_types(self.op, named)
         first = next(iter(tensors.values()), None)
-        if first is not None and self.op.autocast and torch.is_autocast_enabled(first.device.type):
-            return self._under_autocast(named, first, backend, policy)
+        lowered = self.lowered(named, first)
+        if lowered is not None and first is not None:
+            with torch.autocast(first.device.type, enabled=False):
+                return self.slow(tuple(lowered[n] for n in self.names), backend, policy)
         if self.op.canonical is not None:
             redirect = self.op.canonical(named)
             if redirect is not None:
@@ -287,10 +289,12 @@ class Dispatcher:
             else:
                 entry = self._by_facts(values, override)
         except InvalidCall as e:
-            cast = self._adapted(named, e, override)
+            cast = self.adapted(named, e, override)
             if cast is None:
                 raise
-            return self.slow(cast, backend, policy)
+            changed = tuple(f"cast({n})" for n in self.names if cast[n] is not named[n])
+            events.emit(Adapted(op=self.op.name, transforms=changed))
+            return self.slow(tuple(cast[n] for n in self.names), backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
@@ -300,29 +304,22 @@ class Dispatcher:
         key = ("facts", override, *facts.values())
         return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override))
 
-    def _under_autocast(self, named: dict[str, Any], first: torch.Tensor, backend: str | None, policy: Any) -> Any:
-        """As torch does for its own op: the inputs in the autocast dtype, and no autocast inside."""
-        kind = first.device.type
-        dtype = torch.get_autocast_dtype(kind)
-        cast = {n: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and n in self.op.differentiable
+    def lowered(self, named: dict[str, Any], first: torch.Tensor | None) -> dict[str, Any] | None:
+        """As torch does for its own op under autocast: the inputs in its dtype, float64 as it is. None: no autocast."""
+        kind = first.device.type if first is not None else "meta"
+        if not self.op.autocast or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+            return None
+        dtype, eligible = torch.get_autocast_dtype(kind), {*self.op.differentiable, "attn_mask"}
+        return {n: t.to(dtype) if n in eligible and t is not None and t.is_floating_point() and t.dtype != torch.float64
                 else t for n, t in named.items()}
-        mask = cast.get("attn_mask")
-        if mask is not None and mask.is_floating_point():
-            cast["attn_mask"] = mask.to(dtype)
-        with torch.autocast(kind, enabled=False):
-            return self.slow(tuple(cast[n] for n in self.names), backend, policy)
 
-    def _adapted(self, named: dict[str, Any], error: InvalidCall, override: Override | None) -> tuple[Any, ...] | None:
+    def adapted(self, named: dict[str, Any], error: InvalidCall, override: Override | None) -> dict[str, Any] | None:
         """Mixed dtypes cast to the first tensor's, where the policy allows it."""
-        around = worlds.current().surroundings("cpu", override)
-        if error.codes != (Code.MIXED_DTYPES,) or not around.policy.setting("allow_adaptation"):
+        setting = worlds.current().surroundings("cpu", override).policy.setting
+        if error.codes != (Code.MIXED_DTYPES,) or not setting("allow_adaptation") or setting("strict_mode"):
             return None
-        if around.policy.setting("strict_mode"):
-            return None
-        first = named[self.op.same_dtype[0]]
-        changed = [n for n in self.op.same_dtype if named[n] is not None and named[n].dtype != first.dtype]
-        events.emit(Adapted(op=self.op.name, transforms=tuple(f"cast({n})" for n in changed)))
-        return tuple(named[n].to(first.dtype) if n in changed else named[n] for n in self.names)
+        dtype = named[self.op.same_dtype[0]].dtype
+        return {n: t.to(dtype) if n in self.op.same_dtype and t is not None else t for n, t in named.items()}
 
     def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
         """Under torch.compile or export: choose for symbolic sizes, and run what was chosen so that it is inlined."""

@@ -48,12 +48,23 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     learn(override)
     values = found.bound(args, kwargs)
     named = dict(zip(found.names, values))
-    reading.check_types(found.op, named)       # before anything looks into them
+    tensors = reading.check_types(found.op, named)             # before anything looks into them
+    first = next(iter(tensors.values()), None)
+    lowered = found.lowered(named, first)
+    if lowered is not None and first is not None:
+        with torch.autocast(first.device.type, enabled=False):
+            return explain(op, backend=backend, policy=policy, on=on, **lowered)
     if found.op.canonical is not None:
         redirect = found.op.canonical(named)
         if redirect is not None:
             return explain(redirect.op, backend=backend, policy=policy, on=on, **redirect.values)
-    facts = found.facts(values, worlds.current())
+    try:
+        facts = found.facts(values, worlds.current())
+    except InvalidCall as e:
+        cast = found.adapted(named, e, override)
+        if cast is None:
+            raise
+        return explain(op, backend=backend, policy=policy, on=on, **cast)
     world = _imagining(worlds.current(), on)
     if on is not None:
         facts = {**facts, "device": on.type}

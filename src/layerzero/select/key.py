@@ -112,14 +112,16 @@ def _told_by_bucket(test: str, value: float) -> bool:
     """Buckets are exact up to 16, so they already answer small comparisons, and those at their edges."""
     if test == "multiple":
         return False
+    if value < 0:                              # all negative numbers share a bucket
+        return test == "above" and value == -1
     return value <= 16 or (test == "above" and value == bucket_top(int(value)))
 
 
 def _number_tests(leaf: Rule) -> Iterable[tuple[str, float]]:
     values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue                           # None and text never equal a number
+        if not isinstance(value, (int, float)):
+            continue                           # None and text never equal a number; True is 1, as of "seq_q == seq_k"
         if leaf.test in ("eq", "ne", "in", "not_in", "ge"):
             yield "eq", value
         if leaf.test in ("le", "ge"):

@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 
 from .reason import Code, Reason
@@ -83,3 +85,11 @@ class CausalAlignmentWarning(UserWarning):
 
 class FallbackWarning(RuntimeWarning):
     """A call was served by another kernel than the one chosen first."""
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """A warning that points at the line outside the library that made the call, however deep we are."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and (frame.f_globals.get("__name__", "layerzero").partition(".")[0] == "layerzero"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -247,8 +247,7 @@ def _sorted_experts() -> Callable[..., Any]:
 # Rows of whole 16 bytes; on a GPU one kernel serves all groups from Hopper on, in bf16.
 GROUPED: tuple[Condition, ...] = (
     device("cpu", "cuda"), any_of(device("cpu"), vendor("nvidia")), any_of(device("cpu"), sm(at_least=90)),
-    dtypes("float32", "bfloat16", "float16"), any_of(device("cpu"), dtypes("bfloat16")), plain_tensors(),
-    at_least("rows", 1, Code.EMPTY_INPUT))
+    dtypes("float32", "bfloat16", "float16"), any_of(device("cpu"), dtypes("bfloat16")), plain_tensors())
 
 KERNELS = (
     Kernel("torch.grouped_loop", grouped_gemm, _loop, prior=6.0, overhead_us=15.0, graph_safe=False, traceable=False,
@@ -256,18 +255,20 @@ KERNELS = (
     Kernel("torch.grouped_mm", grouped_gemm, _grouped_mm, torch=">=2.9", prior=6.0, overhead_us=20.0,
            differentiable=False, traceable=False,
            requires=(*GROUPED, multiple_of("k", 8), multiple_of("n", 8), contiguous("x"), aligned("x", 16),
+                     at_least("rows", 1, Code.EMPTY_INPUT),
                      any_of(at_least("weights.stride_last", 2), aligned("weights", 16))),
            note="its backward refuses gradients that were broadcast, such as those of a sum"),
     Kernel("torch.grouped_bmm", grouped_gemm, _padded, prior=2.0, overhead_us=40.0, graph_safe=False, traceable=False,
            workspace="itemsize * groups * rows * (k + n)", note="pads every group to the largest"),
-    Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0),
+    Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0,
+           requires=(any_of(device("cuda"), at_least("rows", 8)),), note="for a few rows a stable sort is as fast"),
     Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, graph_safe=False, traceable=False,
            note="reads the sizes on the host"),
     Kernel("torch.moe_prepacked", moe, _prepacked_experts, prior=7.0, overhead_us=70.0, differentiable=False,
            graph_safe=False, traceable=False, workspace="3 * itemsize * experts * hidden * inner",
-           requires=(device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16"), plain_tensors()),
+           requires=(device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16"), plain_tensors(), at_least("rows", 2)),
            note="keeps a second copy of the weights, arranged for oneDNN"),
-    Kernel("torch.moe_sorted", moe, _sorted_experts, torch=">=2.9", prior=5.0, overhead_us=60.0, differentiable=False,
-           traceable=False, requires=(*GROUPED, multiple_of("hidden", 8), multiple_of("inner", 8),
+    Kernel("torch.moe_sorted", moe, _sorted_experts, torch=">=2.9", prior=6.5, overhead_us=90.0, differentiable=False,
+           traceable=False, requires=(*GROUPED, at_least("rows", 2), multiple_of("hidden", 8), multiple_of("inner", 8),
                                       contiguous("w_gate_up"), contiguous("w_down"))),
 )

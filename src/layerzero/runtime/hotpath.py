@@ -159,7 +159,8 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
             value = f"READ_{fact}({p.name})"
             known[f"{p.name}.{fact}"] = f"None if {p.name} is None else {value}" if p.optional else value
     entries = ", ".join(f"{name!r}: {text}" for name, text in known.items())
-    return [*body[:end], *derived, "except NOT_PLAIN: break", f"return {{{entries}}}"]
+    choices = [f"if {p.name} not in {p.choices!r}: break" for p in op.params if p.choices]
+    return [*choices, *body[:end], *derived, "except NOT_PLAIN: break", f"return {{{entries}}}"]
 
 
 def _scalar_checks(op: Op) -> list[str]:

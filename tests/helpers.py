@@ -65,8 +65,8 @@ class Fake:
     It is chosen before all others; of two fakes, the one with the greater prior goes first.
     """
 
-    def __init__(self, id: str = "fake.one", op: Op = RMS_NORM, *, fault=None, before: Callable[[], object] | None = None,
-                 prior: float = 1e6, **declared) -> None:
+    def __init__(self, id: str = "fake.one", op: Op = RMS_NORM, *, fault: BaseException | None = None,
+                 before: Callable[[], object] | None = None, prior: float = 1e6, **declared) -> None:
         self.fault, self.before, self.op = fault, before, op
         self.loads, self._calls = 0, itertools.count()
         self.got: dict[str, object] = {}       # the arguments of the last call

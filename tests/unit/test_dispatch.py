@@ -20,6 +20,8 @@ from layerzero.spec.reason import Code
 from layerzero.spec.rules import at_most
 
 pytestmark = pytest.mark.usefixtures("world")
+STICKY = ["CUDA error: an illegal memory access was encountered", "CUDA error: device-side assert triggered",
+          "CUDA error: unspecified launch failure", "CUDA error: misaligned address", "HIP error: device lost"]
 
 
 @pytest.fixture
@@ -79,8 +81,9 @@ class LibraryError(Exception):
 
 
 @pytest.mark.parametrize("fault", [
-    LibraryError("x"), RuntimeError("x"), ValueError("x"), TypeError("x"), AssertionError("x"), AttributeError("x"), KeyError("x"),
-    IndexError("x"), ZeroDivisionError("x"), OSError("x"), ImportError("x"), NotImplementedError("x"), RuntimeError()],
+    LibraryError("x"), RuntimeError("x"), ValueError("x"), TypeError("x"), AssertionError("x"), AttributeError("x"),
+    KeyError("x"), IndexError("x"), ZeroDivisionError("x"), OSError("x"), ImportError("x"),
+    NotImplementedError("x"), RuntimeError()],
     ids=lambda e: type(e).__name__ + ("" if e.args else " without a text"))
 @pytest.mark.parametrize("warm", [False, True], ids=["miss", "hit"])
 def test_whatever_a_kernel_throws_is_its_own_fault(call, happened, fault, warm):
@@ -131,10 +134,9 @@ def test_a_kernel_that_warns_where_warnings_are_errors_is_not_to_blame(call):
 
 
 def test_a_device_that_an_op_inside_a_kernel_found_lost_is_lost_for_the_call_too(call, pair):
-    inner = Fake("fake.inner", lz.op("layer_norm"), fault=RuntimeError("CUDA error: an illegal memory access was encountered"))
-    register(inner)
+    register(Fake("fake.inner", lz.op("layer_norm"), fault=RuntimeError(STICKY[0])))
     pair[0].fault, pair[0].before = None, lambda: lz.layer_norm(rows())
-    with pytest.raises(lz.DeviceLost, match="fake.inner"):
+    with pytest.raises(lz.DeviceLost, match=r"fake\.inner"):
         call(rows())
     assert pair[1].calls == 0 and health_of("fake.first") is None
 
@@ -214,12 +216,14 @@ def test_a_callers_mistake_raises_at_once_and_trips_nothing(call, happened, make
     for _ in range(5):
         with pytest.raises(lz.InvalidCall, match=words) as raised:
             call(**make(x))
-        assert code in raised.value.codes and isinstance(raised.value, ValueError) and "lz.rms_norm" in str(raised.value)
+        assert code in raised.value.codes and "lz.rms_norm" in str(raised.value)
+        assert isinstance(raised.value, ValueError)
     assert fake.calls == calls and not worlds.current().health
     assert not of(Fallback, happened) and not of(HealthChanged, happened)
 
 
-@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1, 2, 3, 4), {}), ((), {"y": 1}), ((torch.ones(2),), {"x": 1})])
+@pytest.mark.parametrize(("args", "kwargs"), [
+    ((), {}), ((1, 2, 3, 4, 5, 6, 7, 8, 9), {}), ((), {"y": 1}), ((torch.ones(2),), {"x": 1})])
 def test_a_call_with_the_wrong_arguments_names_the_op(call, args, kwargs):
     with pytest.raises(TypeError, match=r"^rms_norm\(\)"):
         call(*args, **kwargs)
@@ -265,10 +269,6 @@ def test_out_of_memory_everywhere_is_an_error_that_says_so(call, pair):
 
 
 # a sticky fault: the device is gone
-
-STICKY = ["CUDA error: an illegal memory access was encountered", "CUDA error: device-side assert triggered",
-          "CUDA error: unspecified launch failure", "CUDA error: misaligned address", "HIP error: device lost"]
-
 
 @pytest.mark.parametrize("text", STICKY)
 def test_a_sticky_fault_disables_the_kernel_and_says_that_the_device_is_lost(call, pair, happened, text):
@@ -351,7 +351,7 @@ def test_a_named_kernel_that_cannot_serve_is_refused_with_its_reasons(call):
 
 @pytest.mark.parametrize("name", ["fake.nobody", "nobody"])
 def test_a_name_that_no_kernel_has_is_refused_with_those_there_are(call, name):
-    with pytest.raises(lz.NamedKernelRefused, match="torch.rms_norm") as raised:
+    with pytest.raises(lz.NamedKernelRefused, match=r"torch\.rms_norm") as raised:
         call(rows(), backend=name)
     assert name in str(raised.value)
 
@@ -372,7 +372,7 @@ def test_a_named_library_may_use_each_of_its_kernels(call, pair):
     torch.testing.assert_close(call(x, backend="fake"), normed(x))
     assert pair[1].calls == 1
     pair[1].fault = ValueError("too")
-    with pytest.raises(lz.KernelFailed, match="fake.second"):
+    with pytest.raises(lz.KernelFailed, match=r"fake\.second"):
         call(x, backend="fake")
 
 
@@ -419,13 +419,17 @@ def test_every_call_is_counted_once_by_the_kernel_that_was_chosen(call):
     assert lz.stats().calls["rms_norm"]["fake.one"] == before + 58
 
 
-@pytest.mark.parametrize(("how", "want"), [({"item": 1}, lambda s, t: t), ({"first": 2}, lambda s, t: (s, t)), ({}, lambda s, t: (s, t, 7))])
+@pytest.mark.parametrize(("how", "want"), [
+    ({"item": 1}, lambda s, t: t), ({"first": 2}, lambda s, t: (s, t)), ({}, lambda s, t: (s, t, 7))])
 def test_a_library_function_is_called_without_a_frame_between(call, how, want):
     def library(tensor, flag, *, epsilon):
         assert flag == "constant"
         return tensor * 2, tensor + epsilon, 7
 
-    lz.register(lz.Kernel("fake.direct", RMS_NORM, lambda: lz.direct(library, "x", lz.Const("constant"), epsilon="eps", **how), prior=1e6))
+    def load():
+        return lz.direct(library, "x", lz.Const("constant"), epsilon="eps", **how)
+
+    lz.register(lz.Kernel("fake.direct", RMS_NORM, load, prior=1e6))
     x = rows()
     for _ in range(3):
         got, expected = call(x, eps=0.5), want(x * 2, x + 0.5)

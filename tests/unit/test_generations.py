@@ -91,7 +91,8 @@ def test_who_may_serve_where(sm, want):
 def test_on_turing_half_precision_is_still_served():
     plan = routed(nvidia(75), given=facts(dtype=torch.float16))
     assert plan.kernel == "torch.sdpa_efficient"
-    assert all(Code.SM_TOO_OLD in [r.code for r in plan.why_not(k)] for k in ("torch.sdpa_flash_cuda", "torch.sdpa_cudnn", V2))
+    for kernel in ("torch.sdpa_flash_cuda", "torch.sdpa_cudnn", V2):
+        assert Code.SM_TOO_OLD in [r.code for r in plan.why_not(kernel)]
 
 
 @pytest.mark.parametrize("sm", MODELS["unknown"])
@@ -115,8 +116,8 @@ def test_an_unknown_generation_can_what_the_newest_older_one_can():
 def test_a_table_can_name_hardware_newer_than_this_release():
     table = (*table_from_json([{"name": "rubin", "sm_first": 130, "sm_last": 139, "tensor_core": 6, "bf16": True}]),)
     row = generation_of(130, table)
-    device = Device("cuda", 0, "a newer GPU", "nvidia", sm=130, gpu_generation=row.name, tensor_core_generation=row.tensor_core,
-                    supports_bf16=row.bf16)
+    device = Device("cuda", 0, "a newer GPU", "nvidia", sm=130, gpu_generation=row.name, supports_bf16=row.bf16,
+                    tensor_core_generation=row.tensor_core)
     ours = lz.Kernel("lib.rubin", ATTENTION, lambda: ATTENTION.reference, requires=(generations("rubin"),), prior=100)
     assert routed(device, [*ALL, ours]).kernel == "lib.rubin"
     assert "lib.rubin" not in order(routed(nvidia(100), [*ALL, ours]))

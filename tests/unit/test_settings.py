@@ -115,7 +115,8 @@ def test_lock_unlock_and_the_locks_in_force(path):
     torch.testing.assert_close(call(x), normed(x))
     assert fake.calls == 0 and served() == REFERENCE
     (op, lock), = lz.get_locks().items()
-    assert op == "rms_norm" and lock["kernel"] == REFERENCE and lock["origin"] == "lz.lock()" and lock["layer"] == "programmatic"
+    assert op == "rms_norm"
+    assert lock == {"kernel": REFERENCE, "origin": "lz.lock()", "layer": "programmatic", "when": []}
     assert lz.explain("rms_norm", x).locked == "lz.lock()"
     lz.lock("attention", "reference.attention")
     lz.unlock("rms_norm")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -99,26 +99,25 @@ def test_a_choice_made_in_a_world_that_is_gone_is_not_kept(path):
     for _ in range(3):
         torch.testing.assert_close(call(x), normed(x))
     assert fake.calls == 1
-    assert not lz.explain("rms_norm", x).why_not("fake.one") == ()
+    assert lz.explain("rms_norm", x).why_not("fake.one")
 
 
-def test_a_first_call_during_a_change_does_not_stay_behind():
-    """An op that was never used takes over the world that is current, not one before."""
-    found, stop = dispatcher_of("layer_norm"), threading.Event()
+def test_a_first_call_during_a_change_does_not_stay_behind(monkeypatch):
+    """An op that was never used takes over the world in force; one that is published just then comes after it."""
+    found = dispatcher_of("layer_norm")
+    install, publisher = found.install, threading.Thread(target=lz.clear_cache)
 
-    def change():
-        while not stop.is_set():
-            lz.clear_cache()
+    def interrupted(world):
+        if not publisher.ident:
+            publisher.start()
+            publisher.join(0.2)                            # it has to wait until this one is done
+        install(world)
 
-    changer = threading.Thread(target=change)
-    changer.start()
-    try:
-        for _ in range(200):
-            found.world = None                             # as if it had never been used
-            found._ready()
-    finally:
-        stop.set()
-        changer.join(10)
+    monkeypatch.setattr(found, "install", interrupted)
+    found.world = None                                     # as if it had never been used
+    lz.layer_norm(rows(5, 40))
+    publisher.join(10)
+    lz.layer_norm(rows(5, 40))
     assert found.world is worlds.current()
 
 
@@ -127,10 +126,11 @@ def test_rules_that_come_and_go_while_calls_are_made_never_show_as_errors(path):
     call, stop, errors = path_of(ATTENTION, path), threading.Event(), []
     q = torch.randn(1, 2, 4, 8)
     odd = torch.randn(1, 2, 4, 16)[..., ::2]
+    rules = (contiguous("query"), unit_stride("value"), at_least("seq_q", 3))
 
     def change():
         while not stop.is_set():
-            lz.register(Fake("fake.rules", ATTENTION, requires=(contiguous("query"), unit_stride("value"), at_least("seq_q", 3))).kernel)
+            lz.register(Fake("fake.rules", ATTENTION, requires=rules).kernel)
             lz.unregister("fake.rules")
 
     def work():
@@ -161,7 +161,8 @@ def test_rules_that_come_and_go_while_calls_are_made_never_show_as_errors(path):
     (lambda: lz.register(lz.Kernel("torch.rms_norm", RMS_NORM, lambda: None)), "already registered by"),
     (lambda: lz.register(lz.Kernel("fake.k", _op("rms_norm"), lambda: None)), "another op called"),
     (lambda: lz.register(lz.Kernel("fake.k", _op("unheard_of"), lambda: None)), "not registered; known ops"),
-    (lambda: lz.register(_op("rms_norm")), "already registered"),
+    (lambda: lz.register(replace(RMS_NORM)), "already registered"),
+    (lambda: lz.register(_op("rms_norm")), "give the new one another name"),
     (lambda: lz.register(3), "takes an Op or a Kernel, got int"),
     (lambda: lz.unregister("fake.nobody"), "nothing is registered as 'fake.nobody'"),
 ])
@@ -188,8 +189,9 @@ def _reference(x: torch.Tensor, bias: float = 0.0) -> torch.Tensor:
 
 
 def _op(name: str) -> Op:
-    return Op(name=name, family="other", reference=_reference, meta=_reference, inputs=lambda: {"x": rows()}, cases=({},),
-              tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={"x": "*rows hidden"}, returns=("*rows hidden",))
+    return Op(name=name, family="other", reference=_reference, meta=_reference, inputs=lambda: {"x": rows()},
+              cases=({},), tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={"x": "*rows hidden"},
+              returns=("*rows hidden",))
 
 
 def test_an_op_of_the_callers_own(path):
@@ -253,5 +255,5 @@ def test_questions_about_nothing_name_what_there_is():
         lz.explain("atention", rows())
     with pytest.raises(lz.ConfigError, match="not an lz operation"):
         lz.explain(torch.nn.functional.rms_norm, rows())
-    with pytest.raises(lz.ConfigError, match="did you mean 'torch.rms_norm'"):
+    with pytest.raises(lz.ConfigError, match=r"did you mean 'torch\.rms_norm'"):
         lz.validate("rms_norm", "torch.rmsnorm", rows())

@@ -91,19 +91,20 @@ def _encode_cached() -> Callable[..., Tokens]:
 def _frame(handle: TokenizerHandle, native: Any) -> tuple[Sequence[int], Sequence[int]] | None:
     """What is put around every text; None if that cannot be told from some easy ones."""
     def find(_: TokenizerHandle) -> tuple[Any, ...]:
-        probes = (_split(native.encode(text)) for text in ("a", "the 1.", "日本"))
+        around = native.num_special_tokens_to_add(False)
+        probes = (_split(native.encode(text), around) for text in ("a", "the 1.", "日本"))
         return next(((body.before, body.after) for body in probes if body is not None and body.ids), (None,))
 
     found = handle.built("frame", find)
     return None if found[0] is None else found
 
 
-def _split(found: Any) -> Body | None:
-    """The text's tokens and those around them; None if the text comes more than once."""
+def _split(found: Any, around: int) -> Body | None:
+    """The text's tokens and those around them; None if there are more than `around`: the text comes more than once."""
     own = [i for i, sequence in enumerate(found.sequence_ids) if sequence is not None]
     first, end = (own[0], own[-1] + 1) if own else (len(found), len(found))
     ids = found.ids
-    return None if end - first != len(own) else Body(
+    return None if len(ids) - (end - first) != around else Body(
         ids[first:end], found.offsets[first:end], ids[:first], ids[end:])
 
 
@@ -117,7 +118,8 @@ def _body(found: Any, handle: TokenizerHandle, text: str, request: Request) -> B
     if limit is None or len(found) <= limit:
         return Body(found.ids, found.offsets if request.offsets else None)
     if not _cut_changes_offsets(handle, request):
-        body = _split(found) if request.add_special_tokens else Body(found.ids, found.offsets)
+        around = _native(handle, bool(request.parse_special)).num_special_tokens_to_add(False)
+        body = _split(found, around) if request.add_special_tokens else Body(found.ids, found.offsets)
         if body is not None:
             return body
     return _cut_by_library(handle, text, request)
@@ -141,7 +143,7 @@ def _cut_by_library(handle: TokenizerHandle, text: str, request: Request) -> Bod
         handle.replace(key, (wanted, native))
     check_room(limit, native.num_special_tokens_to_add(False) if request.add_special_tokens else 0)
     found = native.encode(text, add_special_tokens=request.add_special_tokens)
-    return Body(found.ids, found.offsets if request.offsets else None)
+    return Body(found.ids, found.offsets if request.offsets else None, truncated=True)
 
 
 def _decode() -> Callable[..., str | list[str]]:

@@ -93,10 +93,7 @@ class PackedWeights:
 
 def _same_owners(entry: _Entry, tensors: tuple[Tensor, ...]) -> bool:
     """The address alone is not enough: a storage that was resized leaves its old address to others."""
-    for owner, t in zip(entry.owners, tensors):
-        if owner() is not t.untyped_storage():
-            return False
-    return True
+    return all(owner() is t.untyped_storage() for owner, t in zip(entry.owners, tensors))
 
 
 def _default_limit() -> int:

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ..ops.add_rms_norm import OP as add_rms_norm
-from ..ops.attention import OP as attention
-from ..ops.layer_norm import OP as layer_norm
-from ..ops.rms_norm import OP as rms_norm
-from ..ops.varlen_attention import OP as varlen_attention
+from ..ops import CATALOG
 from ..spec.kernel import Kernel
+from ..spec.op import Op
+
+# What is known of a formula beyond its contract.
+KNOWN: dict[str, dict[str, Any]] = {
+    "attention": {"workspace": "3 * itemsize * elements"},
+    "varlen_attention": {"workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
+    "rms_norm": {"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
+    "add_rms_norm": {"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
+    "layer_norm": {"overhead_us": 12.0, "workspace": "12 * rows * hidden"},
+}
+# These read lengths or indices on the host, so nothing can capture or trace them.
+ON_THE_HOST = {"varlen_attention", "paged_attention", "mla_paged_attention", "sample", "speculative_verify",
+               "speculative_verify_tree", "grouped_gemm", "moe", "tokenize", "detokenize"}
 
 
-def _attention() -> Callable[..., Any]:
-    return attention.reference
+def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
+    """The op's formula, by a function of this module's own, so that a descriptor can name it."""
+    def load() -> Callable[..., Any]:
+        return op.reference
+
+    load.__name__ = load.__qualname__ = f"_{op.name}"
+    globals()[load.__name__] = load
+    return load
 
 
-def _varlen_attention() -> Callable[..., Any]:
-    return varlen_attention.reference
+def _kernel(op: Op) -> Kernel:
+    fields: dict[str, Any] = {"overhead_us": 20.0, "variants": tuple(op.patterns) if op.variant else ()}
+    if op.name in ON_THE_HOST:
+        fields.update(overhead_us=50.0, graph_safe=False, traceable=False, note="reads lengths on the host")
+    return Kernel(f"reference.{op.name}", op, _loader(op), **{**fields, **KNOWN.get(op.name, {})})
 
 
-def _rms_norm() -> Callable[..., Any]:
-    return rms_norm.reference
-
-
-def _add_rms_norm() -> Callable[..., Any]:
-    return add_rms_norm.reference
-
-
-def _layer_norm() -> Callable[..., Any]:
-    return layer_norm.reference
-
-
-KERNELS = (
-    Kernel("reference.attention", attention, _attention, overhead_us=20.0, variants=("bhsd", "bshd"),
-           workspace="3 * itemsize * elements"),
-    Kernel("reference.varlen_attention", varlen_attention, _varlen_attention, overhead_us=50.0,
-           workspace="3 * itemsize * heads * max_seqlen_q * max_seqlen_k",
-           graph_safe=False, traceable=False, note="reads the lengths on the host"),
-    Kernel("reference.rms_norm", rms_norm, _rms_norm, overhead_us=10.0, workspace="8 * rows * hidden"),
-    Kernel("reference.add_rms_norm", add_rms_norm, _add_rms_norm, overhead_us=10.0, workspace="8 * rows * hidden"),
-    Kernel("reference.layer_norm", layer_norm, _layer_norm, overhead_us=12.0, workspace="12 * rows * hidden"),
-)
+KERNELS = tuple(_kernel(importlib.import_module(f"layerzero.ops.{name}").OP) for name in CATALOG)

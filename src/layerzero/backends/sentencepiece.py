@@ -49,11 +49,14 @@ def _plain(native: Any, text: str | Sequence[str]) -> list[Any]:
 
 def _with_offsets(native: Any, text: str) -> tuple[list[int], list[Span]]:
     """Ids and character offsets of the text alone."""
+    alone: dict[str, Any] = {"add_bos": False, "add_eos": False, "reverse": False}
     if hasattr(native, "EncodeAsOffsetMapping"):           # from 0.2.2
-        found = native.Encode(text, return_type="offset_mapping", add_bos=False, add_eos=False)
-        return list(found["ids"]), [(int(s), int(e)) for s, e in found["offsets"]]
-    pieces = native.Encode(text, out_type="immutable_proto", add_bos=False, add_eos=False).pieces
-    return [p.id for p in pieces], [(p.begin, p.end) for p in pieces]
+        found = native.Encode(text, return_type="offset_mapping", **alone)
+        ids, spans = list(found["ids"]), [(int(s), int(e)) for s, e in found["offsets"]]
+    else:
+        pieces = native.Encode(text, out_type="immutable_proto", **alone).pieces
+        ids, spans = [p.id for p in pieces], [(p.begin, p.end) for p in pieces]
+    return (ids[::-1], spans[::-1]) if native._reverse else (ids, spans)
 
 
 def _encode() -> Callable[..., Tokens]:

@@ -28,7 +28,7 @@ from ..ops.quant_formulas import (
     spread,
 )
 from ..ops.quantize import OP as quantize
-from ..ops.quantize import check_given
+from ..ops.quantize import check_given, cloned
 from ..ops.quantized_linear import OP as quantized_linear
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
@@ -136,7 +136,7 @@ def _quantize() -> Callable[..., Any]:
         granularity = granularity or form.granularity
         block_size = block_size or form.block_size
         wide = x.detach().float()
-        # A sum is one reading pass; where it is finite, so is every value. Elsewhere the answer would have to be awaited.
+        # Where the sum is finite, so is every value. A GPU would have to be waited for.
         clean = type(x) in PLAIN and x.device.type == "cpu" and bool(wide.sum().isfinite())
         if scales is None:
             finite = wide if clean else wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -144,7 +144,7 @@ def _quantize() -> Callable[..., Any]:
                 finite, form, granularity, block_size, block_rows, symmetric, global_scale)
         else:
             check_given(x, granularity, block_size, block_rows, scales, zeros, global_scale)
-            scales, zeros, global_scale = (t if t is None else t.clone() for t in (scales, zeros, global_scale))
+            scales, zeros, global_scale = scales.clone(), cloned(zeros), cloned(global_scale)
         whole = scales.float() if global_scale is None else scales.float() * global_scale.float()
         ratio = _combined(torch.div, wide, whole, block_size, block_rows)
         shift = None if zeros is None else spread(zeros, x.shape, block_size, block_rows)

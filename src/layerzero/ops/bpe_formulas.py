@@ -13,7 +13,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from ..spec.reason import Code
+from ..spec.errors import InvalidCall
+from ..spec.reason import Code, Reason
 from ..spec.rules import absent, equals, on, one_of
 
 BYTE_LEVEL_BPE = (
@@ -23,10 +24,6 @@ BYTE_LEVEL_DECODER = (one_of("tokenizer_kind", "tokenizers"), one_of("decoder", 
 
 Span = tuple[int, int]
 WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {*map(chr, range(0x2000, 0x200B))}
-
-
-class NotCovered(RuntimeError):
-    """A text that this formula cannot be sure about."""
 
 
 def _byte_characters() -> tuple[str, ...]:
@@ -51,8 +48,9 @@ def _class(c: str) -> str:
         return "\t"
     category = unicodedata.category(c)
     if category == "Cn":
-        raise NotCovered(f"U+{ord(c):04X} has no category in Unicode {unicodedata.unidata_version}; the tokenizers "
-                         "library may know it by now, so install it for such text")
+        raise InvalidCall.of("tokenize", Reason(
+            Code.FEATURE_UNSUPPORTED, f"characters of Unicode {unicodedata.unidata_version} where the tokenizers library "
+            "does not serve the call", f"U+{ord(c):04X}", "text"))
     return {"L": "a", "N": "1"}.get(category[0], "!")
 
 

@@ -23,7 +23,8 @@ from .formulas import FLOATS
 INTEGERS = ("int32", "int64")
 
 
-def reference(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
+def reference(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
+              offsets: Tensor | None = None) -> Tensor:
     """For each group g, x[rows of g] @ weights[g]."""
     out = x.new_zeros((x.shape[0], weights.shape[-1]))
     parts, start = [], 0

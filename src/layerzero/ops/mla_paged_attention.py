@@ -72,7 +72,7 @@ def inputs(
     table: str = "int32", order: str = "shuffled", one_buffer: bool = False, extreme: bool = False,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Random arguments for one case; slots out of use hold NaN. `one_buffer`: both caches are views of one tensor."""
+    """Random arguments for one case; slots out of use hold inf. `one_buffer`: both caches are views of one tensor."""
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
     block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device, order)
@@ -82,7 +82,7 @@ def inputs(
         return torch.randn(shape, generator=gen)
 
     stored = rand(pages, page_size, ckv + kpe) * (3 if extreme else 1)
-    stored[~used] = float("nan")
+    stored[~used] = math.inf
     stored = stored.to(device=device, dtype=dtype)
     halves = stored[..., :ckv], stored[..., ckv:]
     loud = 10 if extreme else 1

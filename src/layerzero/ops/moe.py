@@ -100,8 +100,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"rows": ()}, {"rows": (0,)}, {"rows": (2, 5)}, {"rows": (40,), "experts": 8, "top_k": 3}, {"by": "logits"},
     {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True}, {"activation": "geglu"},
     {"activation": "geglu_tanh"}, {"activation": "reglu"}, {"gate_first": False}, {"index": "int32"},
-    {"offset": 2, "others": 4}, {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1}, {"capacity": 3, "rows": (12,)},
-    {"capacity": 2, "favourite": True}, {"capacity": 2, "others": 4, "offset": 1, "top_k": 3},
+    {"offset": 2, "others": 4}, {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1},
+    {"capacity": 3, "rows": (12,)}, {"capacity": 2, "favourite": True}, {"capacity": 2, "others": 4, "offset": 1, "top_k": 3},
     {"weight_on": "input", "top_k": 1}, {"weight_on": "input", "scoring": "sigmoid", "normalize": False},
     {"weight_dtype": "bfloat16"}, {"stride": "sparse"}, {"hidden": 17, "inner": 9}, {"hidden": 64, "inner": 128},
 )
@@ -121,7 +121,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 OP = Op(
     name="moe", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
-                         "float64": (1e-6, 1e-6)}),   # the weights of a routing are float32
+                         "float64": (1e-6, 1e-6)}),       # the weights of a routing are float32
     shapes={"x": "*rows hidden", "w_gate_up": "experts wide hidden", "w_down": "experts hidden inner",
             "topk_ids": "*rows slots", "topk_weights": "*rows slots", "logits": "*rows routed"},
     returns=("*rows hidden",), same_dtype=("x", "w_gate_up", "w_down"),

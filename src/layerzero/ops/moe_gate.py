@@ -42,7 +42,7 @@ def meta(
 
 
 def inputs(
-    rows: tuple[int, ...] = (7,), experts: int = 16, top_k: int = 4, scoring: str = "softmax", normalize: bool = True,
+    rows: tuple[int, ...] = (9,), experts: int = 16, top_k: int = 4, scoring: str = "softmax", normalize: bool = True,
     n_group: int = 1, topk_group: int = 1, bias: bool = False, scale: float = 1.0, special: str = "",
     stride: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:

@@ -13,6 +13,7 @@ A query row that may see no key gives zeros, and -inf as its log-sum-exp.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -89,7 +90,7 @@ def inputs(
     table: str = "int32", order: str = "shuffled", stride: str = "", extreme: bool = False,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Random arguments for one case; slots and table entries out of use hold NaN and -1. No lengths_q: decode.
+    """Random arguments for one case; slots and table entries out of use hold inf and -1. No lengths_q: decode.
 
     `stored`: the cache's dtype, with `scales` "one" or per "head". `stride`: query and cache rows "padded" or "sparse".
     """
@@ -109,7 +110,7 @@ def inputs(
         if stored == "int8" or stored.startswith("float8"):
             factor = factor / (30 if stored == "int8" else 2)
         t = t / factor.reshape(-1, 1)
-        t[~used] = 113.0 if stored == "int8" else float("nan")
+        t[~used] = {"int8": 113.0, "float8_e4m3fn": 448.0}.get(stored, math.inf)
         t = t.round().clamp(-127, 127) if stored == "int8" else t
         t = t.to(getattr(torch, stored) if stored else dtype)
         t = t.transpose(1, 2).contiguous() if layout == "HND" else t

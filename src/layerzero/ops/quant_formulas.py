@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def table(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -
     return torch.tensor(values, device=device, dtype=dtype)
 
 
-NF4_MIDPOINTS = tuple((low + high) / 2 for low, high in zip(NF4, NF4[1:]))
+NF4_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(NF4))
 
 
 # Scales.

@@ -34,20 +34,24 @@ def reference(
     scales, zeros, global_scale: from calibration, in the layout that would be returned; else made here.
     """
     form = FORMATS[format]
-    granularity = granularity or form.granularity
+    by = granularity or form.granularity
     block_size = block_size or form.block_size
-    wide = x.float()
+    wide = x.detach().float()
     if scales is None:
         finite = wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         scales, zeros, global_scale = make_scales(
-            finite, form, granularity, block_size, block_rows, symmetric, global_scale)
+            finite, form, by, block_size, block_rows, symmetric, global_scale)
     else:
-        check_given(x, granularity, block_size, block_rows, scales, zeros, global_scale)
-        scales, zeros, global_scale = (t if t is None else t.clone() for t in (scales, zeros, global_scale))
+        check_given(x, by, block_size, block_rows, scales, zeros, global_scale)
+        scales, zeros, global_scale = scales.clone(), cloned(zeros), cloned(global_scale)
     whole = scales.float() if global_scale is None else scales.float() * global_scale.float()
     spread_zeros = None if zeros is None else spread(zeros, x.shape, block_size, block_rows)
     codes = encode(wide / spread(whole, x.shape, block_size, block_rows), form, spread_zeros)
     return tuple(t for t in (codes, scales, zeros, global_scale) if t is not None)
+
+
+def cloned(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.clone()
 
 
 def check_given(x: Tensor, granularity: str, block_size: int, block_rows: int, scales: Tensor, zeros: Tensor | None,

@@ -78,11 +78,13 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "k": 37, "n": 17, "rows": (2, 3)} for f in ("int8", "int4", "fp8_e4m3")),
     *({"format": f, "symmetric": False, "group": g} for f in ("int8", "int4") for g in (0, 32)),
     *({"format": f, "rows": r} for f in ("int8", "int4") for r in ((), (0,), (1,), (40,))),
-    {"format": "int4", "group": 64, "k": 256, "n": 64}, {"format": "int4", "group": 128, "k": 256, "n": 64, "bias": True},
+    {"format": "int4", "group": 64, "k": 256, "n": 64},
+    {"format": "int4", "group": 128, "k": 256, "n": 64, "bias": True},
     {"format": "int4", "group": 16}, {"format": "int4", "group": 32, "k": 100}, {"k": 4096, "n": 16, "rows": (2,)},
     {"format": "int4", "group": 32, "scale_dtype": "bfloat16"}, {"scale_dtype": "bfloat16", "bias": True},
     {"format": "fp8_e4m3", "share": 16, "group": 32}, {"format": "fp8_e4m3", "share": 0}, {"stride": "sparse"},
-    {"format": "int4", "group": 32, "stride": "padded"}, {"activations": "int8"}, {"k": 33, "n": 7, "activations": "int8"},
+    {"format": "int4", "group": 32, "stride": "padded"}, {"activations": "int8"},
+    {"k": 33, "n": 7, "activations": "int8"},
     {"activations": "int8", "bias": True, "rows": (2, 20)}, {"activations": "int8", "rows": (0,)},
 )
 
@@ -113,8 +115,8 @@ OP = Op(
     derived={"shared_rows": "out_features - scale_rows"},
     exact=("in_features", "out_features", "packed", "scale_rows", "groups", "group_size"),
     requires=(
-        dtypes(*FLOATS), at_least("group_size", 0, Code.VALUE_OUT_OF_RANGE), at_least("in_features", 1, Code.EMPTY_INPUT),
-        at_least("out_features", 1, Code.EMPTY_INPUT),
+        dtypes(*FLOATS), at_least("group_size", 0, Code.VALUE_OUT_OF_RANGE),
+        at_least("in_features", 1, Code.EMPTY_INPUT), at_least("out_features", 1, Code.EMPTY_INPUT),
         when(one_of("format", "int8"), dtypes("int8", of="weight_q.dtype")),
         when(one_of("format", "int4"), dtypes("uint8", of="weight_q.dtype")),
         when(one_of("format", "fp8_e4m3"), dtypes("float8_e4m3fn", of="weight_q.dtype")),

@@ -108,8 +108,8 @@ def inputs(
         logits = logits * 1e4
     elif special == "masked":
         logits[::2, ::2], logits[1::2] = -torch.inf, -torch.inf
-    elif special == "broken":
-        logits[:, 0], logits[:, -1] = torch.nan, torch.inf
+    elif special == "infinite":
+        logits[:, 1], logits[:, -1] = torch.inf, torch.inf
     if probs:
         logits = logits.softmax(-1).nan_to_num()
     logits = logits.to(device=device, dtype=dtype)
@@ -150,8 +150,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"special": "ties", "top_k": 7, "scale": 2.0}, {"special": "ties", "top_p": 0.8, "scale": 1.0},
     {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0}, {"special": "masked"},
     {"special": "masked", "top_k": 5}, {"special": "masked", "top_p": 0.9}, {"special": "masked", "temperature": 0.0},
-    {"special": "masked", "probs": True, "top_p": 0.5}, {"special": "broken", "top_k": 5},
-    {"special": "broken", "temperature": 0.0}, {"special": "broken"}, {"special": "sparse", "top_p": 0.9},
+    {"special": "masked", "probs": True, "top_p": 0.5}, {"special": "infinite", "top_k": 5},
+    {"special": "infinite", "temperature": 0.0}, {"special": "infinite"}, {"special": "sparse", "top_p": 0.9},
     {"batch": 2, "vocab": 9001, "top_p": 0.9}, {"batch": 2, "vocab": 9001, "top_p": 0.9, "scale": 0.3},
     {"batch": 2, "vocab": 9001, "top_p": 0.7, "probs": True, "scale": 0.3}, {"batch": 2, "vocab": 9001, "top_k": 40},
     {"batch": 2, "vocab": 9001, "min_p": 0.1}, {"batch": 2, "vocab": 9001, "min_p": 0.01, "scale": 0.3},

@@ -78,7 +78,7 @@ def inputs(
     elif special == "masked":
         target[::2] = 0.0
     elif special == "broken":
-        target[..., 0], draft[..., 1] = torch.nan, torch.nan
+        target[..., 0], draft[..., 1] = -0.5, torch.inf
     elif special == "strided":
         target = target.transpose(1, 2).contiguous().transpose(1, 2)
     given: dict[str, Any] = {

@@ -57,6 +57,7 @@ class Body:
     offsets: list[Span] | None = None          # of `ids`; only where they were asked for
     before: Sequence[int] = ()
     after: Sequence[int] = ()
+    truncated: bool = False                    # by the library itself
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def finish(bodies: Sequence[Body], single: bool, shape: Shape, offsets: bool, ma
     rows, spans = [], []
     for body in bodies:
         ids, where = body.ids, body.offsets or []
-        if shape.limit is not None:
+        if shape.limit is not None and not body.truncated:
             room = check_room(shape.limit, len(body.before) + len(body.after))
             if len(ids) > room:
                 kept = slice(len(ids) - room, None) if shape.cut_left else slice(room)

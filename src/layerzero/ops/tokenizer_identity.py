@@ -166,8 +166,8 @@ def _tokenizers_state(tokenizer: Any) -> tuple[Any, ...]:
 def _state(component: Any) -> Any:
     try:
         return None if component is None else component.__getstate__()
-    except SERIALIZING:
-        return repr(component)
+    except SERIALIZING:                        # written in Python; reading it will say so
+        return type(component)
 
 
 def _read_tokenizers(tokenizer: Any, op: str) -> TokenizerHandle:
@@ -329,6 +329,10 @@ def _settings(data: Mapping[str, Any], encode_special_tokens: bool) -> Settings:
 def from_ranks(name: str, ranks: Mapping[bytes, int], pattern: str | None, special_tokens: Mapping[str, int] | None,
                source: str) -> TokenizerHandle:
     """A tiktoken.Encoding. Without a pattern it is the one that tiktoken knows by this name."""
+    missing = next((byte for byte in range(256) if bytes((byte,)) not in ranks), None)
+    if missing is not None:
+        raise DataError(f"{source}: wanted a rank for each of the 256 single bytes, found none for 0x{missing:02x}; tiktoken "
+                        "panics over text with such a byte")
     table = hashlib.sha256()
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         table.update(struct.pack("<II", len(token), rank) + token)

@@ -160,7 +160,10 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
             known[f"{p.name}.{fact}"] = f"None if {p.name} is None else {value}" if p.optional else value
     entries = ", ".join(f"{name!r}: {text}" for name, text in known.items())
     choices = [f"if {p.name} not in {p.choices!r}: break" for p in op.params if p.choices]
-    return [*choices, *body[:end], *derived, "except NOT_PLAIN: break", f"return {{{entries}}}"]
+    # Of required tensors the key's own lines ask this; an optional one's dtype is in the key instead.
+    mixed = [f"    if {p.name} is not None and {p.name}.dtype is not _dtype: break"
+             for p in op.params if p.optional and p.name in op.same_dtype]
+    return [*choices, *body[:end], *mixed, *derived, "except NOT_PLAIN: break", f"return {{{entries}}}"]
 
 
 def _scalar_checks(op: Op) -> list[str]:

@@ -24,7 +24,8 @@ from ..spec.reason import Code, Reason
 # Importing a broken library has been seen to raise all kinds of errors, its own among them, and to exit.
 LOAD_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
-_ABI = re.compile(r"undefined symbol|symbol not found|cannot open shared object|_c\.so|glibcxx|cxxabi|\babi\b", re.IGNORECASE)
+_ABI = re.compile(r"undefined symbol|symbol not found|cannot open shared object|_c\.so|glibcxx|cxxabi|\babi\b",
+                  re.IGNORECASE)
 
 
 class LoadFailed(Exception):

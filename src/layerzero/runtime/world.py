@@ -34,6 +34,8 @@ from .catalog import Catalog, discover
 from .context import Override
 from .memory import headroom
 
+_MAX_MEMO = 1024
+
 
 @dataclass(frozen=True)
 class World:
@@ -81,6 +83,9 @@ class World:
                 policy = policy.with_layer(layer)
             policy = policy.expired(time.monotonic())
             device = self.device(kind)
+            if len(self.memo) > _MAX_MEMO:     # of overrides that may never come again
+                for old in [k for k in list(self.memo) if k[0] == "around"]:
+                    self.memo.pop(old, None)
             blocked = {k: r for k, h in self.health.items() if (r := h.blocks) is not None}
             found = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, device.signature, rates_of(kind), self.perf,

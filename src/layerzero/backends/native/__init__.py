@@ -15,8 +15,10 @@ from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
+from ...spec.errors import InvalidCall
 from ...spec.kernel import Kernel
-from ...spec.reason import Code
+from ...spec.op import Op
+from ...spec.reason import Code, Reason
 from ...spec.rules import (
     Condition,
     absent,
@@ -32,7 +34,6 @@ from ...spec.rules import (
 )
 from . import build
 
-PACKAGE = {"package": "layerzero.backends.native", "distribution": "layerzero"}
 OURS: tuple[Condition, ...] = (device("cpu"), dtypes("float32", "bfloat16"), plain_tensors())
 MAX_QUERY_ROWS = 8         # of a decode: with more, prefill kernels gain from blocks of queries
 
@@ -119,33 +120,45 @@ def _rope() -> Callable[..., Any]:
             position_ids.data_ptr(), position_ids.dtype is int64,
             position_ids.stride(0) if position_ids.dim() == 2 and position_ids.shape[0] > 1 else 0,
             position_ids.stride(-1))
-        turn(dtype is bf16, cos.dtype is bf16, layout == "bshd", style == "interleaved", q.dim(),
-             q.data_ptr(), to_q.data_ptr(), q.shape, q.stride(), *keys, cos.data_ptr(), sin.data_ptr(), positions, half,
-             cos_batch, cos.stride(-2), sin_batch, sin.stride(-2), *ids, threads())
+        stray = turn(dtype is bf16, cos.dtype is bf16, layout == "bshd", style == "interleaved", q.dim(),
+                     q.data_ptr(), to_q.data_ptr(), q.shape, q.stride(), *keys,
+                     cos.data_ptr(), sin.data_ptr(), positions, half,
+                     cos_batch, cos.stride(-2), sin_batch, sin.stride(-2), *ids, threads())
+        if stray is not None:
+            raise InvalidCall.of("rope", Reason(
+                Code.VALUE_OUT_OF_RANGE, f"between 0 and {positions - 1}, the last row of cos", stray, "position_ids"))
         return to_q if to_k is None else (to_q, to_k)
 
     return run
 
 
+def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
+            *requires: Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "") -> Kernel:
+    return Kernel(f"native.{name or op.name}", op, load, (*OURS, *requires), package="layerzero.backends.native",
+                  distribution="layerzero", prior=prior, overhead_us=overhead_us, variants=variants,
+                  differentiable=False, traceable=False, note=note)
+
+
 WEIGHT: tuple[Condition, ...] = (
     unit_stride("weight"), one_of("weight.dtype", None, "float32", "bfloat16", code=Code.DTYPE_UNSUPPORTED))
+TABLES: tuple[Condition, ...] = (
+    unit_stride("cos"), unit_stride("sin"), dtypes("float32", "bfloat16", of="cos.dtype"),
+    *(when(equals("cos.dtype", d), equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED)) for d in ("float32", "bfloat16")))
+
+DECODE: tuple[Condition, ...] = (
+    at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED), at_least("kv_heads", 1, Code.EMPTY_INPUT),
+    at_least("head_dim", 1, Code.EMPTY_INPUT), unit_stride("query"), unit_stride("key"), unit_stride("value"),
+    absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
+    equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
 
 KERNELS = (
-    Kernel("native.attention_decode", attention, _attention_decode, **PACKAGE, prior=20.0, overhead_us=3.0,
-           variants=("bhsd",), differentiable=False, traceable=False, requires=(
-               *OURS, at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED),
-               at_least("kv_heads", 1, Code.EMPTY_INPUT), at_least("head_dim", 1, Code.EMPTY_INPUT),
-               unit_stride("query"), unit_stride("key"), unit_stride("value"),
-               absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
-               equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
-           note="reads each key and value once for all query heads that share it; the same on any number of threads"),
-    Kernel("native.rms_norm", rms_norm, _rms_norm, **PACKAGE, prior=12.0, overhead_us=2.0, differentiable=False,
-           traceable=False, requires=(*OURS, unit_stride("x"), *WEIGHT)),
-    Kernel("native.add_rms_norm", add_rms_norm, _add_rms_norm, **PACKAGE, prior=12.0, overhead_us=3.0,
-           differentiable=False, traceable=False, requires=(*OURS, unit_stride("x"), unit_stride("residual"), *WEIGHT)),
-    Kernel("native.rope", rope, _rope, **PACKAGE, prior=12.0, overhead_us=4.0, differentiable=False, traceable=False,
-           requires=(*OURS, unit_stride("q"), unit_stride("k"), unit_stride("cos"), unit_stride("sin"),
-                     dtypes("float32", "bfloat16", of="cos.dtype"),
-                     *(when(equals("cos.dtype", d), equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED))
-                       for d in ("float32", "bfloat16")))),
+    _kernel(attention, _attention_decode, 20.0, 3.0, *DECODE, at_least("group", 2), name="attention_decode",
+            variants=("bhsd",),
+            note="reads each key and value once for all query heads that share it; the same on any number of threads"),
+    # Where heads share nothing torch reads no more than we do: it goes first, and we serve what it does not know.
+    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE, equals("group", 1), name="attention_decode_mha",
+            variants=("bhsd",), note="for as many KV heads as query heads"),
+    _kernel(rms_norm, _rms_norm, 12.0, 2.0, unit_stride("x"), *WEIGHT),
+    _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, unit_stride("x"), unit_stride("residual"), *WEIGHT),
+    _kernel(rope, _rope, 12.0, 4.0, unit_stride("q"), unit_stride("k"), *TABLES),
 )

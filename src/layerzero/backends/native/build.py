@@ -74,8 +74,8 @@ def module() -> ModuleType:
 
     spec = importlib.util.spec_from_file_location("kernels", path)
     assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
     try:
+        found = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)
     except ImportError as e:
         raise ImportError(f"LayerZero's own CPU kernels do not load ({e}); run: lz build --force") from e

@@ -133,6 +133,7 @@ void read_heads(Arguments &in, bool tokens_first, int64_t dims, Heads &h, int64_
   h.to_head = tokens_first ? dim : seq * dim, h.to_token = tokens_first ? h.count * dim : dim;
 }
 
+// Returns None, or the first id that is not in the table.
 PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   Rope a;
@@ -147,9 +148,7 @@ PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   a.threads = int(in.whole());
   if (!in.ok) return nullptr;
   int64_t lost = a.astray();
-  if (lost >= 0)
-    return PyErr_Format(PyExc_IndexError, "position_ids must lie between 0 and %lld, the last row of cos; got %lld",
-                        (long long)a.positions - 1, (long long)a.position(lost / a.seq, lost % a.seq));
+  if (lost >= 0) return PyLong_FromLongLong(a.position(lost / a.seq, lost % a.seq));
   int64_t work = a.batch * a.seq * (a.query.count + a.key.count) * a.dim;
   return none_or_memory_error(without_gil(work > 65536, [&] { return FOR_DTYPES(run_rope, a, half, half_table); }));
 }

@@ -1,0 +1,55 @@
+"""Intel Extension for PyTorch, for linear layers on the CPU. 2.8 is its last release and works with torch 2.8 only.
+
+Importing it replaces some of torch's own kernels and autocast rules in the whole process. Its linear layer is
+oneDNN's with a weight arranged once, which later torch releases bring themselves (torch.linear_prepacked).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..ops.linear import OP as linear
+from ..ops.moe_formulas import activate
+from ..spec.kernel import Kernel
+from ..spec.reason import Code
+from ..spec.rules import any_of, at_least, cpu_isa, device, dtypes, plain_tensors
+from .packing import PACKED
+
+
+def _linear() -> Callable[..., Any]:
+    importlib.import_module("intel_extension_for_pytorch")    # defines torch.ops.torch_ipex
+
+    product = torch.ops.torch_ipex.ipex_linear.default
+    prepack = torch.ops.ipex_prepack.linear_prepack
+
+    def arranged(weight: Tensor) -> tuple[Any, Tensor]:
+        context = prepack(weight.detach(), None, 32)
+        return context, context.get_data_handle()              # the handle is valid as long as the context is kept
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+        packed = PACKED.get("ipex", arranged, weight)
+        if packed is None:
+            out = F.linear(x, weight, bias)
+        else:
+            out = product(x, weight, None, packed[1], weight.shape[0])
+            out = out if bias is None else out.add_(bias)
+        return out if activation is None else activate(out, activation)
+
+    return run
+
+
+KERNELS = (
+    Kernel("ipex.linear", linear, _linear, package="intel_extension_for_pytorch",
+           distribution="intel-extension-for-pytorch", version=">=2.8,<2.9", torch=">=2.8,<2.9", prior=5.0,
+           overhead_us=8.0, differentiable=False, traceable=False,
+           workspace="itemsize * in_features * out_features",
+           requires=(device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16", "float32"), plain_tensors(),
+                     any_of(dtypes("bfloat16"), at_least("rows", 4)), at_least("in_features", 1, Code.EMPTY_INPUT),
+                     at_least("out_features", 1, Code.EMPTY_INPUT))),
+)

@@ -55,6 +55,11 @@ _LATER = {
     **{name: ("inspection", name) for name in
        ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which")},
     "use_capabilities": ("capabilities", "use"),
+    **{name: ("positions", name) for name in ("alibi_slopes", "rope_tables", "xpos_tables")},
+    **{name: ("sampling", name) for name in ("sample_topk", "sample_topp", "sample_minp")},
+    **{name: ("quantization", name) for name in ("choose_format", "column_shard", "row_shard")},
+    "kv_cache": ("kv_cache", "kv_cache"),
+    "load_tokenizer": ("tokenizers", "load_tokenizer"),
     **{name: ("settings", name) for name in
        ("configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock")},
 }
@@ -114,6 +119,8 @@ def clear_cache() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "speculative":
+        return importlib.import_module("layerzero.runtime.speculative")
     if name in _LATER:
         module, attribute = _LATER[name]
         found = globals()[name] = getattr(importlib.import_module(f"layerzero.runtime.{module}"), attribute)

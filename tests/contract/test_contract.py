@@ -78,7 +78,8 @@ def test_enough_of_the_grid_runs_here() -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_has_its_formula_and_a_library(name: str) -> None:
     backends = {k.backend for k in KERNELS if k.op.name == name}
-    assert {"reference", "torch"} <= backends
+    without_tensors = any(k.op.read is not None for k in KERNELS if k.op.name == name)
+    assert "reference" in backends and (len(backends) > 1 if without_tensors else "torch" in backends)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "src" / "layerzero"
 RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "select": 2, "runtime": 3, "plan": 4, "tune": 4, "verify": 4,
         "integrations": 5, "cli": 6, "__main__": 6, "": 6}     # "" is __init__.py: the public names
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
-HELPERS = ("ops", "formulas")                  # ops/formulas.py, ops/x_formulas.py: no operations, shared
+# No operation and no library, shared by those that are: formulas, how a tokenizer is told from another, packed weights.
+HELPERS = {"ops": ("formulas", "tokenizer_identity"), "backends": ("packing",)}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -50,7 +51,7 @@ def faults(source: str, parts: tuple[str, ...]) -> list[str]:
             found.append(f"{where} (rank {RANK[room]}) imports {named} (rank {RANK[aim]}); imports point down only")
         if aim == room and room in STRANGERS and len(target) > 2 and parts[1] != "__init__":
             other = target[2]
-            helper = room == HELPERS[0] and other.endswith(HELPERS[1])
+            helper = other.endswith(HELPERS[room])
             if other != parts[1] and not helper and _is_module(room, other):
                 found.append(f"{where} imports its sibling {named}; move what they share down or into a helper")
     for node in ast.walk(ast.parse(source)):

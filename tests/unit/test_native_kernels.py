@@ -62,7 +62,7 @@ def test_every_case_of_the_contract(library, kernel, dtype):
     results = [check_case(kernel, case, dtype) for case in kernel.op.cases]
     assert [str(r) for r in results if r.status == "failed"] == []
     # The rules must not hide what they are there to admit; a decode is a small part of attention's cases.
-    least = 4 if kernel.op is ATTENTION else len(results) - 2
+    least = 3 if kernel.op is ATTENTION else len(results) - 2
     assert Counter(r.status for r in results)["passed"] >= least
 
 
@@ -228,7 +228,7 @@ def test_a_compiler_without_openmp_or_wide_vectors_will_do(empty_cache, tmp_path
 for a in "$@"; do
   shift
   case $a in
-    -fopenmp|*omp*.so*) echo 'error: no OpenMP' >&2; exit 1 ;;
+    -fopenmp|*/libgomp*|*/libiomp*|*/libomp*) echo 'error: no OpenMP' >&2; exit 1 ;;
     -march=native|-mcpu=native) ;;
     *) set -- "$@" "$a" ;;
   esac

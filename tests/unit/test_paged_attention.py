@@ -317,7 +317,7 @@ def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
 # Which kernel
 
 def test_the_cpu_reads_by_pieces_and_says_why_others_do_not() -> None:
-    given = values()
+    given = values(context=(600, 90), hq=32, hkv=8, d=128)
     assert lz.which("paged_attention", **given) == "torch.paged_pieces"
     assert lz.which("paged_attention", **{**given, "softcap": 3.0}) == "torch.paged_gather"
     plan = lz.explain("paged_attention", **values(lengths_q=(2, 1, 1)))

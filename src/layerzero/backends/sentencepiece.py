@@ -83,10 +83,10 @@ def _decode() -> Callable[..., str | list[str]]:
     def run(ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True) -> str | list[str]:
         native = _native(identified(tokenizer, "detokenize"))
         sequences, single = sequences_of(ids)
-        try:
-            texts = [str(native.Decode(sequence)) if sequence else "" for sequence in sequences]
-        except (IndexError, OverflowError, TypeError) as e:
-            raise unknown_id(e) from e
+        size, largest = native.GetPieceSize(), max(map(max, filter(None, sequences)), default=0)
+        if largest >= size:                    # some releases take the lower half of a large number
+            raise unknown_id(f"{largest} of {size}")
+        texts = [str(native.Decode(sequence)) if sequence else "" for sequence in sequences]
         return texts[0] if single else texts
 
     return run

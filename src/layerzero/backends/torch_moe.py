@@ -32,6 +32,7 @@ from ..spec.rules import (
 )
 from .packing import PACKED
 
+PLAIN = (Tensor, torch.nn.Parameter)
 # How oneDNN calls the activation of the gate: (attr, algorithm).
 POST_OPS = {"swiglu": ("swish", ""), "geglu": ("gelu", "none"), "geglu_tanh": ("gelu", "tanh"), "reglu": ("relu", "")}
 
@@ -60,8 +61,8 @@ def _grouped_mm() -> Callable[..., Any]:
     product = torch._grouped_mm
 
     def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
-        if x.device.type == "cpu":
-            ends_of(x, group_sizes, offsets)   # costs nothing here; elsewhere it would have to be awaited
+        if x.device.type == "cpu" and type(x) in PLAIN:
+            ends_of(x, group_sizes, offsets)   # costs nothing here; a GPU would have to be waited for
         ends = _ends(group_sizes, offsets)
         out = product(x, weights, ends)
         past = torch.arange(len(x), device=x.device) >= ends[-1]
@@ -93,6 +94,19 @@ def _padded() -> Callable[..., Any]:
     return run
 
 
+def _masked() -> Callable[..., Any]:
+    """Every weight over every row, of which only its own rows are kept: no size is read, so it can be traced."""
+    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
+        ends = _ends(group_sizes, offsets)
+        group = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True)
+        out = x.new_zeros((x.shape[0], weights.shape[-1]))
+        for g in range(weights.shape[0]):
+            out = torch.where((group == g)[:, None], x @ weights[g], out)
+        return out
+
+    return run
+
+
 # Routing.
 
 def _gate() -> Callable[..., Any]:
@@ -104,7 +118,7 @@ def _gate() -> Callable[..., Any]:
         choice = scores if e_score_correction_bias is None else scores + e_score_correction_bias.float()
         if n_group > 1:
             choice = within_groups(choice, n_group, topk_group, e_score_correction_bias is not None)
-        bits = (choice + 0.0).view(torch.int32)                # + 0.0: -0.0 is no less than 0.0
+        bits = (choice.detach() + 0.0).view(torch.int32)       # + 0.0: -0.0 is no less than 0.0
         order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32      # in the order of the floats
         last = choice.shape[-1] - 1
         order |= torch.arange(last, -1, -1, device=choice.device)
@@ -244,31 +258,61 @@ def _sorted_experts() -> Callable[..., Any]:
     return run
 
 
-# Rows of whole 16 bytes; on a GPU one kernel serves all groups from Hopper on, in bf16.
+def _masked_experts() -> Callable[..., Any]:
+    """Every expert over every token, kept where it was chosen: no size is read, so it can be traced."""
+    def run(
+        x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0, scoring: str = "softmax",
+        normalize: bool = True, activation: str = "swiglu", gate_first: bool = True, expert_offset: int = 0,
+        capacity: int = 0, weight_on: str = "output",
+    ) -> Tensor:
+        ids, weights = _routed(topk_ids, topk_weights, logits, top_k, scoring, normalize)
+        experts = w_gate_up.shape[0]
+        local = places(ids, experts, expert_offset, capacity).view(-1, ids.shape[-1])
+        flat, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
+        by = weights.reshape(local.shape).to(wide)
+        out = torch.zeros(flat.shape, dtype=wide, device=x.device)
+        for e in range(experts):
+            chosen = local == e
+            weight = torch.where(chosen, by, 0.0).sum(-1, keepdim=True)
+            rows = flat if weight_on == "output" else (flat.to(wide) * weight).to(x.dtype)
+            result = F.linear(gated(F.linear(rows, w_gate_up[e]), activation, gate_first), w_down[e]).to(wide)
+            result = result * weight if weight_on == "output" else result
+            out = torch.where(chosen.any(-1, keepdim=True), out + result, out)     # what overflowed stays out
+        return out.to(x.dtype).view(x.shape)
+
+    return run
+
+
+# Rows of whole 16 bytes, and bf16: other dtypes run on some devices only, and cannot be traced.
 GROUPED: tuple[Condition, ...] = (
     device("cpu", "cuda"), any_of(device("cpu"), vendor("nvidia")), any_of(device("cpu"), sm(at_least=90)),
-    dtypes("float32", "bfloat16", "float16"), any_of(device("cpu"), dtypes("bfloat16")), plain_tensors())
+    dtypes("bfloat16"), plain_tensors())
 
 KERNELS = (
     Kernel("torch.grouped_loop", grouped_gemm, _loop, prior=6.0, overhead_us=15.0, graph_safe=False, traceable=False,
            note="reads the sizes on the host"),
     Kernel("torch.grouped_mm", grouped_gemm, _grouped_mm, torch=">=2.9", prior=6.0, overhead_us=20.0,
-           differentiable=False, traceable=False,
+           differentiable=False,
            requires=(*GROUPED, multiple_of("k", 8), multiple_of("n", 8), contiguous("x"), aligned("x", 16),
                      at_least("rows", 1, Code.EMPTY_INPUT),
                      any_of(at_least("weights.stride_last", 2), aligned("weights", 16))),
            note="its backward refuses gradients that were broadcast, such as those of a sum"),
     Kernel("torch.grouped_bmm", grouped_gemm, _padded, prior=2.0, overhead_us=40.0, graph_safe=False, traceable=False,
            workspace="itemsize * groups * rows * (k + n)", note="pads every group to the largest"),
+    Kernel("torch.grouped_masked", grouped_gemm, _masked, prior=0.2, overhead_us=60.0, workspace="itemsize * rows * n",
+           note="multiplies every row with every weight; for torch.compile and CUDA graphs"),
     Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0,
            requires=(any_of(device("cuda"), at_least("rows", 8)),), note="for a few rows a stable sort is as fast"),
     Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, graph_safe=False, traceable=False,
            note="reads the sizes on the host"),
+    Kernel("torch.moe_masked", moe, _masked_experts, prior=0.2, overhead_us=100.0, workspace="16 * rows * wide",
+           note="runs every expert on every token; for torch.compile and CUDA graphs"),
     Kernel("torch.moe_prepacked", moe, _prepacked_experts, prior=7.0, overhead_us=70.0, differentiable=False,
            graph_safe=False, traceable=False, workspace="3 * itemsize * experts * hidden * inner",
            requires=(device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16"), plain_tensors(), at_least("rows", 2)),
            note="keeps a second copy of the weights, arranged for oneDNN"),
     Kernel("torch.moe_sorted", moe, _sorted_experts, torch=">=2.9", prior=6.5, overhead_us=90.0, differentiable=False,
-           traceable=False, requires=(*GROUPED, at_least("rows", 2), multiple_of("hidden", 8), multiple_of("inner", 8),
+           requires=(*GROUPED, at_least("rows", 2), multiple_of("hidden", 8), multiple_of("inner", 8),
                                       contiguous("w_gate_up"), contiguous("w_down"))),
 )

@@ -159,6 +159,8 @@ class _Latent:
     ckv: Tensor
     kpe: Tensor
     kv_heads: int = 1
+    layout: str = "NHD"
+    readable_in_place: bool = False            # key and value are two tensors there
 
     @property
     def page_size(self) -> int:
@@ -172,6 +174,9 @@ class _Latent:
         both = torch.cat([cache.index_select(0, pages) for cache in (self.ckv, self.kpe)], -1).flatten(0, 1)[None, None]
         return both, both
 
+    def at(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return self.take(torch.arange(first, last))
+
 
 Source = Union[_Heads, _Latent]
 
@@ -182,13 +187,14 @@ def _reads(source: Source, row: Tensor, start: int, stop: int, whole: bool) -> I
     first = start // size
     pages = row[first:-(-stop // size)]
     count = pages.shape[0]
-    runs = _runs(source, pages) if isinstance(source, _Heads) and source.readable_in_place else []
-    long_enough = count * size * source.token_bytes >= IN_PLACE * len(runs)
-    lying = len(runs) == 1 or (bool(runs) and long_enough and not whole)
+    total = count * size * source.token_bytes
+    looked_at = total >= IN_PLACE and source.readable_in_place
+    runs = _runs(source, pages) if looked_at else []
+    lying = len(runs) == 1 or (bool(runs) and total >= IN_PLACE * len(runs) and not whole)
     step = count if whole else max(PIECE // (size * source.token_bytes), 1)
     cuts = runs if lying else range(0, count, step)
     for a, b in zip(cuts, [*cuts[1:], count]):
-        if isinstance(source, _Heads) and lying:
+        if lying:
             page = int(pages[a])
             key, value = source.at(page, page + b - a)
         else:
@@ -197,9 +203,9 @@ def _reads(source: Source, row: Tensor, start: int, stop: int, whole: bool) -> I
         yield key[:, :, low:high], value[:, :, low:high]
 
 
-def _runs(source: _Heads, pages: Tensor) -> list[int]:
+def _runs(source: Source, pages: Tensor) -> list[int]:
     """Where in `pages` a stretch of tokens begins that lie one after the other."""
-    if source.layout == "HND":                 # only those of one page do
+    if source.layout == "HND":                 # there only those of one page do
         return list(range(pages.shape[0]))
     return [0, *(1 + (pages[1:] != pages[:-1] + 1).nonzero().flatten()).tolist()]
 
@@ -209,9 +215,11 @@ def _attend(flash: Callable[..., Any], source: Source, q: Tensor, row: Tensor, l
     """One sequence: q is (tokens, heads, dim), every row sees a key; output and log-sum-exp in that order of rows.
 
     What needs no mask goes first, the query group packed into rows so that each KV head is read once. Then the last
-    keys under torch's own causal flag. Only a window over several queries needs a mask.
+    keys under torch's own causal flag. A mask is for windows over several queries, and for what is so short that a
+    second call would cost more.
     """
     count = q.shape[0]
+    short = length * source.token_bytes <= IN_PLACE and is_causal and count < length
     heads = grouped(q, source.kv_heads)
     rows = heads.flatten(1, 2)[None]
     whole = rows.shape[2] > FEW_ROWS
@@ -221,7 +229,7 @@ def _attend(flash: Callable[..., Any], source: Source, q: Tensor, row: Tensor, l
         return t[0][:, None].expand(-1, heads.shape[1], -1, -1)
 
     parts: list[Part] = []
-    if window_left >= 0 and count > 1:
+    if count > 1 and (window_left >= 0 or short):
         _, hidden = position_terms(count, length - start, is_causal, "bottom_right", window_left, -1, None, q.device)
         assert hidden is not None
         mask = torch.zeros(hidden.shape, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -433,25 +441,25 @@ ON_HOST = "reads the lengths on the host"
 KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 
 KERNELS = (
-    Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=150.0, baseline=True,
+    Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=25.0, baseline=True,
            variants=("NHD",), graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", note=ON_HOST),
-    Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=100.0, variants=("NHD", "HND"),
+    Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0, variants=("NHD", "HND"),
            differentiable=False, graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", requires=(
                device("cpu"), dtypes(*FLOATS), SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query")),
            note=f"{ON_HOST}; reads neighbouring pages where they lie"),
-    Kernel("torch.paged_padded", paged_attention, _padded, prior=2.0, overhead_us=110.0, variants=("NHD",),
+    Kernel("torch.paged_padded", paged_attention, _padded, prior=2.0, overhead_us=40.0, variants=("NHD",),
            workspace=f"2 * batch * {KEYS}", requires=(
                *DECODE, SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query"), any_of(off("return_lse"), device("cpu")),
                any_of(off("return_lse"), off("grad", Code.BACKWARD_UNSUPPORTED))),
            note="reads every table row to its full width; no length leaves the device"),
-    Kernel("torch.mla_paged_matmul", mla_paged_attention, _mla_matmul, prior=1.3, overhead_us=90.0, baseline=True,
+    Kernel("torch.mla_paged_matmul", mla_paged_attention, _mla_matmul, prior=1.3, overhead_us=25.0, baseline=True,
            graph_safe=False, traceable=False, workspace="(itemsize + 8) * heads * tokens * seq_k", note=ON_HOST),
-    Kernel("torch.mla_paged_pieces", mla_paged_attention, _mla_pieces, prior=1.8, overhead_us=120.0,
+    Kernel("torch.mla_paged_pieces", mla_paged_attention, _mla_pieces, prior=1.8, overhead_us=45.0,
            differentiable=False, graph_safe=False, traceable=False, workspace="2 * itemsize * seq_k * head_dim",
            requires=(
                device("cpu"), dtypes(*FLOATS), at_least("seq_q", 64, Code.SEQ_LEN_UNSUPPORTED)),
            note=f"{ON_HOST}; for a few queries the matrix products are quicker"),
-    Kernel("torch.mla_paged_padded", mla_paged_attention, _mla_padded, prior=0.8, overhead_us=90.0,
+    Kernel("torch.mla_paged_padded", mla_paged_attention, _mla_padded, prior=0.8, overhead_us=45.0,
            workspace="2 * itemsize * batch * seq_k * head_dim", requires=DECODE,
            note="reads every table row to its full width; no length leaves the device"),
 )

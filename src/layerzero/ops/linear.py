@@ -43,9 +43,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"k": 1, "n": 1}, {"k": 17, "n": 33}, {"k": 17, "n": 33, "rows": (1,)}, {"k": 576, "n": 1536, "rows": (4,)},
     {"k": 1536, "n": 576, "rows": (1,), "bias": False}, {"k": 0, "n": 8}, {"n": 0},
     {"rows": (130,), "k": 256, "n": 128}, {"activation": "gelu"}, {"activation": "gelu_tanh"}, {"activation": "silu"},
-    {"activation": "relu", "bias": False}, {"activation": "silu", "rows": (40,), "k": 256, "n": 64}, {"stride": "padded"},
-    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"transposed": True}, {"transposed": True, "rows": (8,), "k": 128},
-    {"extreme": True}, {"extreme": True, "activation": "gelu"},
+    {"activation": "relu", "bias": False}, {"activation": "silu", "rows": (40,), "k": 256, "n": 64},
+    {"stride": "padded"}, {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"transposed": True},
+    {"transposed": True, "rows": (8,), "k": 128}, {"extreme": True}, {"extreme": True, "activation": "gelu"},
 )
 
 

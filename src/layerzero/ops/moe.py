@@ -8,7 +8,7 @@ lz.moe_gate), or as `logits` and `top_k`, then routed by softmax or sigmoid with
 Ids outside [expert_offset, expert_offset + experts) belong to another device and add nothing here; so does -1.
 capacity > 0: an expert serves at most so many (token, slot) pairs, the first in token order; what is dropped adds
 nothing, and the other weights stay as they are. weight_on="input" (Llama 4): the weight scales the expert's input
-instead of its result. Results are added in float32.
+instead of its result. The ids of one token differ from each other. Results are added in float32.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True}, {"activation": "geglu"},
     {"activation": "geglu_tanh"}, {"activation": "reglu"}, {"gate_first": False}, {"index": "int32"},
     {"offset": 2, "others": 4}, {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1},
-    {"capacity": 3, "rows": (12,)}, {"capacity": 2, "favourite": True}, {"capacity": 2, "others": 4, "offset": 1, "top_k": 3},
-    {"weight_on": "input", "top_k": 1}, {"weight_on": "input", "scoring": "sigmoid", "normalize": False},
+    {"capacity": 3, "rows": (12,)}, {"capacity": 2, "favourite": True},
+    {"capacity": 2, "others": 4, "offset": 1, "top_k": 3}, {"weight_on": "input", "top_k": 1},
+    {"weight_on": "input", "scoring": "sigmoid", "normalize": False},
     {"weight_dtype": "bfloat16"}, {"stride": "sparse"}, {"hidden": 17, "inner": 9}, {"hidden": 64, "inner": 128},
 )
 

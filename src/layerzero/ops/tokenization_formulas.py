@@ -236,7 +236,7 @@ def _plain_ids(row: Any, name: str) -> list[int]:
     return ids
 
 
-def unknown_id(error: Exception) -> InvalidCall:
-    """A library's complaint about an id that its vocabulary does not have."""
+def unknown_id(got: object) -> InvalidCall:
+    """The error for an id that the vocabulary does not have."""
     return InvalidCall.of("detokenize", Reason(
-        Code.VALUE_OUT_OF_RANGE, "in the vocabulary of the tokenizer", str(error), "ids"))
+        Code.VALUE_OUT_OF_RANGE, "in the vocabulary of the tokenizer", str(got), "ids"))

@@ -99,6 +99,8 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     reasons = refusals(kernel, values)
     if reasons:
         return CaseResult(kernel.id, case, dtype, "skipped", reasons)
+    if op.read is not None:
+        return _check_equal(kernel, case, dtype, values)
     before = snapshot(values)
     try:
         with torch.no_grad():
@@ -127,6 +129,21 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     detail = "; ".join(complaints or (n for j in judged for n in j.notes))
     status = "failed" if complaints else "passed"
     return CaseResult(kernel.id, case, dtype, status, (), error, eager_error, ratio, detail)
+
+
+def _check_equal(kernel: Kernel, case: Mapping[str, Any], dtype: str, values: Mapping[str, Any]) -> CaseResult:
+    """For an op whose results are no tensors: the reference's own, both times."""
+    try:
+        got = [call(kernel, values) for _ in range(2)]
+    except loading.LoadFailed as e:
+        return CaseResult(kernel.id, case, dtype, "skipped", (e.reason,))
+    except FAULTS as e:
+        return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))))
+    want = kernel.op.reference(**values)
+    wrong = [result for result in got if result != want]
+    if wrong:
+        return CaseResult(kernel.id, case, dtype, "failed", detail=f"{wrong[0]!r:.300} instead of {want!r:.300}")
+    return CaseResult(kernel.id, case, dtype, "passed")
 
 
 def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = None, dtypes: Iterable[str] | None = None,

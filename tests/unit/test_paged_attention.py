@@ -309,8 +309,8 @@ def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
         raise AssertionError("pages were copied")
 
     monkeypatch.setattr(torch_paged._Heads, "take", no_copy)
-    for case in ({"context": (640,), "order": "neighbours"}, {"context": (64,), "page_size": 64, "layout": "HND"}):
-        given = values(**case)
+    for case in ({"context": (640,), "order": "neighbours"}, {"context": (128,), "page_size": 64, "layout": "HND"}):
+        given = values(**case, hq=8, hkv=8, d=128)
         close(call(kernel("torch.paged_pieces"), given), PAGED.reference(**given))
 
 

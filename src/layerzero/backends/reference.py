@@ -16,11 +16,12 @@ KNOWN: dict[str, dict[str, Any]] = {
     "varlen_attention": {"workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
     "rms_norm": {"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     "add_rms_norm": {"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
+    "sample": {"prior": 0.006, "overhead_us": 80.0, "workspace": "80 * batch * vocab"},    # it sorts the vocabulary
     "layer_norm": {"overhead_us": 12.0, "workspace": "12 * rows * hidden"},
 }
 # These read lengths or indices on the host, so nothing can capture or trace them.
-ON_THE_HOST = {"varlen_attention", "paged_attention", "mla_paged_attention", "sample", "speculative_verify",
-               "speculative_verify_tree", "grouped_gemm", "moe", "tokenize", "detokenize"}
+ON_THE_HOST = {"varlen_attention", "paged_attention", "mla_paged_attention", "grouped_gemm", "moe", "tokenize",
+               "detokenize"}
 
 
 def _loader(op: Op) -> Callable[[], Callable[..., Any]]:

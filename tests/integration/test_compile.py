@@ -102,7 +102,8 @@ def test_inductor_agrees_with_eager():
     ids=["lse", "bshd", "window", "softcap", "mask", "3d", "named"])
 def test_every_form_of_call_traces_fullgraph(call):
     q = torch.randn(1, 40, 40, 64)
-    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(q), call(q), rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), call(q), rtol=1e-4, atol=1e-5)
 
 
 def test_a_named_kernel_is_honoured_under_compile():
@@ -150,7 +151,7 @@ def test_export_with_a_dynamic_length():
     for s in (5, 64, 300):
         args = tuple(torch.randn(2, 4, s, 32) for _ in "qkv")
         torch.testing.assert_close(program.module()(*args), Attend()(*args), rtol=1e-4, atol=1e-5)
-    with pytest.raises(Exception):                       # the exported range is honoured, not exceeded in silence
+    with pytest.raises((RuntimeError, AssertionError), match="4096"):    # the exported range is not exceeded in silence
         program.module()(*(torch.randn(2, 4, 5000, 32) for _ in "qkv"))
 
 
@@ -190,7 +191,9 @@ def test_eager_calls_do_not_go_through_the_custom_op():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
-        names: list[str] = []
+        def __init__(self):
+            super().__init__()
+            self.names: list[str] = []
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             self.names.append(str(func))

@@ -256,6 +256,14 @@ def test_a_measurement_overrides_the_prior():
     assert plan.steps[0].score.total_us == pytest.approx(40.0)
 
 
+def test_a_preference_stands_above_a_measurement():
+    known = facts(seq_q=512, dtype=torch.float16)
+    perf = PerfView([measured("lib.a", 90.0, known), measured("lib.b", 40.0, known)])
+    wish = policy(PolicyRule.of("boost", "lib.a", factor=1e6))
+    plan = decide([kernel("lib.a"), kernel("lib.b")], given=known, perf=perf, policy=wish)
+    assert plan.kernel == "lib.a" and plan.steps[0].score.kernel_us == pytest.approx(90.0)
+
+
 def test_a_measurement_counts_for_its_bucket_and_device_only():
     known = facts(seq_q=512, seq_k=2100, dtype=torch.float16)
     ours = [kernel("lib.praised", prior=50), kernel("lib.humble", prior=1)]

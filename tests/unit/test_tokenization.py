@@ -281,7 +281,7 @@ def test_tiktoken_ids_and_offsets(parse: bool | None, kernel: str) -> None:
         for one, (start, end) in zip(ids, spans):       # the narrowest range of characters that holds the token's bytes
             raw = theirs.decode_single_token_bytes(one)
             assert raw in text[start:end].encode()
-            assert raw not in text[start + 1:end].encode() and raw not in text[start:end - 1].encode() or len(raw) < 2
+            assert (raw not in text[start + 1:end].encode() and raw not in text[start:end - 1].encode()) or len(raw) < 2
 
 
 @settings(deadline=None, max_examples=100)

@@ -50,7 +50,8 @@ LSE: tuple[Condition, ...] = (
 def _common(op: Op) -> tuple[Condition, ...]:
     """What all three ask for."""
     return (device("cuda"), vendor("nvidia"), dtypes("float16", "bfloat16"), multiple_of("head_dim", 8),
-            at_most("head_dim", 256), equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), at_least("seq_q", 1, Code.EMPTY_INPUT),
+            at_most("head_dim", 256), equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
+            at_least("seq_q", 1, Code.EMPTY_INPUT),
             at_least("seq_k", 1, Code.EMPTY_INPUT), at_least("batch", 1, Code.EMPTY_INPUT),
             at_least("kv_heads", 1, Code.EMPTY_INPUT), unit_stride("query"), unit_stride("key"), unit_stride("value"),
             aligned("query", 16), aligned("key", 16), aligned("value", 16), plain_tensors())

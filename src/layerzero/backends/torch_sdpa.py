@@ -352,11 +352,14 @@ KERNELS = (
     Kernel("torch.sdpa_efficient_bias", attention, _efficient_bias, prior=5.0, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
-    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, overhead_us=2.0, new_size_us=NEW_PLAN_US, variants=BHSD, deterministic=False,
+    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, overhead_us=2.0, new_size_us=NEW_PLAN_US,
+           variants=BHSD, deterministic=False,
            deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=3.0, new_size_us=NEW_PLAN_US, variants=BHSD,
+    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=3.0, new_size_us=NEW_PLAN_US,
+           variants=BHSD,
            deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE), note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=8.0, overhead_us=20.0, new_size_us=NEW_PLAN_US, variants=BHSD,
+    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=8.0, overhead_us=20.0, new_size_us=NEW_PLAN_US,
+           variants=BHSD,
            workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False, requires=(
                *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), note=CUDNN_PLANS),
 )

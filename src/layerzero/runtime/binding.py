@@ -89,7 +89,8 @@ def own_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, 
     """The parameters of a function in order, and the defaults of those that have one; of torch's, by its schema."""
     import torch
     if isinstance(fn, BuiltinFunctionType):
-        ours = any(getattr(place, fn.__name__, None) is fn for place in (torch, torch._C._nn, torch._C._VariableFunctions))
+        places = (torch, torch._C._nn, torch._C._VariableFunctions)
+        ours = any(getattr(place, fn.__name__, None) is fn for place in places)
         packet = getattr(torch.ops.aten, fn.__name__, None) if ours else None
         if packet is None or packet.overloads() != ["default"]:
             return (), {}

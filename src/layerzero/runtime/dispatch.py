@@ -159,7 +159,8 @@ class Dispatcher:
         if facts is None:                       # not an ordinary call: read it with care, and say what is wrong
             facts = reading.read(self.op, dict(zip(self.names, values)), program.needed)
         if not self.keeps_contract(facts):
-            raise InvalidCall.of(self.op.name, *(r for rule in self.op.requires if (r := rule.check(facts)) is not None))
+            broken = [r for rule in self.op.requires if (r := rule.check(facts)) is not None]
+            raise InvalidCall.of(self.op.name, *broken)
         if self.op.extra_check is not None:
             self.op.extra_check(dict(zip(self.names, values)), facts)
         return facts

@@ -118,7 +118,7 @@ def _settle(op: str, by_hand: dict[str, tuple[str, str]], notes: list[str], *arg
 
 
 def entry_of(d: Dispatcher, values: tuple[Any, ...]) -> Entry:
-    return d.obtain(d.key_of(*values), values)
+    return d.obtain(d.key_of(*values), values, None)
 
 
 # who runs

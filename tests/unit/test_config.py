@@ -337,9 +337,9 @@ def test_nothing_set_is_no_layer():
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_has_its_variable(name):
-    text = {bool: "yes", int: "7", float: "0.25", str: "error"}[SETTINGS[name].type]
+    text = {bool: "yes", int: "7", float: "1.0", str: "error"}[SETTINGS[name].type]
     layer = environment_layer({f"LAYERZERO_{name.upper()}": text})
-    assert dict(layer.settings) == {name: {bool: True, int: 7, float: 0.25, str: "error"}[SETTINGS[name].type]}
+    assert dict(layer.settings) == {name: {bool: True, int: 7, float: 1.0, str: "error"}[SETTINGS[name].type]}
 
 
 @pytest.mark.parametrize(("text", "want"), [(t, w) for w, texts in (

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import layerzero as lz
 from layerzero.backends.packing import PACKED
 from layerzero.ops.quant_formulas import E2M1, FORMATS, NF4, pack_nibbles, unpack_nibbles
+from layerzero.runtime import world as worlds
 from layerzero.runtime.hardware import probe
 from layerzero.runtime.quantization import ACCURACIES, EXPECTED, choose_format, quantized_shard
 from layerzero.spec.reason import Code
@@ -87,14 +88,13 @@ def test_zeros_come_back_as_zeros(form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_infinities_saturate_and_nan_is_nought(form):
-    x = torch.randn(2, 64)
-    top = x.abs().amax(-1)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(5))
     x[0, 3], x[0, 4], x[0, 5] = math.inf, -math.inf, math.nan
     back = restored(x, form)
-    assert back[0, 3] >= x[0, torch.arange(64) > 5].abs().max() * 0.7       # the largest code there is
-    assert back[0, 4] == -back[0, 3] or form == "nf4"
+    assert back[0, 3] == back[0, :16].nan_to_num().abs().max() > 0          # the largest code of its block
+    assert back[0, 4] == -back[0, 3]
     assert back[0, 5].isnan() if form.startswith("fp8") else back[0, 5] == 0
-    assert back[1].isfinite().all() and top[1] > 0
+    assert back[1].isfinite().all() and back[0, 6:].isfinite().all()
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -172,17 +172,17 @@ def test_nvfp4_has_a_scale_of_the_whole_beside_those_of_blocks():
 # What is refused, by name.
 
 def test_scales_of_another_layout_are_refused_on_every_call():
-    x = torch.randn(4, 64)
+    x = torch.randn(5, 64)
     q, scales = lz.quantize(x, "int8", "block", 16)
     lz.dequantize(q, scales, format="int8", block_size=16)
     for bad in (scales[:, :2], scales[:2], scales.t(), scales[0], scales.repeat(1, 2)):
         with pytest.raises(lz.InvalidCall, match="scales of shape") as error:
             lz.dequantize(q, bad, format="int8", block_size=16)
         assert error.value.codes == (Code.SCALE_LAYOUT_MISMATCH,) and error.value.reasons[0].fact == "scales"
-    with pytest.raises(lz.InvalidCall, match=r"scales of shape \(4, 4\)"):
+    with pytest.raises(lz.InvalidCall, match=r"scales of shape \(5, 4\)"):
         lz.quantize(x, "int8", "block", 16, scales=scales[:, :2])
     with pytest.raises(lz.InvalidCall, match="zeros"):
-        lz.dequantize(q, scales, torch.zeros(4, 2, dtype=torch.int8), format="int8", block_size=16)
+        lz.dequantize(q, scales, torch.zeros(5, 2, dtype=torch.int8), format="int8", block_size=16)
 
 
 @pytest.mark.parametrize(("given", "name"), [
@@ -213,10 +213,9 @@ def test_codes_of_another_dtype_are_refused():
 
 
 def test_every_kernel_gives_the_codes_of_the_formula():
-    kernels = [k for k in lz.list_kernels("quantize") if not k.startswith("reference")]
+    kernels = [k for k in worlds.current().kernels("quantize") if k.backend != "reference"]
     assert kernels
-    from layerzero.runtime import world
-    for kernel in (world.current().catalog.by_id[k] for k in kernels):
+    for kernel in kernels:
         for dtype in QUANTIZE.dtypes:
             for case in QUANTIZE.cases:
                 values = case_values(QUANTIZE, case, dtype)

@@ -31,15 +31,16 @@ from layerzero.spec.reason import Code
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, naïve café déjà vu", "it's we're they'll don't",
           "日本語のテキスト 中文", "numbers 12345 and 67890", "tokenizers are fun to test, aren't they?"] * 4
 TEXTS = ["", " ", "the", "hello world", "  two  spaces ", "line\nbreak\n\n\ttab", "it's DON'T", "naïve café",
-         "cafe\u0301 e\u0301\u0323", "日本語 中文", "👩\u200d👧 family 👩🏽\u200d🚀", "\0nul\0", "½ ⅷ ﬁne Å Å", "\u200bzero\u00a0width\u3000",
-         "<s>special</s> [CLS] text<extra>", "numbers 12345", "the lazy dog " * 60]
+         "cafe\u0301 e\u0301\u0323", "日本語 中文", "👩\u200d👧 family 👩🏽\u200d🚀", "\0nul\0", "½ ⅷ ﬁne Å Å",
+         "\u200bzero\u00a0width\u3000", "<s>special</s> [CLS] text<extra>", "numbers 12345", "the lazy dog " * 60]
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 SPECIAL = {"<|endoftext|>": 900, "<|user|>": 901}
-UNICODE = st.text(st.one_of(st.characters(exclude_categories=("Cs",)), st.sampled_from("the lazy dog's \n\té日本👩\u200d<s>12")),
-                  max_size=40)
+UNICODE = st.text(st.one_of(st.characters(exclude_categories=("Cs",)),
+                            st.sampled_from("the lazy dog's \n\té日本👩\u200d<s>12")), max_size=40)
 
 
-def trained(model: Any, trainer: Any, pre: Any, normalizer: Any = None, post: Any = None, decoder: Any = None) -> Tokenizer:
+def trained(model: Any, trainer: Any, pre: Any, normalizer: Any = None, post: Any = None, decoder: Any = None
+            ) -> Tokenizer:
     made = Tokenizer(model)
     made.pre_tokenizer = pre
     if normalizer is not None:
@@ -63,7 +64,8 @@ def byte_level(trim: bool = False, template: bool = False) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet,
                                   show_progress=False)
     post = framed if template else lambda made: processors.ByteLevel(trim_offsets=trim)
-    return trained(models.BPE(), trainer, pre_tokenizers.ByteLevel(add_prefix_space=trim), None, post, decoders.ByteLevel())
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=trim)
+    return trained(models.BPE(), trainer, splitter, None, post, decoders.ByteLevel())
 
 
 def word_piece() -> Tokenizer:
@@ -75,7 +77,8 @@ def word_piece() -> Tokenizer:
 def unigram() -> Tokenizer:
     trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["[UNK]", "<s>", "</s>"], unk_token="[UNK]",
                                       show_progress=False)
-    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC(), framed, decoders.Metaspace())
+    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC(), framed,
+                   decoders.Metaspace())
 
 
 def word_level() -> Tokenizer:
@@ -83,8 +86,9 @@ def word_level() -> Tokenizer:
     return trained(models.WordLevel(unk_token="[UNK]"), trainer, pre_tokenizers.Whitespace(), normalizers.Lowercase())
 
 
-MAKERS = {"byte_level": byte_level, "trimmed": lambda: byte_level(trim=True), "framed": lambda: byte_level(template=True),
-          "word_piece": word_piece, "unigram": unigram, "word_level": word_level}
+MAKERS = {"byte_level": byte_level, "trimmed": lambda: byte_level(trim=True),
+          "framed": lambda: byte_level(template=True), "word_piece": word_piece, "unigram": unigram,
+          "word_level": word_level}
 
 
 @lru_cache(maxsize=None)
@@ -147,8 +151,8 @@ def test_tokenizers_on_any_unicode(text: str, name: str) -> None:
     got = lz.tokenize(text, theirs, return_offsets=True)
     assert (got.ids, got.offsets) == (want.ids, want.offsets)
     assert lz.tokenize([text, text], theirs).ids == [want.ids] * 2
-    assert lz.detokenize(got, theirs) == theirs.decode(want.ids)
-    assert lz.detokenize(want.ids, theirs, skip_special_tokens=False) == theirs.decode(want.ids, skip_special_tokens=False)
+    for skip in (True, False):
+        assert lz.detokenize(got, theirs, skip_special_tokens=skip) == theirs.decode(want.ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -161,8 +165,8 @@ def test_truncation_is_the_librarys(name: str, limit: int, side: str) -> None:
     for text in TEXTS:
         want = theirs.encode(text)
         for cached in (False, True):
-            got = lz.tokenize(text, handle, truncation=True, max_length=limit, truncation_side=side, return_offsets=True,
-                              cache_prefix=cached)
+            got = lz.tokenize(text, handle, truncation=True, max_length=limit, truncation_side=side,
+                              return_offsets=True, cache_prefix=cached)
             assert (got.ids, got.offsets) == (want.ids, want.offsets), text
 
 
@@ -313,9 +317,10 @@ def test_tiktoken_files(tmp_path: Any) -> None:
             "hello the<|user|>", allowed_special="all")
         with pytest.raises(InvalidCall, match=r"pass its split pattern: lz.load_tokenizer\(path, pattern="):
             lz.tokenize("hello", tmp_path / name)
-    known = lz.tokenize("it's 12345 <|endofprompt|>", tmp_path / "cl100k_base.tiktoken", parse_special=True)
-    assert known.ids[-1] == 100276             # as tiktoken publishes it
-    assert lz.detokenize(known, tmp_path / "cl100k_base.tiktoken", skip_special_tokens=False) == "it's 12345 <|endofprompt|>"
+    published, text = tmp_path / "cl100k_base.tiktoken", "it's 12345 <|endofprompt|>"
+    known = lz.tokenize(text, published, parse_special=True)
+    assert known.ids[-1] == 100276             # as tiktoken says
+    assert lz.detokenize(known, published, skip_special_tokens=False) == text
 
 
 def test_offsets_of_a_pattern_that_leaves_characters_out_are_refused() -> None:
@@ -423,16 +428,17 @@ def test_detokenize_is_the_librarys(name: str) -> None:
     theirs = hugging(name)
     rows = [theirs.encode(text).ids for text in TEXTS]
     for skip in (True, False):
-        assert lz.detokenize(rows, theirs, skip_special_tokens=skip) == theirs.decode_batch(rows, skip_special_tokens=skip)
-        assert [lz.detokenize(row, theirs, skip_special_tokens=skip) for row in rows] == theirs.decode_batch(
-            rows, skip_special_tokens=skip)
+        want = theirs.decode_batch(rows, skip_special_tokens=skip)
+        assert lz.detokenize(rows, theirs, skip_special_tokens=skip) == want
+        assert [lz.detokenize(row, theirs, skip_special_tokens=skip) for row in rows] == want
 
 
 def test_detokenize_tiktoken_and_sentencepiece() -> None:
     ids = encoding().encode("hello<|user|> 日本", allowed_special="all")
     assert lz.detokenize(ids, encoding(), skip_special_tokens=False) == "hello<|user|> 日本"
     assert lz.detokenize(ids, encoding()) == "hello 日本"
-    assert lz.detokenize(ids[:-1], encoding()) == encoding().decode([i for i in ids[:-1] if i != 901])      # half a character
+    half = ids[:-1]                            # of the last character
+    assert lz.detokenize(half, encoding()) == encoding().decode([i for i in half if i != 901])
     rows = [processor("bpe").encode(text) for text in TEXTS]
     assert lz.detokenize(rows, processor("bpe")) == [processor("bpe").decode(row) if row else "" for row in rows]
     assert lz.detokenize([], encoding()) == "" and lz.detokenize([[], []], processor("bpe")) == ["", ""]
@@ -441,7 +447,7 @@ def test_detokenize_tiktoken_and_sentencepiece() -> None:
 @pytest.mark.parametrize(("ids", "word"), [
     ("the", "ids must be a list of ids"), ([0.5], "ids must be integers"), ([1, None], "ids must be integers"),
     ([-1], "ids must be >= 0"), ([[1], [-2]], r"ids\[1\] must be >= 0"), ([[1], 2], r"ids\[1\] must be a list"),
-    (torch.zeros(3), "integers in one or two dimensions"), (torch.zeros(1, 1, 1, dtype=torch.int64), "one or two dimensions"),
+    (torch.zeros(3), "integers in one or two dimensions"), (torch.ones(1, 1, 1).long(), "one or two dimensions"),
     (None, "ids must be a list of ids")])
 def test_bad_ids(ids: Any, word: str) -> None:
     with pytest.raises(InvalidCall, match=word) as caught:
@@ -464,7 +470,7 @@ def test_ids_that_the_vocabulary_does_not_have(tokenizer: Any, ids: list[int]) -
     (object(), "got object"), (json, "got module")])
 @pytest.mark.parametrize("op", ["tokenize", "detokenize"])
 def test_what_is_no_tokenizer(op: str, tokenizer: Any, word: str) -> None:
-    with pytest.raises(InvalidCall, match="lz.load_tokenizer returned") as caught:
+    with pytest.raises(InvalidCall, match=r"what lz\.load_tokenizer returned") as caught:
         getattr(lz, op)("text" if op == "tokenize" else [1], tokenizer)
     assert word in str(caught.value) and "tokenizers.Tokenizer" in str(caught.value)
     assert (caught.value.codes, caught.value.reasons[0].fact) == ((Code.WRONG_TYPE,), "tokenizer")
@@ -490,7 +496,8 @@ def test_lone_surrogates_are_refused(make: Any) -> None:
     ({"truncation": True}, "max_length", Code.MISSING_METADATA),
     ({"padding": "max_length", "pad_id": 0}, "max_length", Code.MISSING_METADATA),
     ({"padding": True}, "pad_id", Code.MISSING_METADATA),
-    ({"padding": "shortest"}, "padding", Code.VALUE_OUT_OF_RANGE),
+    ({"padding": "shortest"}, "padding", Code.VALUE_OUT_OF_RANGE), ({"padding": []}, "padding", Code.WRONG_TYPE),
+    ({"padding": 1}, "padding", Code.WRONG_TYPE),
     ({"max_length": 0, "truncation": True}, "max_length", Code.VALUE_OUT_OF_RANGE),
     ({"pad_id": -1, "padding": True}, "pad_id", Code.VALUE_OUT_OF_RANGE),
     ({"pad_to_multiple_of": 0}, "pad_to_multiple_of", Code.VALUE_OUT_OF_RANGE),
@@ -559,6 +566,14 @@ def test_each_kind_is_served_by_its_own_library() -> None:
     assert lz.which("detokenize", [1], encoding()) == "tiktoken.decode"
     with pytest.raises(NamedKernelRefused, match="tokenizer_kind must be sentencepiece, got tiktoken"):
         lz.tokenize("the", encoding(), backend="sentencepiece.encode")
+
+
+def test_disabled_leaves_the_libraries_as_they_are(world: None) -> None:
+    with lz.disabled():
+        for tokenizer, name in ((encoding(), "tiktoken"), (hugging("unigram"), "tokenizers"),
+                                (processor("bpe"), "sentencepiece")):
+            assert lz.which("tokenize", "the lazy dog " * 60, tokenizer, cache_prefix=True) == f"{name}.encode"
+            assert lz.which("detokenize", [1, 2], tokenizer) == f"{name}.decode"
 
 
 def test_a_tokenizer_that_draws_is_not_cached() -> None:

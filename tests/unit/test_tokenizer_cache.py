@@ -15,23 +15,26 @@ import pytest
 import sentencepiece
 import tiktoken
 from helpers import python
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, processors, trainers
 from tokenizers import normalizers as norm
 from tokenizers import pre_tokenizers as pre
 
 import layerzero as lz
+from layerzero.backends.tiktoken import KERNELS
 from layerzero.ops import prefix_formulas, tokenizer_identity
 from layerzero.ops.bpe_formulas import tiny_tokenizer
 from layerzero.ops.prefix_formulas import PrefixMemory, Seams, common_length, is_known, seams_of_json, seams_of_pattern
 from layerzero.ops.tokenizer_identity import identify
+from layerzero.runtime.loading import load
 from layerzero.runtime.tokenizers import forget_prefixes, load_tokenizer, prefix_memories
 from layerzero.spec.errors import DataError
+from layerzero.spec.kernel import Direct
 from layerzero.spec.reason import Code
 
-CORPUS = ["the quick brown fox jumps over the lazy dog it's we're", "hello world, naïve café déjà vu e\u0301", "日本語 中文",
-          "numbers 12345 and 67890", "THE Quick DON'T a\tb\n\nc"] * 4
+CORPUS = ["the quick brown fox jumps over the lazy dog it's we're", "hello world, naïve café déjà vu e\u0301",
+          "日本語 中文", "numbers 12345 and 67890", "THE Quick DON'T a\tb\n\nc"] * 4
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
           r"\s+(?!\S)|\s+")
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -79,7 +82,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "flag": ({"added_tokens": [{**t, "rstrip": True} for t in tiny()["added_tokens"]]}, "special_tokens_hash"),
     "post_processor": ({"post_processor": None}, ""), "decoder": ({"decoder": None}, ""),
     "dropout": ({"model": {**tiny()["model"], "dropout": 0.1}}, ""),
-    "truncation": ({"truncation": {"max_length": 9, "direction": "Right", "strategy": "LongestFirst", "stride": 0}}, "")}
+    "truncation": ({"truncation": {"max_length": 9, "direction": "Right", "strategy": "LongestFirst"}}, "")}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -158,7 +161,7 @@ def test_a_handle_stays_what_it_was() -> None:
     theirs.add_tokens(["<fox>"])
     assert lz.tokenize("hello <fox>", handle).ids == before != theirs.encode("hello <fox>").ids
     assert lz.tokenize("hello <fox>", theirs).ids == theirs.encode("hello <fox>").ids
-    assert load_tokenizer(handle) is handle and handle.id in repr(handle) or handle.id[:12] in repr(handle)
+    assert load_tokenizer(handle) is handle and handle.id[:12] in repr(handle)
 
 
 def test_encodings_and_processors() -> None:
@@ -248,7 +251,8 @@ def test_other_patterns_are_not(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "spaces"), [
-    ({}, True), ({"pre_tokenizer": None}, False), ({"pre_tokenizer": {**tiny()["pre_tokenizer"], "use_regex": False}}, False),
+    ({}, True), ({"pre_tokenizer": None}, False),
+    ({"pre_tokenizer": {**tiny()["pre_tokenizer"], "use_regex": False}}, False),
     ({"normalizer": {"type": "Prepend", "prepend": "▁"}}, False), ({"normalizer": {"type": "NFC"}}, True),
     ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, False),
     ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}}, False),
@@ -293,7 +297,8 @@ def made(normalizer: str, splitter: str, added: str, trim: str, model: str) -> T
     trainer: Any
     if model == "unigram":
         theirs = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["[UNK]"], unk_token="[UNK]", show_progress=False)
+        trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["[UNK]"], unk_token="[UNK]",
+                                          show_progress=False)
     else:
         theirs = Tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False)
@@ -309,13 +314,15 @@ def made(normalizer: str, splitter: str, added: str, trim: str, model: str) -> T
     return theirs
 
 
-WORDS = ("the", "quick", " ", "  ", "\n", " \n\n", "\t", "hello", ",", ".", "'s", "'", "don't", "Foo", "the dog", "<|im|>",
-         "<|im|>x", "<|im", "<y>", "<r>", "<r> ", " <l>", "12", "345", "½", "é", "e\u0301", "\u0301", "日本", "👩\u200d👧", "\u00a0",
-         "\u3000", "▁", "\0", "THE", "ﬁ", "İ", "\u0600", "\u200b", "\r\n")
-BITS = st.one_of(st.sampled_from(WORDS), st.sampled_from(WORDS), st.text(st.characters(exclude_categories=("Cs",)), max_size=3))
+WORDS = ("the", "quick", " ", "  ", "\n", " \n\n", "\t", "hello", ",", ".", "'s", "'", "don't", "Foo", "the dog",
+         "<|im|>", "<|im|>x", "<|im", "<y>", "<r>", "<r> ", " <l>", "12", "345", "½", "é", "e\u0301", "\u0301", "日本",
+         "👩\u200d👧", "\u00a0", "\u3000", "▁", "\0", "THE", "ﬁ", "İ", "\u0600", "\u200b", "\r\n")
+ANYTHING = st.text(st.characters(exclude_categories=("Cs",)), max_size=3)
+BITS = st.one_of(st.sampled_from(WORDS), st.sampled_from(WORDS), ANYTHING)
 PIECES = st.lists(st.tuples(BITS, st.sampled_from(["", " ", " "])), max_size=8).map(
     lambda parts: "".join(word + gap for word, gap in parts))
-DIALOGUE = st.tuples(PIECES, st.lists(st.tuples(st.integers(0, 100), PIECES), min_size=1, max_size=4))
+CUTS = st.one_of(st.integers(0, 100), st.integers(60, 100), st.just(100))
+DIALOGUE = st.tuples(PIECES, st.lists(st.tuples(CUTS, PIECES), min_size=1, max_size=4))
 
 
 def texts_of(dialogue: tuple[str, list[tuple[int, str]]]) -> Iterator[str]:
@@ -337,9 +344,10 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 REUSED = {"tokenizers": 0, "tiktoken": 0}
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=list(__import__("hypothesis").HealthCheck))
-@given(dialogue=DIALOGUE, normalizer=st.sampled_from(sorted(NORMALIZERS)), splitter=st.sampled_from(sorted(PRE_TOKENIZERS)),
-       added=st.sampled_from(sorted(ADDED)), trim=st.sampled_from(["no", "yes", "prefixed"]),
+@settings(deadline=None, max_examples=250, suppress_health_check=list(HealthCheck))
+@given(dialogue=DIALOGUE, normalizer=st.sampled_from(sorted(NORMALIZERS)),
+       splitter=st.sampled_from(sorted(PRE_TOKENIZERS)), added=st.sampled_from(sorted(ADDED)),
+       trim=st.sampled_from(["no", "yes", "prefixed"]),
        model=st.sampled_from(["bpe", "unigram"]), parse=st.booleans(), offsets=st.booleans())
 def test_reusing_tokens_changes_nothing(short_texts: None, dialogue: Any, normalizer: str, splitter: str, added: str,
                                         trim: str, model: str, parse: bool, offsets: bool) -> None:
@@ -358,16 +366,18 @@ def test_reusing_tokens_changes_nothing(short_texts: None, dialogue: Any, normal
     REUSED["tokenizers"] += memory.counts().hits
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=list(__import__("hypothesis").HealthCheck))
+@settings(deadline=None, max_examples=250, suppress_health_check=list(HealthCheck))
 @given(dialogue=DIALOGUE, pattern=st.sampled_from([GPT2, LLAMA3, CL100K, O200K, r"\S+ ?", r"\w+"]), parse=st.booleans())
-def test_reusing_tokens_of_tiktoken_changes_nothing(short_texts: None, dialogue: Any, pattern: str, parse: bool) -> None:
+def test_reusing_tokens_of_tiktoken_changes_nothing(short_texts: None, dialogue: Any, pattern: str, parse: bool
+                                                    ) -> None:
     forget_prefixes()
     theirs = encoding(pattern=pattern, special={"<|im|>": 300, "<|im|>x": 301})
     handle = load_tokenizer(theirs)
+    run = load(next(k for k in KERNELS if k.id == "tiktoken.encode_cached"))     # its rules want long texts
+    assert not isinstance(run, Direct)
     want_offsets = pattern not in (r"\S+ ?", r"\w+")
     for text in texts_of(dialogue):
-        got = lz.tokenize(text, handle, parse_special=parse, cache_prefix=True, return_offsets=want_offsets,
-                          backend="tiktoken.encode_cached" if len(text) > 600 else None)
+        got = run(text, handle, parse_special=parse, return_offsets=want_offsets)
         want = theirs.encode(text, allowed_special="all") if parse else theirs.encode_ordinary(text)
         assert got.ids == want
         if want_offsets:
@@ -455,10 +465,10 @@ def test_truncation_and_padding_come_after() -> None:
     theirs = Tokenizer.from_str(json.dumps(tiny_tokenizer(template=True)))
     handle = load_tokenizer(theirs)
     theirs.enable_truncation(40)
-    theirs.enable_padding(length=64, pad_id=7)
+    theirs.enable_padding(length=40, pad_id=7)
     for n in range(3):
-        got = lz.tokenize([PROMPT + str(n), "short"], handle, truncation=True, padding="max_length", max_length=None or 40,
-                          pad_to_multiple_of=64, pad_id=7, cache_prefix=True)
+        got = lz.tokenize([PROMPT + str(n), "short"], handle, truncation=True, padding="max_length", max_length=40,
+                          pad_id=7, cache_prefix=True)
         assert got.ids == [e.ids for e in theirs.encode_batch([PROMPT + str(n), "short"])]
 
 
@@ -544,7 +554,8 @@ def test_what_is_used_stays_and_what_is_not_goes() -> None:
 @settings(deadline=None)
 @given(st.text(max_size=30), st.text(max_size=10), st.text(max_size=10))
 def test_common_length(start: str, one: str, other: str) -> None:
-    want = len(os.path.commonprefix([start + one, start + other]))
+    one_by_one = (i for i, (a, b) in enumerate(zip(start + one, start + other)) if a != b)
+    want = next(one_by_one, len(start) + min(len(one), len(other)))
     assert common_length(start + one, start + other) == want
     assert common_length(start + one, start + other, len(start)) == want
 
@@ -567,4 +578,4 @@ def test_a_forked_child_goes_on_remembering() -> None:
 
 def test_the_properties_above_were_about_something() -> None:
     """Runs last: tokens were reused while they were tested."""
-    assert REUSED["tokenizers"] > 50 and REUSED["tiktoken"] > 50
+    assert REUSED["tokenizers"] > 20 and REUSED["tiktoken"] > 20

@@ -162,7 +162,7 @@ def _decode() -> Callable[..., str | list[str]]:
 
 KERNELS = (
     Kernel("tokenizers.encode", tokenize, _encode, package="tokenizers", requires=(OURS,), overhead_us=60.0,
-           graph_safe=False, traceable=False, differentiable=False, note="one text after another"),
+           graph_safe=False, traceable=False, differentiable=False, baseline=True, note="one text after another"),
     Kernel("tokenizers.encode_batch", tokenize, _encode_batch, package="tokenizers", requires=(OURS,), overhead_us=50.0,
            graph_safe=False, traceable=False, differentiable=False,
            note="several texts on several threads, and without offsets where none are asked for"),
@@ -170,5 +170,5 @@ KERNELS = (
         OURS, on("cache_prefix"), equals("sampled", False, Code.NOT_DETERMINISTIC), at_least("characters", SHORTEST)),
         graph_safe=False, traceable=False, differentiable=False, note="reuses the tokens of a long common prefix"),
     Kernel("tokenizers.decode", detokenize, _decode, package="tokenizers", requires=(OURS,), overhead_us=50.0,
-           graph_safe=False, traceable=False, differentiable=False),
+           graph_safe=False, traceable=False, differentiable=False, baseline=True),
 )

@@ -153,7 +153,7 @@ def _decode() -> Callable[..., str | list[str]]:
 
 KERNELS = (
     Kernel("tiktoken.encode", tokenize, _encode, package="tiktoken", requires=(OURS,), overhead_us=20.0,
-           graph_safe=False, traceable=False, differentiable=False, note="one text after another"),
+           graph_safe=False, traceable=False, differentiable=False, baseline=True, note="one text after another"),
     Kernel("tiktoken.encode_batch", tokenize, _encode_batch, package="tiktoken", overhead_us=400.0, requires=(
         OURS, at_least("texts", 2)), graph_safe=False, traceable=False, differentiable=False,
         note="one thread for each processor"),
@@ -161,5 +161,5 @@ KERNELS = (
         OURS, on("cache_prefix"), at_least("characters", SHORTEST)), graph_safe=False, traceable=False,
         differentiable=False, note="reuses the tokens of a long common prefix"),
     Kernel("tiktoken.decode", detokenize, _decode, package="tiktoken", requires=(OURS,), overhead_us=20.0,
-           graph_safe=False, traceable=False, differentiable=False),
+           graph_safe=False, traceable=False, differentiable=False, baseline=True),
 )

@@ -159,8 +159,6 @@ class _Latent:
     ckv: Tensor
     kpe: Tensor
     kv_heads: int = 1
-    layout: str = "NHD"
-    readable_in_place: bool = False            # key and value are two tensors there
 
     @property
     def page_size(self) -> int:
@@ -174,9 +172,6 @@ class _Latent:
         both = torch.cat([cache.index_select(0, pages) for cache in (self.ckv, self.kpe)], -1).flatten(0, 1)[None, None]
         return both, both
 
-    def at(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        return self.take(torch.arange(first, last))
-
 
 Source = Union[_Heads, _Latent]
 
@@ -188,13 +183,14 @@ def _reads(source: Source, row: Tensor, start: int, stop: int, whole: bool) -> I
     pages = row[first:-(-stop // size)]
     count = pages.shape[0]
     total = count * size * source.token_bytes
-    looked_at = total >= IN_PLACE and source.readable_in_place
-    runs = _runs(source, pages) if looked_at else []
+    runs: list[int] = []
+    if isinstance(source, _Heads) and source.readable_in_place and total >= IN_PLACE:
+        runs = _runs(source, pages)
     lying = len(runs) == 1 or (bool(runs) and total >= IN_PLACE * len(runs) and not whole)
     step = count if whole else max(PIECE // (size * source.token_bytes), 1)
     cuts = runs if lying else range(0, count, step)
     for a, b in zip(cuts, [*cuts[1:], count]):
-        if lying:
+        if lying and isinstance(source, _Heads):
             page = int(pages[a])
             key, value = source.at(page, page + b - a)
         else:
@@ -203,7 +199,7 @@ def _reads(source: Source, row: Tensor, start: int, stop: int, whole: bool) -> I
         yield key[:, :, low:high], value[:, :, low:high]
 
 
-def _runs(source: Source, pages: Tensor) -> list[int]:
+def _runs(source: _Heads, pages: Tensor) -> list[int]:
     """Where in `pages` a stretch of tokens begins that lie one after the other."""
     if source.layout == "HND":                 # there only those of one page do
         return list(range(pages.shape[0]))
@@ -338,7 +334,7 @@ def padded(
         lse = lse.flatten(1).masked_fill((context_lens == 0)[:, None], -math.inf)
     else:
         out = scaled_dot_product_attention(q, key, value, mask, scale=scale)
-    out = out.flatten(1, 2).masked_fill((context_lens == 0)[:, None, None], 0.0)
+    out = out.flatten(1, 2).masked_fill((context_lens == 0)[:, None, None], 0.0).to(query.dtype)
     out = out if value_scale is None else _scaled(out, value_scale, kv_heads)
     return (out, lse) if return_lse else out
 
@@ -428,7 +424,7 @@ def mla_padded(
     scores = torch.baddbmm(q_pe @ kpe.transpose(1, 2), q_nope, ckv.transpose(1, 2)).to(wide) * scale
     scores = scores.masked_fill(~seen[:, None], -math.inf)
     weights = torch.softmax(scores, -1).masked_fill((context_lens == 0)[:, None, None], 0.0)
-    out = weights.to(ckv.dtype) @ ckv
+    out = (weights.to(ckv.dtype) @ ckv).to(q_nope.dtype)
     return (out, torch.logsumexp(scores, -1)) if return_lse else out
 
 

@@ -287,7 +287,8 @@ KERNELS = (
            note="keeps a second copy of the weight, arranged for torch's int4 kernel"),
     Kernel("torch.int8_dynamic_linear", quantized_linear, _int8_dynamic, prior=9.0, overhead_us=15.0,
            differentiable=False, requires=(
-               device("cpu", "cuda"), one_of("activations", "int8"), at_most("in_features", 1 << 17),
+               device("cpu", "cuda"), one_of("activations", "int8"), absent("zeros.dtype"), one_of("group_size", 0),
+               at_most("in_features", 1 << 17),
                dtypes("bfloat16", "float16", "float32"), plain_tensors(),
                any_of(device("cpu"), at_least("rows", 17)), any_of(device("cpu"), multiple_of("in_features", 8)),
                any_of(device("cpu"), multiple_of("out_features", 8)))),

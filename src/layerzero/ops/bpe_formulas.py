@@ -49,8 +49,8 @@ def _class(c: str) -> str:
     category = unicodedata.category(c)
     if category == "Cn":
         raise InvalidCall.of("tokenize", Reason(
-            Code.FEATURE_UNSUPPORTED, f"characters of Unicode {unicodedata.unidata_version} where the tokenizers library "
-            "does not serve the call", f"U+{ord(c):04X}", "text"))
+            Code.FEATURE_UNSUPPORTED, f"characters of Unicode {unicodedata.unidata_version} where the tokenizers "
+            "library does not serve the call", f"U+{ord(c):04X}", "text"))
     return {"L": "a", "N": "1"}.get(category[0], "!")
 
 

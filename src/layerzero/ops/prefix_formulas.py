@@ -225,13 +225,17 @@ class PrefixMemory:
         self._hits += 1
         self._reused += at
         spans = entry.places().spans(kept) + _moved(offsets(), at) if want_offsets else None
-        return Body(entry.ids[:kept] + rest, spans)
+        ids = entry.ids[:kept]                 # a list of the caller's own
+        ids += rest
+        return Body(ids, spans)
 
     def _nearest(self, key: tuple[Any, str], text: str) -> tuple[_Text | None, int]:
         """The remembered text that shares most of its beginning with this one, and how much."""
         best, shared = None, 0
         if len(text) >= SHORTEST:
             for entry in self._texts.get(key, ()):
+                if entry.text == text:
+                    return entry, len(text)
                 if shared < len(entry.text) and text[:shared + 1] == entry.text[:shared + 1]:
                     best, shared = entry, common_length(text, entry.text, shared)
         return best, shared

@@ -108,7 +108,7 @@ OP = Op(
     name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     # In float32 torch's own product is off by 1e-6 from some hundred inputs on; the eager error is the sharper bound.
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
-                         "float64": (1e-8, 1e-8)}),
+                         "float64": (1e-5, 1e-5)}),       # the weight is dequantized in float32
     shapes={"x": "*rows in_features", "weight_q": "out_features packed", "scales": "scale_rows groups",
             "zeros": "scale_rows groups", "bias": "out_features"},
     returns=("*rows out_features",), same_dtype=("x", "bias"),

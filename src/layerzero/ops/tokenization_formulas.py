@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -132,6 +133,7 @@ def texts_of(text: Any) -> Sequence[str]:
     return texts
 
 
+@lru_cache(maxsize=1024, typed=True)           # True is not 1 here
 def shape_of(settings: Settings, truncation: bool | None, padding: bool | str | None, max_length: int | None,
              truncation_side: str | None, padding_side: str | None, pad_id: int | None, multiple: int | None) -> Shape:
     """The call's word, or where it says nothing the tokenizer's own; InvalidCall where neither says enough."""

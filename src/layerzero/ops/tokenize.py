@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 
+from ..spec.errors import InvalidCall
 from ..spec.grid import bucket_top
 from ..spec.op import Op, Tolerance
-from ..spec.reason import Code
+from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, present
 from .bpe_formulas import BytePairs, tiny_tokenizer
 from .tokenization_formulas import Body, Request, Tokens, runner, shape_of, texts_of
@@ -65,6 +67,9 @@ def meta(text: str | list[str], tokenizer: Any, **options: Any) -> None:
 def read(values: dict[str, Any]) -> dict[str, Any]:
     """Which tokenizer, how much text; the caller's mistakes are found here, before any library is asked."""
     texts = texts_of(values["text"])
+    if not isinstance(values["padding"], (bool, str, NoneType)):
+        raise InvalidCall.of("tokenize", Reason(
+            Code.WRONG_TYPE, "a bool, 'longest', 'max_length' or None", type(values["padding"]).__name__, "padding"))
     handle = identify(values["tokenizer"])
     shape = shape_of(handle.settings, *(values[name] for name in (
         "truncation", "padding", "max_length", "truncation_side", "padding_side", "pad_id", "pad_to_multiple_of")))

@@ -331,8 +331,8 @@ def from_ranks(name: str, ranks: Mapping[bytes, int], pattern: str | None, speci
     """A tiktoken.Encoding. Without a pattern it is the one that tiktoken knows by this name."""
     missing = next((byte for byte in range(256) if bytes((byte,)) not in ranks), None)
     if missing is not None:
-        raise DataError(f"{source}: wanted a rank for each of the 256 single bytes, found none for 0x{missing:02x}; tiktoken "
-                        "panics over text with such a byte")
+        raise DataError(f"{source}: wanted a rank for each of the 256 single bytes, found none for 0x{missing:02x}; "
+                        "tiktoken panics over text with such a byte")
     table = hashlib.sha256()
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         table.update(struct.pack("<II", len(token), rank) + token)

@@ -182,7 +182,7 @@ class Dispatcher:
         watched = world.health.get(kernel.health)
         run = binding.run if watched is None else self.watched(kernel, binding, watched, bool(plan.locked))
         micros = (time.perf_counter() - began) * 1e6
-        events.emit(Selected(self.op.name, kernel.id, len(plan.steps) + len(plan.rejected), micros,
+        events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros,
                              tuple(map(str, step.transforms))))
         return self.ledger.open(Entry(plan, binding if watched is None else Binding(run, None), run))
 

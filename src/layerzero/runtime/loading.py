@@ -60,14 +60,14 @@ def findable(package: str) -> bool:
 
 def availability(kernel: Kernel) -> Reason | None:
     """Why the kernel cannot be loaded, as far as can be told without importing anything."""
+    distribution = kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
+    if kernel.package and not findable(kernel.package):
+        return Reason(Code.NOT_INSTALLED, distribution)
     if kernel.torch and not satisfies(torch.__version__, kernel.torch):
         return Reason(Code.VERSION_CONFLICT, f"torch {kernel.torch}", torch.__version__)
     if not kernel.package:
         return None
-    distribution = kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
     version = installed_version(distribution)
-    if not findable(kernel.package):
-        return Reason(Code.NOT_INSTALLED, distribution)
     if kernel.version and version is not None and not satisfies(version, kernel.version):
         return Reason(Code.VERSION_CONFLICT, f"{distribution} {kernel.version}", version)
     return None

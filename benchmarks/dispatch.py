@@ -33,6 +33,7 @@ import layerzero as lz
 from layerzero.runtime import native
 from layerzero.runtime.cache import Entry
 from layerzero.runtime.dispatch import Dispatcher, dispatchers
+from layerzero.select.key import fixed_by_key
 
 OUT = Path(__file__).parent / "results" / "local" / "dispatch.json"
 HEADS, SEQ, DIM, EPS = 1, 4, 16, 1e-6
@@ -118,6 +119,7 @@ def _settle(op: str, by_hand: dict[str, tuple[str, str]], notes: list[str], *arg
 
 
 def entry_of(d: Dispatcher, values: tuple[Any, ...]) -> Entry:
+    values = (*values, *(p.default for p in d.op.params[len(values):]))
     return d.obtain(d.key_of(*values), values, None)
 
 
@@ -169,7 +171,7 @@ def _rms_norm(s: Setting) -> Iterator[Contestant]:
     if d.native is not None:
         yield one("lz.rms_norm, native", "out = f(x, w, eps)", d.native.call)
     yield one("lz.rms_norm, pure Python", "out = f(x, w, eps)", d.twin)
-    yield one("lz.rms_norm's bound kernel alone", "out = f(x, w, eps)",
+    yield one("lz.rms_norm's bound kernel alone", "out = f(x, w, eps, 0.0)",
               entry_of(d, (s.norm["x"], s.norm["w"], s.norm["eps"])).run)
 
 
@@ -221,7 +223,7 @@ def _misses(s: Setting, effort: Effort) -> dict[str, Any]:
             marks.append(now())
             step = world.plan(d.op, facts, None).steps[0]
             marks.append(now())
-            d.binding(world.catalog.by_id[step.kernel], step, facts)
+            d.binding(world.catalog.by_id[step.kernel], step, facts, fixed_by_key(world.program(d.op), facts))
             marks.append(now())
             for name, began, ended in zip(("facts", "select", "bind"), marks, marks[1:]):
                 taken[name].append(ended - began)

@@ -118,6 +118,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
     while not (found := condition()):
         assert time.monotonic() < end, f"not within {seconds} s: {inspect.getsource(condition).strip()}"
         time.sleep(0.005)
+    worlds.consult(lambda world: None)         # if that was a new world, every op has taken it over after this
     return found
 
 

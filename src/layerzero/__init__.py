@@ -59,7 +59,8 @@ _LATER = {
     **{name: ("sampling", name) for name in ("sample_topk", "sample_topp", "sample_minp")},
     **{name: ("quantization", name) for name in ("choose_format", "column_shard", "row_shard")},
     "kv_cache": ("kv_cache", "kv_cache"),
-    "load_tokenizer": ("tokenizers", "load_tokenizer"),
+    **{name: ("kv_cache", name) for name in ("CacheFull", "page_table_from_csr")},
+    **{name: ("tokenizers", name) for name in ("load_tokenizer", "prefix_memories", "forget_prefixes")},
     **{name: ("settings", name) for name in
        ("configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock")},
 }

@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 import layerzero as lz
-from layerzero.spec.reason import Code
 
 
 def experts(n=4, hidden=32, inner=24, dtype=torch.float32, seed=0):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..ops import CATALOG
+from ..ops.bpe_formulas import BYTE_LEVEL_BPE, BYTE_LEVEL_DECODER
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 
@@ -17,6 +18,10 @@ KNOWN: dict[str, dict[str, Any]] = {
     "rms_norm": {"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     "add_rms_norm": {"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     "sample": {"prior": 0.006, "overhead_us": 80.0, "workspace": "80 * batch * vocab"},    # it sorts the vocabulary
+    "paged_attention": {"workspace": "3 * itemsize * heads * tokens * seq_k"},
+    "mla_paged_attention": {"workspace": "3 * itemsize * heads * tokens * seq_k"},
+    "tokenize": {"overhead_us": 5000.0, "requires": BYTE_LEVEL_BPE},
+    "detokenize": {"overhead_us": 500.0, "requires": BYTE_LEVEL_DECODER},
     "layer_norm": {"overhead_us": 12.0, "workspace": "12 * rows * hidden"},
 }
 # These read lengths or indices on the host, so nothing can capture or trace them.

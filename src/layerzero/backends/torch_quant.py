@@ -49,7 +49,7 @@ from ..spec.rules import (
 )
 from .packing import PACKED
 
-SLICE = 1 << 18            # weights dequantized at a time: 512 KiB of bf16, so that the product finds them in the cache
+SLICE = 1 << 20            # weights dequantized at a time: 2 MiB of bf16, so that the product finds them in the cache
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -186,8 +186,8 @@ def _dequantized_linear() -> Callable[..., Any]:
             # Codes of 8 bits are exact in bf16 and float32, so a row's scale can wait; in float16 sums might overflow.
             parts = [F.linear(x, _values(weight_q[i:j], form, x.dtype)) for i, j in _slices(x, n, k, 1)]
             by = (scales if share == 1 else scales.repeat_interleave(share, 0))[:, 0]
-            out = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)) * by.float()
-            return (out if bias is None else out + bias).to(x.dtype)
+            out = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(by.to(x.dtype))
+            return out if bias is None else out.add_(bias)
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype      # a small scale would lose bits in float16
         parts = []
         for i, j in _slices(x, n, k, share):

@@ -6,4 +6,5 @@ CATALOG = (
     "rope", "alibi", "embedding", "cross_entropy", "linear_cross_entropy",
     "sample", "speculative_verify", "speculative_verify_tree",
     "linear", "quantized_linear", "mlp", "grouped_gemm", "quantize", "dequantize", "moe_gate", "moe",
+    "tokenize", "detokenize",
 )

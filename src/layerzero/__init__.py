@@ -24,7 +24,6 @@ from .spec.errors import (
     ConfigError,
     DataError,
     DeviceLost,
-    FallbackWarning,
     InvalidCall,
     KernelFailed,
     LayerZeroError,
@@ -57,7 +56,8 @@ _LATER = {
     "use_capabilities": ("capabilities", "use"),
     **{name: ("positions", name) for name in ("alibi_slopes", "rope_tables", "xpos_tables")},
     **{name: ("sampling", name) for name in ("sample_topk", "sample_topp", "sample_minp")},
-    **{name: ("quantization", name) for name in ("choose_format", "column_shard", "row_shard")},
+    **{name: ("quantization", name) for name in ("choose_format", "column_shard", "quantized_shard", "row_shard")},
+    **{name: ("packing", name) for name in ("forget_packed", "limit_packed", "packed_weights")},
     "kv_cache": ("kv_cache", "kv_cache"),
     **{name: ("kv_cache", name) for name in ("CacheFull", "page_table_from_csr")},
     **{name: ("tokenizers", name) for name in ("load_tokenizer", "prefix_memories", "forget_prefixes")},
@@ -140,7 +140,7 @@ _torch_face.install(_OPS, _load)
 
 __all__ = [
     "AmbiguousLayoutWarning", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError", "Device",
-    "DeviceLost", "FallbackWarning", "InvalidCall", "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused",
+    "DeviceLost", "InvalidCall", "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused",
     "NoKernel", "Op", "Plan", "PolicyRule", "Reason", "RegistrationError", "SpecError", "Tolerance", "add_rms_norm",
     "attention", "clear_cache", "configure", "direct", "disabled", "doctor", "explain", "get_config", "get_locks",
     "layer_norm", "list_kernels", "load_config", "lock", "op", "prefer", "register", "reload", "rms_norm", "select",

@@ -39,7 +39,8 @@ def test_gate_and_up_apart_are_the_same_layer():
     x, w = torch.randn(5, 32), weights(bias=True)
     gate, up = w["weight_in"].chunk(2)
     bias_gate, bias_up = w["bias_in"].chunk(2)
-    apart = lz.mlp(x, gate, w["weight_down"], weight_up=up, bias_in=bias_gate, bias_up=bias_up, bias_down=w["bias_down"])
+    apart = lz.mlp(x, gate, w["weight_down"], weight_up=up, bias_in=bias_gate, bias_up=bias_up,
+                   bias_down=w["bias_down"])
     torch.testing.assert_close(apart, lz.mlp(x, **w))
 
 
@@ -93,7 +94,7 @@ def test_columns_of_a_linear_layer_side_by_side_are_the_whole():
     lambda w: column_shard(w, 0, 5), lambda w: column_shard(w, 0, 2, parts=5), lambda w: row_shard(w, 0, 3),
     lambda w: row_shard(w, 0, 2, unit=12), lambda w: row_shard(w, 2, 2), lambda w: column_shard(w, -1, 2)])
 def test_what_does_not_divide_is_refused(cut):
-    with pytest.raises(lz.InvalidCall, match="multiple|between"):
+    with pytest.raises(lz.InvalidCall, match=r"multiple|between"):
         cut(torch.randn(48, 32))
 
 

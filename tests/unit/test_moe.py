@@ -156,7 +156,8 @@ def test_gradients(backend):
 
 
 @pytest.mark.parametrize(("change", "name"), [
-    ({"topk_ids": None}, "topk_ids"), ({"topk_weights": None}, "topk_weights"), ({"logits": torch.ones(3, 4)}, "logits"),
+    ({"topk_ids": None}, "topk_ids"), ({"topk_weights": None}, "topk_weights"),
+    ({"logits": torch.ones(3, 4)}, "logits"),
     ({"topk_ids": torch.ones(3, 2)}, "topk_ids"), ({"topk_ids": torch.ones(2, 2, dtype=torch.int64)}, "topk_ids"),
     ({"topk_ids": None, "topk_weights": None, "logits": torch.ones(3, 4), "top_k": 5}, "top_k"),
     ({"topk_ids": None, "topk_weights": None, "logits": torch.ones(3, 4)}, "top_k"),

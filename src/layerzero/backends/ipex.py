@@ -1,7 +1,8 @@
 """Intel Extension for PyTorch, for linear layers on the CPU. 2.8 is its last release and works with torch 2.8 only.
 
-Importing it replaces some of torch's own kernels and autocast rules in the whole process. Its linear layer is
-oneDNN's with a weight arranged once, which later torch releases bring themselves (torch.linear_prepacked).
+Importing it replaces some of torch's own kernels and autocast rules in the whole process: copies of float8 tensors
+fail from then on. So it runs only where it is named or untested kernels are allowed. Its linear layer is oneDNN's with
+a weight arranged once, which torch can do itself (torch.linear_prepacked).
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def _linear() -> Callable[..., Any]:
 KERNELS = (
     Kernel("ipex.linear", linear, _linear, package="intel_extension_for_pytorch",
            distribution="intel-extension-for-pytorch", version=">=2.8,<2.9", torch=">=2.8,<2.9", prior=5.0,
-           overhead_us=8.0, differentiable=False, traceable=False,
+           overhead_us=8.0, differentiable=False, traceable=False, untested=True,
            workspace="itemsize * in_features * out_features",
            requires=(device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16", "float32"), plain_tensors(),
                      any_of(dtypes("bfloat16"), at_least("rows", 4)), at_least("in_features", 1, Code.EMPTY_INPUT),
-                     at_least("out_features", 1, Code.EMPTY_INPUT))),
+                     at_least("out_features", 1, Code.EMPTY_INPUT)),
+           note="its import breaks copies of float8 tensors in the whole process"),
 )

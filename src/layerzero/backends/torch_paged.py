@@ -436,16 +436,21 @@ NO_SOFTCAP = equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
 ON_HOST = "reads the lengths on the host"
 KEYS = "itemsize * seq_k * kv_heads * (head_dim + head_dim_v)"
 
+# In float32 on an H200 large logits cost up to 3.5 times the eager error: more than a kernel may.
+HALF_OFF_CPU = any_of(device("cpu"), dtypes("float16", "bfloat16"))
+
 KERNELS = (
     Kernel("torch.paged_gather", paged_attention, _gather, prior=2.5, overhead_us=25.0, baseline=True,
-           variants=("NHD",), graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", note=ON_HOST),
+           variants=("NHD",), graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU,),
+           note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0, variants=("NHD", "HND"),
            differentiable=False, graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", requires=(
                device("cpu"), dtypes(*FLOATS), SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query")),
            note=f"{ON_HOST}; reads neighbouring pages where they lie"),
     Kernel("torch.paged_padded", paged_attention, _padded, prior=2.0, overhead_us=40.0, variants=("NHD",),
            workspace=f"2 * batch * {KEYS}", requires=(
-               *DECODE, SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query"), any_of(off("return_lse"), device("cpu")),
+               *DECODE, HALF_OFF_CPU, SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query"),
+               any_of(off("return_lse"), device("cpu")),
                any_of(off("return_lse"), off("grad", Code.BACKWARD_UNSUPPORTED))),
            note="reads every table row to its full width; no length leaves the device"),
     Kernel("torch.mla_paged_matmul", mla_paged_attention, _mla_matmul, prior=1.3, overhead_us=25.0, baseline=True,
@@ -456,6 +461,6 @@ KERNELS = (
                device("cpu"), dtypes(*FLOATS), at_least("seq_q", 64, Code.SEQ_LEN_UNSUPPORTED)),
            note=f"{ON_HOST}; for a few queries the matrix products are quicker"),
     Kernel("torch.mla_paged_padded", mla_paged_attention, _mla_padded, prior=0.8, overhead_us=45.0,
-           workspace="2 * itemsize * batch * seq_k * head_dim", requires=DECODE,
+           workspace="2 * itemsize * batch * seq_k * head_dim", requires=(*DECODE, HALF_OFF_CPU),
            note="reads every table row to its full width; no length leaves the device"),
 )

@@ -1,7 +1,7 @@
 """Quantization, and linear layers with quantized weights, by torch.
 
 One thread of a CPU with AVX-512, a bf16 layer of 4096 x 4096: torch's int8 kernel beats dequantizing up to 16 rows,
-its int4 kernel up to 48; beyond that the weight is dequantized in slices that stay in the cache.
+its int4 kernel up to 32; beyond that the weight is dequantized in slices that stay in the cache.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ KERNELS = (
     Kernel("torch.int4_linear", quantized_linear, _int4_packed, prior=10.0, overhead_us=8.0, differentiable=False,
            traceable=False, workspace="4 * in_features * out_features",
            requires=(*WEIGHT_ONLY, *ON_CPU, one_of("format", "int4", code=Code.QUANT_FORMAT_UNSUPPORTED),
-                     equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH), dtypes("bfloat16"), at_most("rows", 48),
+                     equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH), dtypes("bfloat16"), at_most("rows", 32),
                      one_of("group_size", 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
                      multiple_of("in_features", 32), multiple_of("out_features", 16)),
            note="keeps a second copy of the weight, arranged for torch's int4 kernel"),

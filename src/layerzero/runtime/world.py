@@ -71,7 +71,8 @@ class World:
             leaves = [leaf for k in self.kernels(op.name) for leaf in leaves_of(k)]
             leaves += self.policy.leaves(op.name, op.fact_names)
             leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
-            found = self.memo["program", op.name] = compile_key(op, leaves)
+            found = self.memo["program", op.name] = compile_key(
+                op, leaves, [k.workspace for k in self.kernels(op.name)])
         return found  # type: ignore[no-any-return]
 
     def surroundings(self, kind: str, override: Override | None) -> Surroundings:
@@ -207,6 +208,7 @@ def consult(listener: Callable[[World], None]) -> None:
 
 
 def _announce(world: World) -> None:
+    events.log.setLevel(world.policy.setting("log_level").upper())
     for listener in _listeners:
         listener(world)
 

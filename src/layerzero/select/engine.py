@@ -250,9 +250,10 @@ def _tensor_bytes(op: Op, tensor: str, facts: Mapping[str, Any]) -> int:
 def _largest(op: Op, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of the largest call that shares this call's key: its memory must fit too."""
     top = dict(facts)
-    for dim in op.dims:
-        if dim not in op.exact and top[dim] is not None:
-            top[dim] = bucket_top(top[dim])
+    whole = [p.name for p in op.params if p.kind == "int"]
+    for name in (*op.dims, *whole):
+        if name not in op.exact and top[name] is not None and top[name] > 0:
+            top[name] = bucket_top(top[name])
     for name, text in op.derived.items():
         top[name] = None if any(top[n] is None for n in parse(text).names) else parse(text)(top)
     return top

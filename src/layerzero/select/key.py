@@ -49,10 +49,11 @@ class KeyProgram:
         return frozenset(f"{t}.{f.removesuffix(OFF_CPU)}" for t, f in self.tensor_facts)
 
 
-def compile_key(op: Op, leaves: Iterable[Rule]) -> KeyProgram:
+def compile_key(op: Op, leaves: Iterable[Rule], measured: Iterable[str] = ()) -> KeyProgram:
+    """`measured`: expressions that depend on sizes, such as workspaces; the numbers they read are bucketed too."""
     numbers = {p.name for p in op.params if p.kind in ("int", "float")}
     sized = {*op.dims, *op.derived, *numbers}
-    timing = {n for text in (op.flops, op.bytes) for n in parse(text).names}
+    timing = {n for text in (op.flops, op.bytes, *measured) for n in parse(text).names}
     tests: dict[str, set[tuple[str, float]]] = {name: set() for name in op.dims}
     tensor_facts: set[tuple[str, str]] = {(t, "dtype") for t in op.tensors}
     for leaf in (*leaves, *(leaf for rule in op.requires for leaf in rule.leaves())):

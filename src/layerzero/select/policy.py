@@ -54,9 +54,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: never"),
     "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is disabled"),
     "breaker_cooldown": Setting(float, 30.0, "seconds until a disabled kernel is tried again"),
-    "native": Setting(bool, True, "use the compiled call path where it is built"),
+    "native": Setting(bool, True, "use the compiled call path where it is built; read from the environment at import"),
     "log_level": Setting(str, "warning", f"how much is logged: {', '.join(LOG_LEVELS)}"),
-    "perfdb": Setting(str, "", "file of measurements; empty: the one in the cache folder"),
+    "perfdb": Setting(str, "", "where measurements are kept; empty: in the cache folder"),
     "policy_poll": Setting(float, 1.0, "seconds between looks at the policy file; 0: never"),
 })
 

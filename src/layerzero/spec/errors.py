@@ -83,10 +83,6 @@ class CausalAlignmentWarning(UserWarning):
     """is_causal with unequal lengths and no causal_align: torch's top-left is used."""
 
 
-class FallbackWarning(RuntimeWarning):
-    """A call was served by another kernel than the one chosen first."""
-
-
 def warn_caller(message: str, category: type[Warning]) -> None:
     """A warning that points at the line outside the library that made the call, however deep we are."""
     level, frame = 1, sys._getframe()

@@ -126,6 +126,7 @@ class Code(str, Enum):
         "name it with backend=, or set allow_jit: true")
     # software
     NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed")
+    NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet", "run: lz build")
     VERSION_CONFLICT = ("VERSION_CONFLICT", Category.SOFTWARE, "needs {want}, found {got}")
     ABI_MISMATCH = (
         "ABI_MISMATCH", Category.SOFTWARE, "was built for another torch or C++ runtime: {got}",

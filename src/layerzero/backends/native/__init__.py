@@ -136,7 +136,7 @@ def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhe
             *requires: Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "") -> Kernel:
     return Kernel(f"native.{name or op.name}", op, load, (*OURS, *requires), package="layerzero.backends.native",
                   distribution="layerzero", prior=prior, overhead_us=overhead_us, variants=variants,
-                  differentiable=False, traceable=False, note=note)
+                  differentiable=False, traceable=False, note=note, built=build.is_built)
 
 
 WEIGHT: tuple[Condition, ...] = (

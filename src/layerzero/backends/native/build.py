@@ -41,6 +41,15 @@ def library_path(environ: Mapping[str, str] | None = None) -> Path:
     return cache_dir(os.environ if environ is None else environ) / "native" / tag / "kernels.so"
 
 
+@lru_cache(maxsize=None)
+def is_built() -> bool:
+    """Asked once: what is built later serves from the next process on."""
+    try:
+        return library_path().exists()
+    except ConfigError:
+        return False
+
+
 def cache_dir(environ: Mapping[str, str]) -> Path:
     """The folder that runtime/config.py names too; a test keeps the two alike."""
     text = environ.get("LAYERZERO_CACHE_DIR", "").strip()

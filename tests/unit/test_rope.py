@@ -13,6 +13,7 @@ import layerzero as lz
 from layerzero.ops.rope_formulas import detect_style, rotate
 from layerzero.runtime import world as worlds
 from layerzero.runtime.positions import rope_tables, xpos_tables
+from layerzero.select.policy import Layer
 from layerzero.verify.contract import check_case
 
 ROPE = lz.op("rope")
@@ -190,8 +191,9 @@ def test_gradients_in_float32_are_those_of_the_plain_formula(style):
 
 def test_which_kernel():
     q, k, (cos, sin) = rand(2, 8, 512, 64), rand(2, 8, 512, 64), tables(512, 64)
-    assert lz.which("rope", q, k, cos, sin, style="interleaved") == "torch.rope_complex"
-    assert lz.which("rope", q, k, cos, sin, style="rotate_half") == "torch.rope_buffered"
+    torch_only = Layer("call", {}, (lz.PolicyRule.of("deny", "native.*"),))
+    assert lz.which("rope", q, k, cos, sin, style="interleaved", policy=torch_only) == "torch.rope_complex"
+    assert lz.which("rope", q, k, cos, sin, style="rotate_half", policy=torch_only) == "torch.rope_buffered"
     assert lz.which("rope", q.requires_grad_(), k, cos, sin, style="rotate_half") == "torch.rope"
     (reason,) = lz.validate("rope", "torch.rope_complex", q, k, cos, sin, style="rotate_half")
     assert reason.code is lz.Code.ROPE_STYLE_UNSUPPORTED and reason.got == "rotate_half"

@@ -185,7 +185,7 @@ def _scalar_checks(op: Op) -> list[str]:
 def _strides(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
     """_z_<first tensor>: the strides of several tensors in one value, True when all of them are contiguous."""
     strided = [n for n in names if wanted.get(n, set()) & {"contiguous", "stride_last"}]
-    lines = [f"if {n}.layout is not STRIDED: break" for n in names if n not in strided]
+    lines = [f"if {n}.layout is not STRIDED: break" for n in names]      # mkldnn's says that it is contiguous
     if strided:                                 # of a sparse tensor STRIDE_LAST says that it is not plain
         every = " and ".join(f"{n}.is_contiguous()" for n in strided)
         one_by_one = ", ".join(f"{n}.is_contiguous() or STRIDE_LAST({n})" for n in strided)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ..ops.add_rms_norm import OP as add_rms_norm
 from ..ops.formulas import FLOATS
+from ..ops.group_norm import OP as group_norm
 from ..ops.layer_norm import OP as layer_norm
 from ..ops.rms_norm import OP as rms_norm
-from ..spec.kernel import Kernel
+from ..spec.kernel import Direct, Kernel, direct
 from ..spec.reason import Code
-from ..spec.rules import Condition, When, any_of, device, equals, one_of, when
+from ..spec.rules import Condition, When, any_of, contiguous, device, differs, dtypes, equals, one_of, present, when
 
 # Each dtype by name, since a rule compares a fact with constants, not with another fact.
 WEIGHT_LIKE_INPUT: tuple[Condition, ...] = tuple(
@@ -57,6 +58,10 @@ def _layer_norm() -> Callable[..., Any]:
     return run
 
 
+def _group_norm() -> Direct:
+    return direct(torch.group_norm, "x", "groups", "weight", "bias", "eps")
+
+
 def _parameters(dtype: str) -> tuple[Condition, ...]:
     """torch takes weight and bias like the input; for a half type on the CPU also both in float32."""
     wide = ("float32",) if dtype in ("float16", "bfloat16") else ()
@@ -75,6 +80,8 @@ def _parameters(dtype: str) -> tuple[Condition, ...]:
     return tuple(rules)
 
 
+LIKE_INPUT = tuple(rule for dtype in FLOATS for rule in _parameters(dtype))
+
 KERNELS = (
     Kernel("torch.rms_norm", rms_norm, _rms_norm, prior=2.0, overhead_us=3.0, baseline=True,
            note="composed of several kernels on the CPU, and wherever weight and input differ in dtype"),
@@ -82,5 +89,13 @@ KERNELS = (
            requires=(device("cuda"), equals("offset", 0.0), *WEIGHT_LIKE_INPUT)),
     Kernel("torch.add_rms_norm", add_rms_norm, _add_rms_norm, prior=1.8, overhead_us=4.0, baseline=True),
     Kernel("torch.layer_norm", layer_norm, _layer_norm, prior=6.0, overhead_us=2.0, baseline=True,
-           requires=tuple(rule for dtype in FLOATS for rule in _parameters(dtype))),
+           requires=LIKE_INPUT),
+    # Fed contiguous images only: on a GPU it copies others anyway, and on the CPU its own way through channels-last
+    # ones subtracts squared means, which loses the variance where the mean is large.
+    Kernel("torch.group_norm", group_norm, _group_norm, prior=6.0, overhead_us=3.0, baseline=True,
+           requires=(contiguous("x"), *LIKE_INPUT,
+                     # On an H200 the half types lose four times the eager error where the mean is large.
+                     any_of(device("cpu"), dtypes("float32", "float64")),
+                     # Its backward of a bias without a weight ends in an error.
+                     any_of(present("weight.dtype"), differs("bias.requires_grad", True, Code.BACKWARD_UNSUPPORTED)))),
 )

@@ -145,7 +145,7 @@ def test_a_measurement_turns_the_choice_from_the_next_call_on(call):
     x = rows()
     call(x)
     facts = lz.explain("rms_norm", x).facts
-    bucket, here = bucket_of(RMS_NORM, facts), worlds.current().device("cpu").signature
+    bucket, here = bucket_of(RMS_NORM, facts), worlds.current().place("cpu")
     found = [Measurement(f.id, "rms_norm", bucket, here, us) for f, us in ((slow, 50.0), (fast, 5.0))]
     worlds.publish(lambda w: w.but(perf=w.perf.including(found)), "measured")
     call(x)

@@ -13,7 +13,7 @@ import torch
 import layerzero as lz
 from layerzero.cli import main
 from layerzero.cli.arguments import parse_call
-from layerzero.cli.timing import Ratio, Timings, in_turns
+from layerzero.tune.harness import Ratio, Timings, in_turns
 
 DECODE = ("q=1x8x1x64", "k=1x2x256x64", "v=1x2x256x64")
 CPU = ("--device", "cpu")

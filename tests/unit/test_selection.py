@@ -60,7 +60,7 @@ def facts(**kwargs):
 
 def decide(kernels, on=HOPPER, given=None, thorough=True, op=ATTENTION, **around):
     around.setdefault("policy", policy())
-    scene = Surroundings(device=on.facts(), device_signature=on.signature, rates=rates_of(on.type), **around)
+    scene = Surroundings(device=on.facts(), place=on.signature, rates=rates_of(on.type), **around)
     known = {**(given or facts(dtype=torch.float16)), **on.facts()}
     return select(op, roster(kernels, scene), known, scene, thorough)
 

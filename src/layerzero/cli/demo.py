@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..runtime import inspection
 from ..spec.plan import Plan
+from ..tune.harness import Timings, in_turns
 from . import show
 from .block import EPS, SIZES, STEPS, STYLE_NOTES, STYLES, Block, Operations, Recorder, Sizes, Step
-from .timing import Timings, in_turns
 
 DTYPES = ("float32", "bfloat16")
 TIMES_TORCH = 2.0                              # how much larger than torch's our error may be

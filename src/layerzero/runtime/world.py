@@ -16,7 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..perf.record import PerfView
+import torch
+
+from ..perf.record import PerfView, place_of
 from ..select.engine import Roster, Surroundings, roster, select
 from ..select.key import OFF_CPU, KeyProgram, compile_key
 from ..select.policy import Layer, Policy
@@ -65,6 +67,10 @@ class World:
             return self.devices[kind]
         return hardware.probe(kind if kind in hardware.KINDS else "cpu", index)
 
+    def place(self, kind: str) -> str:
+        """Where measurements must have been made to count here."""
+        return place_of(self.device(kind), torch.get_num_threads() if kind == "cpu" else 0)
+
     def program(self, op: Op) -> KeyProgram:
         found = self.memo.get(("program", op.name))
         if found is None:
@@ -88,8 +94,10 @@ class World:
                 for old in [k for k in list(self.memo) if k[0] == "around"]:
                     self.memo.pop(old, None)
             blocked = {k: r for k, h in self.health.items() if (r := h.blocks) is not None}
+            place = self.place(kind)
+            rates = self.perf.rates.get(place) or rates_of(kind)
             found = self.memo[key] = Surroundings(
-                policy, {**device.facts(), "device": kind}, device.signature, rates_of(kind), self.perf,
+                policy, {**device.facts(), "device": kind}, place, rates, self.perf,
                 self.availability(), blocked, self.warmed, self.certified, lambda: headroom(kind, policy))
         return found  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..perf.record import PerfView, bucket_of
+from ..perf.record import PerfView, Rates, kind_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.kernel import Kernel
@@ -17,7 +17,7 @@ from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from .policy import Policy
 from .predicates import Verdicts, compile_verdicts
-from .score import Rates, calibration, guess_us, roofline_us, score
+from .score import Found, calibration, guess_us, roofline_us, score
 
 SMALL_WORKSPACE = 1 << 24      # up to this the live headroom is not asked: finding it out would cost more
 
@@ -28,7 +28,7 @@ class Surroundings:
 
     policy: Policy
     device: Mapping[str, Any]                  # the device's facts
-    device_signature: str
+    place: str                                 # the device's signature and threads: where measurements must be from
     rates: Rates
     perf: PerfView = field(default_factory=PerfView)
     availability: Mapping[str, Reason] = field(default_factory=dict)   # kernel -> why it cannot be loaded
@@ -266,12 +266,15 @@ def _rank(op: Op, fit: Sequence[tuple[Kernel, tuple[Transform, ...], int]], fact
     rates = around.rates
     roofline = roofline_us(op, facts, rates)
     guesses = {k.id: guess_us(k, roofline) for k, _, _ in fit}
-    measured = {}
-    if len(around.perf):
-        bucket = bucket_of(op, facts)
+    measured: dict[str, Found] = {}
+    perf = around.perf
+    if len(perf):
+        kind = kind_of(op, facts)
         for kernel, _, _ in fit:
-            if (m := around.perf.get(kernel.id, bucket, around.device_signature)) is not None:
-                measured[kernel.id] = m
+            found = (perf.get(kernel.id, kind.bucket, around.place)
+                     or perf.estimate(kernel.id, kind, around.place, rates, roofline))
+            if found is not None:
+                measured[kernel.id] = found
     scale = calibration(guesses, measured) if measured else 1.0
     reuse = around.policy.settings["size_reuse"]
     steps = []

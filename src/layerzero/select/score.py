@@ -3,30 +3,23 @@
 The guess is the roofline time of the op, slowed by how far the eager formula usually stays behind
 it, sped up by the kernel's prior. Where some candidates were measured, the guesses of the others are
 scaled by how far the guess was off for the measured ones; a noisy measurement is mixed with the guess.
+A kind of call that was not measured is judged by its neighbours (perf/record.py), which counts less
+the farther they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ..perf.record import Measurement
+from ..perf.record import Estimate, Measurement, Rates
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import Score, Transform
 
 EAGER_OVER_ROOFLINE = 8.0
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the device can do at best: per microsecond. Measured by tuning; until then, round figures."""
-
-    flops_per_us: float
-    bytes_per_us: float
 
 
 DEFAULT_RATES: Mapping[str, Rates] = {
@@ -39,26 +32,36 @@ def rates_of(device: str) -> Rates:
 
 
 def roofline_us(op: Op, facts: Mapping[str, Any], rates: Rates) -> float:
-    return max(parse(op.flops)(facts) / rates.flops_per_us, parse(op.bytes)(facts) / rates.bytes_per_us, 1e-3)
+    return rates.roofline_us(parse(op.flops)(facts), parse(op.bytes)(facts))
 
 
 def guess_us(kernel: Kernel, roofline: float) -> float:
     return kernel.overhead_us + EAGER_OVER_ROOFLINE * roofline / kernel.prior
 
 
-def calibration(guesses: Mapping[str, float], measured: Mapping[str, Measurement]) -> float:
+Found = Measurement | Estimate
+
+
+def expected_us(found: Found) -> float:
+    return found.median_us if isinstance(found, Measurement) else found.us
+
+
+def calibration(guesses: Mapping[str, float], found: Mapping[str, Found]) -> float:
     """The geometric mean of measured over guessed, for those that were measured."""
-    ratios = [math.log(m.median_us / guesses[k]) for k, m in measured.items() if guesses[k] > 0 and m.median_us > 0]
+    ratios = [math.log(us / guesses[k]) for k, m in found.items() if guesses[k] > 0 and (us := expected_us(m)) > 0]
     return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
 
 
-def score(guess: float, measurement: Measurement | None, transforms: tuple[Transform, ...], boost: float,
+def score(guess: float, found: Found | None, transforms: tuple[Transform, ...], boost: float,
           rates: Rates, setup_us: float = 0.0) -> Score:
     transform_us = sum(2.0 * t.bytes for t in transforms) / rates.bytes_per_us if transforms else 0.0
     beside = transform_us + setup_us
-    if measurement is None:
+    if found is None:
         return Score((guess + beside) / boost, guess, transform_us, setup_us, boost)
-    trust = measurement.trust
-    kernel_us = trust * measurement.median_us + (1.0 - trust) * guess
-    return Score((kernel_us + beside) / boost, kernel_us, transform_us, setup_us, boost, "measured",
-                 measurement.samples, measurement.spread)
+    trust = found.trust
+    kernel_us = trust * expected_us(found) + (1.0 - trust) * guess
+    if isinstance(found, Measurement):
+        return Score((kernel_us + beside) / boost, kernel_us, transform_us, setup_us, boost, "measured",
+                     found.samples, found.spread)
+    return Score((kernel_us + beside) / boost, kernel_us, transform_us, setup_us, boost, "interpolated",
+                 found.samples, 0.0, found.distance)

@@ -31,9 +31,10 @@ class Score(NamedTuple):
     transform_us: float = 0.0
     setup_us: float = 0.0                      # share of what the kernel pays once per new size
     boost: float = 1.0
-    source: str = "prior"                      # measured | prior
+    source: str = "prior"                      # measured | interpolated | prior
     samples: int = 0
     spread: float = 0.0                        # relative spread of the measurement
+    distance: float = 0.0                      # of an interpolated one: octaves to the nearest measurement
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict()

@@ -1,0 +1,59 @@
+"""A decoder layer planned whole against the same layer chosen op by op: expected and measured.
+
+    python benchmarks/planner.py [--threads 1] [--seconds 2] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from layerzero.plan.block import plan_block
+from layerzero.plan.decoder import decoder_block, decoder_values
+from layerzero.tune.harness import in_turns
+
+MODELS = {                                     # heads, kv_heads, head_dim, hidden, ffn
+    "smollm2-135m": (9, 3, 64, 576, 1536), "qwen3-0.6b": (16, 8, 128, 1024, 3072),
+    "llama-3.2-1b": (32, 8, 64, 2048, 8192)}
+STEPS = {"prefill 128": (128, 0), "prefill 512": (512, 0), "decode at 1024": (1, 1023)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = Table("model", "step", "dtype", "greedy us", "plan us", "gain", "copies greedy/plan us", "fused")
+    rows = []
+    for model, (heads, kv, dim, hidden, ffn) in MODELS.items():
+        for step, (seq, past) in STEPS.items():
+            for dtype in (torch.float32, torch.bfloat16):
+                values = decoder_values(heads, kv, dim, hidden, ffn, seq=seq, past=past, dtype=dtype, device=device)
+                block = decoder_block(heads, kv, dim, cached=past > 0)
+                greedy, plan = (plan_block(block, values, greedy=g) for g in (True, False))
+                with torch.no_grad():
+                    times = in_turns({"greedy": lambda p=greedy, v=values: p(**v),
+                                      "plan": lambda p=plan, v=values: p(**v)}, args.seconds, device)
+                gain = times.gain(over="greedy", of="plan")
+                rows.append({"model": model, "step": step, "dtype": str(dtype), "greedy_us": times.median("greedy"),
+                             "plan_us": times.median("plan"), "gain": gain.to_json(), "greedy": greedy.to_json(),
+                             "plan": plan.to_json()})
+                table.add_row(model, step, str(dtype)[6:], f"{times.median('greedy'):.0f}",
+                              f"{times.median('plan'):.0f}", str(gain),
+                              f"{greedy.transform_cost_total:.1f} / {plan.transform_cost_total:.1f}",
+                              ", ".join(plan.fused_ops))
+    Console(width=140).print(table)
+    if args.json:
+        args.json.write_text(json.dumps({"threads": args.threads, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

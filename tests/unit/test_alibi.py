@@ -64,6 +64,18 @@ def test_after_a_causal_softmax_it_is_blooms():
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
 
 
+@pytest.mark.parametrize("heads", [1, 8, 12, 71])
+def test_the_bias_of_a_number_of_heads(heads):
+    for dtype in (torch.float32, torch.bfloat16):
+        got = lz.alibi_bias(heads, 3, 9, causal_align="bottom_right", is_causal=True, dtype=dtype)
+        want = lz.alibi(alibi_slopes(heads, dtype=dtype), 3, 9, causal_align="bottom_right", is_causal=True)
+        assert torch.equal(got, want) and got.shape == (heads, 3, 9) and got.dtype == dtype
+    with pytest.raises(lz.InvalidCall, match="heads must be an int >= 1"):
+        lz.alibi_bias(0, 3, 3)
+    with pytest.raises(lz.InvalidCall, match="seq_q must be >= 0"):
+        lz.alibi_bias(2, -3, 3)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_of_learned_slopes(kernel):
     slopes = alibi_slopes(3).double().requires_grad_()
@@ -99,3 +111,9 @@ def test_unequal_lengths_without_an_alignment_warn():
 def test_compiled():
     compiled = torch.compile(lambda s: lz.alibi(s, 5, 5, is_causal=True), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(alibi_slopes(4)), lz.alibi(alibi_slopes(4), 5, 5, is_causal=True))
+
+
+def test_a_number_of_heads_compiled():
+    compiled = torch.compile(lambda x: x + lz.alibi_bias(6, 5, 5, is_causal=True), fullgraph=True, backend="aot_eager")
+    scores = torch.randn(6, 5, 5, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(compiled(scores), scores + lz.alibi_bias(6, 5, 5, is_causal=True))

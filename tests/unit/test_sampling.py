@@ -86,8 +86,8 @@ def test_the_tensor_generator_is_the_plain_one() -> None:
     small = random_numbers(5, 3, device, None, 42, None, 7, None)          # small ones are made in Python
     large = random_numbers(500, 3, device, None, 42, None, 7, None)
     assert torch.equal(small, large[:5])
-    by_row = random_numbers(1, 3, device, None, None, torch.tensor([42]), 7 + 4, None)
-    assert torch.equal(by_row, large[4:5])
+    by_row = random_numbers(1, 3, device, None, None, torch.tensor([42]), 7, None)
+    assert torch.equal(by_row, large[:1])
 
 
 def test_random_numbers_are_uniform_and_unrelated() -> None:
@@ -243,10 +243,11 @@ def test_a_row_draws_as_its_scalars_would() -> None:
     logits = wide_rows(2.0, False)
     rows = {"temperature": torch.tensor([0.5, 0.0, 1.5, 1.0]).repeat(12),
             "top_p": torch.tensor([0.9, 0.5]).repeat(24), "min_p": torch.tensor([0.0, 0.02, 0.0, 0.0]).repeat(12)}
-    together = lz.sample(logits, seed=9, **{f"{name}_rows": v for name, v in rows.items()})
+    seeds = torch.arange(len(logits)) + 9
+    together = lz.sample(logits, seed_rows=seeds, **{f"{name}_rows": v for name, v in rows.items()})
     for i in range(len(logits)):
         own = {name: round(float(v[i]), 6) for name, v in rows.items()}
-        assert lz.sample(logits[i:i + 1], seed=9, offset=i, **own).item() == together[i].item()
+        assert lz.sample(logits[i:i + 1], seed=9 + i, **own).item() == together[i].item()
 
 
 def test_values_out_of_range_in_rows_mean_off_or_greedy() -> None:
@@ -268,8 +269,29 @@ def test_a_seed_gives_the_same_tokens_in_any_split_of_the_batch(given: dict[str,
     assert torch.equal(whole, lz.sample(logits, seed=77, **given))
     assert not torch.equal(whole, lz.sample(logits, seed=78, **given))
     for size in (1, 7, 20):
-        parts = [lz.sample(logits[i:i + size], seed=77, offset=i, **given) for i in range(0, len(logits), size)]
-        assert torch.equal(torch.cat(parts), whole)
+        seeds = torch.arange(len(logits))
+        apart = [lz.sample(logits[i:i + size], seed_rows=seeds[i:i + size], **given) for i in range(0, len(logits), size)]
+        assert torch.equal(torch.cat(apart), lz.sample(logits, seed_rows=seeds, **given))
+
+
+def test_no_row_draws_at_one_step_what_another_draws_at_a_later_one() -> None:
+    """Rows and steps are told apart: with `offset` as the step, every number of a generation is a new one."""
+    rows, steps = 8, 40
+    drawn = torch.cat([random_numbers(rows, 2, torch.device("cpu"), None, 5, None, step, None).flatten()
+                       for step in range(steps)])
+    assert drawn.unique().numel() == rows * steps * 2
+    wide = torch.cat([random_numbers(64, 1, torch.device("cpu"), None, 5, None, step, None) for step in range(200)], 1)
+    for lag in range(1, 4):                    # nor are neighbours alike
+        pair = torch.stack((wide[:-1, lag:].flatten(), wide[1:, :-lag].flatten()))
+        assert abs(torch.corrcoef(pair)[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_a_seed_for_all_is_the_seed_of_the_first_row(batch: int) -> None:
+    device = torch.device("cpu")
+    one = random_numbers(batch, 2, device, None, 11, None, 6, None)
+    of_its_own = random_numbers(batch, 2, device, None, None, torch.full((batch,), 11), 6, None)
+    assert torch.equal(one[0], of_its_own[0]) and one.unique().numel() == batch * 2
 
 
 def test_a_seed_of_its_own_makes_a_row_independent_of_its_place() -> None:

@@ -183,7 +183,7 @@ def test_every_field_of_an_op_travels():
     full = small_op(
         family="attention", derived={"head_dim": "width", "seq_q": "rows", "seq_k": "rows"}, exact=("width",), main="x",
         requires=(at_most("width", 64),), differentiable=("x",), autocast="lower", canonical=read, extra_check=read,
-        outputs="Tensor[]", same_dtype=("x", "weight"), dtypes=("float64",), read=read, reads=("length",))
+        adapt=read, outputs="Tensor[]", same_dtype=("x", "weight"), dtypes=("float64",), read=read, reads=("length",))
     back = Op.from_json(through_json(full.to_json()))
     for name in Op.__dataclass_fields__:
         assert getattr(back, name) == getattr(full, name), name
@@ -298,8 +298,8 @@ def test_what_a_kernel_takes_must_be_what_the_op_has():
 
 # plans
 
-scores = st.builds(Score, *[st.floats(0, 1e9)] * 5, st.sampled_from(["prior", "measured"]), st.integers(0, 99),
-                   st.floats(0, 2))
+scores = st.builds(Score, *[st.floats(0, 1e9)] * 5, st.sampled_from(["prior", "measured", "interpolated"]),
+                   st.integers(0, 99), st.floats(0, 2), st.floats(0, 9))
 transforms = st.builds(Transform, st.sampled_from(["contiguous", "cast", "layout"]), st.text(max_size=6),
                        st.integers(0))
 reasons = st.builds(Reason, st.sampled_from(Code), scalars, st.lists(scalars, max_size=3).map(tuple),

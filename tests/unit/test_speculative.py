@@ -158,9 +158,11 @@ def test_a_seed_repeats_and_a_batch_may_be_split() -> None:
     again = speculative.verify(tokens, q, p, seed=9)
     assert all(torch.equal(a, b) for a, b in zip(whole, again))
     assert not torch.equal(whole.counts, speculative.verify(tokens, q, p, seed=10).counts)
-    parts = [speculative.verify(tokens[i:i + 5], q[i:i + 5], p[i:i + 5], seed=9, offset=i) for i in range(0, 64, 5)]
-    assert all(torch.equal(torch.cat(pieces), w) for pieces, w in zip(zip(*parts), whole))
     seeds = torch.arange(64)
+    parts = [speculative.verify(*(t[i:i + 5] for t in (tokens, q, p)), seed_rows=seeds[i:i + 5])
+             for i in range(0, 64, 5)]
+    whole = speculative.verify(tokens, q, p, seed_rows=seeds)
+    assert all(torch.equal(torch.cat(pieces), w) for pieces, w in zip(zip(*parts), whole))
     alone = speculative.verify(tokens[7:8], q[7:8], p[7:8], seed_rows=seeds[7:8])
     assert torch.equal(alone.tokens, speculative.verify(tokens, q, p, seed_rows=seeds).tokens[7:8])
 

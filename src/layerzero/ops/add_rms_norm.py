@@ -54,5 +54,5 @@ OP = Op(
     requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
               at_least("hidden", 1), at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE)),
     flops="5 * rows * hidden", bytes="4 * itemsize * rows * hidden", differentiable=("x", "residual", "weight"),
-    outputs="Tensor[]",
+    outputs="Tensor[]", autocast="promote",
 )

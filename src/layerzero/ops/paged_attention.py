@@ -7,7 +7,8 @@ its keys, those of its own queries included: the last query sits at the last key
 from there. A slot beyond context_lens may hold anything, NaN too, and is never read; nor is a table entry beyond it.
 
 A cache in another dtype than the query's (float8, int8, another float) needs `key_scale` and `value_scale`, one number
-or one per KV head: a key is the stored value times its scale. A scale of 1.0 asks for a plain cast.
+or one per KV head: a key is the stored value times its scale. A scale of 1.0 asks for a plain cast; the setting
+allow_adaptation lets lz ask for it where another float has no scale.
 A query row that may see no key gives zeros, and -inf as its log-sum-exp.
 """
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Op, Redirect, Tolerance
+from ..spec.op import Adaptation, Op, Redirect, Tolerance
+from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Condition, any_of, at_least, dtypes, equals, one_of, present, when
 from .formulas import FLOATS, attend
@@ -169,6 +171,24 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
     return None
 
 
+def adapt(values: dict[str, Any]) -> Adaptation | None:
+    """A cache of another float, read through a scale of 1: what is cast are the pages of the table, not the pool.
+
+    What a quantized cache holds means nothing without its own scales.
+    """
+    query, changed, casts = values["query"], dict(values), []
+    for name in ("key", "value"):
+        cache = values[f"{name}_cache"]
+        if cache.dtype == query.dtype or values[f"{name}_scale"] is not None:
+            continue
+        if str(cache.dtype).removeprefix("torch.") not in FLOATS:
+            return None
+        changed[f"{name}_scale"] = torch.ones((), device=cache.device)
+        elements = values["block_table"].numel() * math.prod(cache.shape[1:])
+        casts.append(Transform("cast", f"{name}_cache", elements * query.dtype.itemsize))
+    return Adaptation(changed, tuple(casts)) if casts else None
+
+
 def _stored_as(cache: str, scale: str) -> tuple[Condition, ...]:
     """Without a scale the cache has the query's dtype. By name, since a rule compares a fact with constants."""
     return (one_of(f"{cache}.dtype", *STORED, code=Code.KV_CACHE_DTYPE_MISMATCH),
@@ -203,5 +223,5 @@ OP = Op(
     flops="2 * tokens * heads * seq_k * (head_dim + head_dim_v)",
     bytes="itemsize * (head_dim + head_dim_v) * (tokens * heads + batch * kv_heads * seq_k)",
     differentiable=("query", "key_cache", "value_cache"), canonical=canonical, extra_check=extra_check,
-    outputs="Tensor[]",
+    adapt=adapt, outputs="Tensor[]",
 )

@@ -4,8 +4,8 @@
   fewest whose mass reaches p of what top-k left; min_p those at least min_p times as likely as the likeliest.
   The likeliest token always stays, so top_p = 0 and temperature = 0 are greedy.
 - The draw is a function of one random number per row, the same for every kernel: see sampling_formulas. It comes
-  from `uniforms`, else `seed_rows`, else `seed`, else `generator`, else torch's default generator. Row i of a batch
-  draws as the same row alone with offset=i.
+  from `uniforms`, else `seed_rows`, else `seed`, else `generator`, else torch's default generator. `offset` is the
+  step of a generation. With seed_rows a row draws as it would alone, wherever in the batch it stands.
 - What is named `*_rows` holds one value for each row and takes the place of the one for all. There a temperature
   <= 0 is greedy, a top_k <= 0 and a min_p <= 0 are off.
 - `history` (batch, seen) holds the token ids so far, padded with -1; `token_counts` (batch, vocab) how often each was

@@ -3,11 +3,12 @@
 Random numbers are part of the contract, so that every kernel draws the same token from the same seed.
 Draw j of row r is one float64 in [0, 1), made by SplitMix64 from a counter:
 
-    state = mix(seed) + (offset + r + 1) * GOLDEN + j * STRIDE   (mod 2^64)
+    state = mix(mix(seed) + offset * GOLDEN) + (r + 1) * GOLDEN + j * STRIDE   (mod 2^64)
     u = (mix(state) >> 11) * 2^-53
 
-With a seed for each row (`seed_rows`) the row's number is left out: its stream then does not depend on
-where in the batch it stands. A token is drawn by the inverse of the cumulative distribution, in the order
+`offset` is the step of a generation: each has a stream of its own, so no row meets another's numbers at a
+later step. With a seed for each row (`seed_rows`) r is 0: its stream does not depend on where in the batch it
+stands. A token is drawn by the inverse of the cumulative distribution, in the order
 of token ids: the first token whose cumulative weight, summed in float64, exceeds u times the total.
 """
 
@@ -61,9 +62,9 @@ def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tenso
     if seed is None and seed_rows is None:
         return torch.rand((batch, draws), generator=generator, device=device, dtype=wide)
     if seed_rows is not None:
-        start = mix(seed_rows.to(torch.int64)) + signed((offset + 1) * GOLDEN)
+        start = mix(mix(seed_rows.to(torch.int64)) + signed(offset * GOLDEN)) + signed(GOLDEN)
     else:
-        first = mix_int(int(seed or 0)) + (offset + 1) * GOLDEN
+        first = mix_int(mix_int(int(seed or 0)) + offset * GOLDEN) + GOLDEN
         if device.type == "cpu" and batch * draws <= 16:       # sooner done than torch's dozen of calls
             numbers = [[(mix_int(first + r * GOLDEN + j * STRIDE) >> 11) * 2.0 ** -53 for j in range(draws)]
                        for r in range(batch)]

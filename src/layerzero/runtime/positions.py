@@ -7,15 +7,17 @@ positions beyond the trained length are squeezed in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..ops import rope_formulas as formulas
+from ..ops.alibi import OP as _alibi
 from ..ops.alibi import slopes_of
 from ..spec.errors import InvalidCall
 from ..spec.reason import Code, Reason
+from .dispatch import function
 
 # What each kind cannot do without, and what it also takes.
 _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -80,6 +82,18 @@ def alibi_slopes(heads: int, *, dtype: torch.dtype = torch.float32, device: torc
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise _wrong("alibi_slopes", "heads", "an int >= 1", heads)
     return torch.tensor(slopes_of(heads), dtype=torch.float32).to(device=device, dtype=dtype)
+
+
+def alibi_bias(
+    num_heads: int, seq_q: int, seq_k: int, *, causal_align: Literal["top_left", "bottom_right"] | None = None,
+    is_causal: bool = False, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """lz.alibi with the paper's slopes for so many heads: the bias (num_heads, seq_q, seq_k)."""
+    slopes = alibi_slopes(num_heads, dtype=dtype, device=device)
+    bias: Tensor = function(_alibi)(slopes, seq_q, seq_k, causal_align=causal_align, is_causal=is_causal,
+                                    backend=backend)
+    return bias
 
 
 def _frequencies(kind: str, head_dim: int, dim: int, base: float, given: Mapping[str, Any], max_positions: int,

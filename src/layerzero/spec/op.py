@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType, NoneType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .errors import SpecError
 from .expr import parse
+from .plan import Transform
 from .rules import Condition, condition_from_json
 
 DEVICE_FACTS = frozenset({
@@ -79,6 +80,13 @@ class Redirect:
     restore: Callable[[Any], Any]
 
 
+class Adaptation(NamedTuple):
+    """A call whose dtypes did not fit, changed so that they do, and what is cast for that."""
+
+    values: dict[str, Any]
+    casts: tuple[Transform, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """One operation. See docs/adding-an-op.md for a walk through every field."""
@@ -101,9 +109,10 @@ class Op:
     flops: str = "0"
     bytes: str = "0"
     differentiable: tuple[str, ...] = ()
-    autocast: str = ""                         # "lower": cast to the autocast dtype, as torch does for this op
+    autocast: str = ""                         # "lower": cast to autocast's dtype; "promote": to the widest of the inputs'
     canonical: Callable[[dict[str, Any]], Redirect | None] | None = None   # rewrites unusual calls (3-D, nested)
     extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None  # what rules cannot say
+    adapt: Callable[[dict[str, Any]], Adaptation | None] | None = None     # a KV cache of another dtype, made to fit
     outputs: str = "Tensor"                    # Tensor, or Tensor[] for several or where the count depends on the call
     read: Callable[[dict[str, Any]], dict[str, Any]] | None = None   # facts of an op whose arguments are not tensors
     reads: tuple[str, ...] = ()                # the names of those facts
@@ -216,7 +225,7 @@ class Op:
         return cls(**fields)
 
 
-_CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check", "read")
+_CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check", "adapt", "read")
 
 
 def _plain(value: Any) -> Any:

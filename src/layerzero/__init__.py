@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from .ops import CATALOG as _OPS
@@ -43,28 +44,47 @@ if TYPE_CHECKING:
     from .ops.layer_norm import reference as layer_norm
     from .ops.rms_norm import reference as rms_norm
     from .ops.varlen_attention import reference as varlen_attention
+    from .plan.bake import bind, dry_run
+    from .plan.bake import compile_model as compile
+    from .plan.block import plan_block
+    from .plan.force import use_table
+    from .plan.solver import solve
     from .runtime.capabilities import use as use_capabilities
     from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
+    from .runtime.readiness import readiness_check
+    from .runtime.recording import recording
     from .runtime.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
+    from .spec.call import Call
+    from .tune.regret import replay as regret
+    from .tune.workload import calls_for
 
 __version__ = "0.1.0"
 
-# Loaded when first asked for, so that importing the library stays cheap.
-_LATER = {
-    **{name: ("inspection", name) for name in
-       ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which")},
-    "use_capabilities": ("capabilities", "use"),
-    **{name: ("positions", name) for name in ("alibi_slopes", "rope_tables", "xpos_tables")},
-    **{name: ("sampling", name) for name in ("sample_topk", "sample_topp", "sample_minp")},
-    **{name: ("quantization", name) for name in ("choose_format", "column_shard", "quantized_shard", "row_shard")},
-    **{name: ("packing", name) for name in ("forget_packed", "limit_packed", "packed_weights")},
-    "kv_cache": ("kv_cache", "kv_cache"),
-    **{name: ("kv_cache", name) for name in ("CacheFull", "page_table_from_csr")},
-    **{name: ("tokenizers", name) for name in ("load_tokenizer", "prefix_memories", "forget_prefixes")},
-    **{name: ("settings", name) for name in
-       ("configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock")},
-}
-
+# Loaded when first asked for, so that importing the library stays cheap: name -> where it is.
+_LATER = {name: module for module, names in {
+    "runtime.inspection": ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which"),
+    "runtime.positions": ("alibi_bias", "alibi_slopes", "rope_tables", "xpos_tables"),
+    "runtime.sampling": ("sample_topk", "sample_topp", "sample_minp"),
+    "runtime.quantization": ("choose_format", "column_shard", "quantized_shard", "row_shard"),
+    "runtime.packing": ("forget_packed", "limit_packed", "packed_weights"),
+    "runtime.kv_cache": ("CacheFull", "kv_cache", "page_table_from_csr"),
+    "runtime.tokenizers": ("load_tokenizer", "prefix_memories", "forget_prefixes"),
+    "runtime.settings": (
+        "configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock"),
+    "runtime.recording": ("recording",),
+    "runtime.readiness": ("readiness_check",),
+    "runtime.capabilities": ("use_capabilities",),
+    "spec.call": ("Call", "TensorSpec", "read_calls", "write_calls"),
+    "plan.solver": ("solve",),
+    "plan.table": ("Table",),
+    "plan.force": ("table_in_force", "use_table"),
+    "plan.lockfile": ("check_lockfile", "use_lockfile", "write_lockfile"),
+    "plan.bake": ("bind", "compile", "dry_run"),
+    "plan.block": ("Block", "plan_block"),
+    "tune.workload": ("calls_for",),
+    "tune.regret": ("regret",),
+}.items() for name in names}
+_OTHERWISE = {"use_capabilities": "use", "compile": "compile_model", "regret": "replay"}    # as they are named there
 
 
 def _load(name: str) -> Any:
@@ -79,6 +99,15 @@ def select(op: Any, /, *args: Any, **kwargs: Any) -> Plan:        # also the nam
     """As explain, but an error if nothing can serve the call."""
     from .runtime.inspection import select_kernel
     return select_kernel(op, *args, **kwargs)
+
+
+importlib.import_module("layerzero.tune")       # an empty package: importing it later would take the name below
+
+
+def tune(calls: Any, /, **options: Any) -> Any:
+    """Time every kernel that can serve these calls, and let selection follow what was measured; see lz tune --help."""
+    from .tune.tuner import tune as run
+    return run(calls, **options)
 
 
 def op(name: str) -> Op:
@@ -123,8 +152,8 @@ def __getattr__(name: str) -> Any:
     if name == "speculative":
         return importlib.import_module("layerzero.runtime.speculative")
     if name in _LATER:
-        module, attribute = _LATER[name]
-        found = globals()[name] = getattr(importlib.import_module(f"layerzero.runtime.{module}"), attribute)
+        module = importlib.import_module(f"layerzero.{_LATER[name]}")
+        found = globals()[name] = getattr(module, _OTHERWISE.get(name, name))
         return found
     if name in _OPS:
         return _load(name)
@@ -137,12 +166,16 @@ def __getattr__(name: str) -> Any:
 
 
 _torch_face.install(_OPS, _load)
+if os.environ.get("LAYERZERO_RECORD", "").strip():
+    importlib.import_module("layerzero.runtime.recording").from_environment()
 
 __all__ = [
-    "AmbiguousLayoutWarning", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError", "Device",
-    "DeviceLost", "InvalidCall", "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused",
-    "NoKernel", "Op", "Plan", "PolicyRule", "Reason", "RegistrationError", "SpecError", "Tolerance", "add_rms_norm",
-    "attention", "clear_cache", "configure", "direct", "disabled", "doctor", "explain", "get_config", "get_locks",
-    "layer_norm", "list_kernels", "load_config", "lock", "op", "prefer", "register", "reload", "rms_norm", "select",
-    "stats", "subscribe", "unlock", "unregister", "use_capabilities", "validate", "varlen_attention", "which",
+    "AmbiguousLayoutWarning", "Call", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError", "Device",
+    "DeviceLost", "InvalidCall", "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused", "NoKernel", "Op",
+    "Plan", "PolicyRule", "Reason", "RegistrationError", "SpecError", "Tolerance", "add_rms_norm", "attention",
+    "bind", "calls_for", "clear_cache", "compile", "configure", "direct", "disabled", "doctor", "dry_run", "explain",
+    "get_config", "get_locks", "layer_norm", "list_kernels", "load_config", "lock", "op", "plan_block", "prefer",
+    "readiness_check", "recording", "register", "regret", "reload", "rms_norm", "select", "solve", "stats",
+    "subscribe", "tune", "unlock", "unregister", "use_capabilities", "use_table", "validate", "varlen_attention",
+    "which",
 ]

@@ -95,3 +95,37 @@ def test_a_wrong_answer_stops_the_race():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True,
                           timeout=120)
     assert done.returncode != 0 and "wrong computes something else" in done.stderr
+
+
+def test_operations_are_timed_against_the_formula_and_torch(tmp_path):
+    pytest.importorskip("rich")
+    out = tmp_path / "deeper" / "ops.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "ops.py"), "--quick", "--op", "rms_norm,dequantize,moe_gate",
+         "--dtype", "float32,bfloat16", "--threads", "1", "--json", str(out)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    data = json.loads(out.read_text())
+    assert data["quick"] is True and data["environment"]["cores"] >= 1 and data["verdict"]
+    assert [(row["op"], row["dtype"]) for row in data["rows"]] == [
+        (op, dtype) for op in ("rms_norm", "dequantize", "moe_gate") for dtype in ("float32", "bfloat16")]
+    for row in data["rows"]:
+        assert {"eager", "torch", "lz", row["chosen"], f"reference.{row['op']}"} <= row["us"].keys()
+        assert row["us"].keys() == row["over_eager"].keys() and row["over_eager"]["eager"]["median"] == 1.0
+        assert row["best"] in row["us"] and row["threads"] == 1 and not row["failed"]
+    assert "*" in done.stdout and "SmolLM2, 1 row" in done.stdout
+
+
+def test_an_unknown_operation_is_named():
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "ops.py"), "--op", "rms_nrom"],
+                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert done.returncode != 0 and "rms_nrom" in done.stderr and "rms_norm" in done.stderr
+
+
+def test_every_operation_on_tensors_has_a_shape():
+    code = ("from shapes import SHAPES\nfrom layerzero.ops import CATALOG\n"
+            "print(set(CATALOG) - {s.op for s in SHAPES})\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, timeout=120, check=True)
+    assert set(eval(done.stdout)) == {"tokenize", "detokenize"}

@@ -17,12 +17,15 @@ from ..spec.device import Device
 from ..spec.errors import ConfigError, DataError, NoKernel
 from ..spec.plan import Plan
 from . import demo as demonstration
-from . import show
+from . import perf, show, workload
+from . import plan as planning
+from . import tune as tuning
 from .arguments import parse_call
 from .block import SIZES
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="LayerZero: which kernel serves a call on this machine, and why.")
+app.add_typer(perf.app, name="perf")
 
 OpName = Annotated[str, typer.Argument(metavar="OP", help="an operation, such as attention")]
 Words = Annotated[list[str], typer.Argument(metavar="SHAPE...", help="query=1x32x1x128 is_causal=true ...")]
@@ -147,6 +150,15 @@ def demo(as_json: Json = False, device: DeviceKind = None,
             raise ConfigError(f"lz demo runs on {' or '.join(SIZES)}, got {device!r}")
         kind = "cpu"
     raise typer.Exit(demonstration.run(kind, seconds, as_json))
+
+
+app.command(context_settings=workload.PASS_ON)(workload.record)
+app.command()(workload.regret)
+app.command()(tuning.tune)
+app.command()(planning.solve)
+app.command()(planning.lock)
+app.command()(planning.diff)
+app.command("dry-run")(planning.dry_run)
 
 
 def show_plan(plan: Plan) -> None:

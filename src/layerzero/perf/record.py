@@ -8,16 +8,19 @@ for a CPU the number of threads, since the winner depends on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..spec.device import Device
+from ..spec.errors import DataError
 from ..spec.grid import bucket_label
 from ..spec.op import Op
 
 FARTHEST = 4.0         # octaves, over all sizes together, from which a measurement still says something
 NEIGHBOURS = 4
+QUIET = 0.25           # up to this spread a measurement is a quiet one, which no noisy one replaces
 OVERHEAD_US = 2.0      # added to the roofline before calls of different sizes are compared: no call is free
 
 
@@ -46,13 +49,47 @@ class Measurement(NamedTuple):
         return self._asdict()
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
-        return cls(**data)
+    def from_json(cls, data: Any) -> Measurement:
+        """What came from a file is not trusted to be what it says: DataError."""
+        given = data.keys() if isinstance(data, Mapping) else set()
+        wrong = sorted([*(f"no {name!r}" for name in _REQUIRED if name not in given),
+                        *(f"an unknown {name!r}" for name in given if name not in cls._fields)])
+        if wrong:
+            raise DataError(f"a measurement has the fields {', '.join(cls._fields)}; got {', '.join(wrong)}")
+        return cls(**data).checked()
+
+    def checked(self) -> Measurement:
+        """The same with every number of its own type; DataError for what no measurement can be."""
+        values: list[Any] = []
+        for name, value in zip(self._fields, self):
+            if name in _TEXTS:
+                if not isinstance(value, str) or (name in _REQUIRED and not value) or "\0" in value:
+                    raise DataError(f"measurement of {self.kernel!r}: {name} must be text, got {value!r}")
+                if name == "sizes" and not all(_SIZE.fullmatch(part) for part in value.split()):
+                    raise DataError(f"measurement of {self.kernel!r}: sizes must be like 'batch=1 seq_k=4096', "
+                                    f"got {value!r}")
+                values.append(value)
+                continue
+            low, kind = _LEAST.get(name, 0.0), int if name == "samples" else float
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < math.inf:
+                raise DataError(f"measurement of {self.kernel!r}: {name} must be a number >= {low:g}, got {value!r}")
+            values.append(kind(value))
+        return Measurement._make(values)
 
     @property
     def trust(self) -> float:
         """1 for a quiet measurement, falling towards 0 as its spread grows."""
-        return 1.0 / (1.0 + (self.spread / 0.25) ** 2)
+        return 1.0 / (1.0 + (self.spread / QUIET) ** 2)
+
+    def supersedes(self, other: Measurement) -> bool:
+        """Of two of the same thing: a quiet one before a noisy one, then the newer. So their order does not matter."""
+        return (self.spread <= QUIET, self.at) >= (other.spread <= QUIET, other.at)
+
+
+_TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build", "environment"))
+_SIZE = re.compile(r"\w+=-?\d{1,19}")
+_REQUIRED = ("kernel", "op", "bucket", "place", "median_us")
+_LEAST: Mapping[str, float] = {"median_us": 1e-6, "samples": 1}
 
 
 class Rates(NamedTuple):
@@ -118,24 +155,68 @@ def place_of(device: Device, threads: int = 0) -> str:
     return f"{device.signature}-{threads}t" if device.type == "cpu" and threads else device.signature
 
 
+class Source(Protocol):
+    """Measurements that are read when their kernel is first asked for; nobody changes them meanwhile."""
+
+    kernels: Collection[str]                   # those it has any of
+
+    def rows_of(self, kernel: str) -> list[Measurement]: ...
+
+    def count(self) -> int: ...
+
+
+Rows = Mapping[tuple[str, str], Measurement]   # (bucket, place) -> what was measured there, for one kernel
+Near = Mapping[tuple[str, str], list[tuple[dict[str, float], Measurement]]]     # (place, family) -> (octaves, it)
+
+
 class PerfView:
     """A frozen set of measurements, asked by (kernel, bucket, place), and the rates of each place."""
 
-    __slots__ = ("_near", "_rows", "rates")
+    __slots__ = ("_more", "_near", "_rows", "_source", "rates")
 
-    def __init__(self, measurements: Iterable[Measurement] = (), rates: Mapping[str, Rates] | None = None) -> None:
-        self._rows: dict[tuple[str, str, str], Measurement] = {(m[0], m[2], m[3]): m for m in measurements}
-        self._near: dict[tuple[str, str], dict[str, list[tuple[dict[str, float], Measurement]]]] | None = None
+    def __init__(self, measurements: Iterable[Measurement] = (), rates: Mapping[str, Rates] | None = None,
+                 source: Source | None = None) -> None:
+        self._source = source
+        self._rows: dict[str, Rows] = {}       # of the kernels that were asked for, or differ from the source
+        self._near: dict[str, Near] = {}
+        self._more = 0                         # rows beyond those of the source
         self.rates: Mapping[str, Rates] = MappingProxyType(dict(rates or {}))
+        self._take(measurements)
+
+    def _take(self, measurements: Iterable[Measurement]) -> None:
+        changed: dict[str, dict[tuple[str, str], Measurement]] = {}
+        for m in measurements:
+            rows = changed.get(m.kernel)
+            if rows is None:
+                rows = changed[m.kernel] = dict(self._of(m.kernel))
+            old = rows.get((m.bucket, m.place))
+            if old is None or m.supersedes(old):
+                rows[m.bucket, m.place] = m
+        for kernel, rows in changed.items():
+            self._replace(kernel, rows)
+
+    def _replace(self, kernel: str, rows: Rows) -> None:
+        self._more += len(rows) - len(self._of(kernel))
+        self._rows[kernel] = rows
+        self._near.pop(kernel, None)
+
+    def _of(self, kernel: str) -> Rows:
+        rows = self._rows.get(kernel)
+        if rows is None:                       # two threads may both make it: the same value
+            source = self._source
+            found = source.rows_of(kernel) if source is not None and kernel in source.kernels else ()
+            rows = self._rows[kernel] = {(m.bucket, m.place): m for m in found}
+        return rows
 
     def get(self, kernel: str, bucket: str, place: str) -> Measurement | None:
-        return self._rows.get((kernel, bucket, place))
+        return self._of(kernel).get((bucket, place))
 
     def estimate(self, kernel: str, kind: Kind, place: str, rates: Rates, roofline_us: float) -> Estimate | None:
         """From the nearest measurements of the same kernel and family: how far each stayed behind the roofline."""
-        if self._near is None:
-            self._near = self._index()         # two threads may both make it: the same value
-        rows = self._near.get((place, kind.family), {}).get(kernel)
+        index = self._near.get(kernel)
+        if index is None:
+            index = self._near[kernel] = _index(self._of(kernel))
+        rows = index.get((place, kind.family))
         if not rows:
             return None
         here = {name: _octave(n) for name, n in kind.sizes}
@@ -152,22 +233,38 @@ class PerfView:
         us = (OVERHEAD_US + roofline_us) * math.exp(behind / weight)
         return Estimate(us, trust / weight / (1.0 + nearest / 2), sum(m.samples for _, m in near[:NEIGHBOURS]), nearest)
 
-    def _index(self) -> dict[tuple[str, str], dict[str, list[tuple[dict[str, float], Measurement]]]]:
-        index: dict[tuple[str, str], dict[str, list[tuple[dict[str, float], Measurement]]]] = {}
-        for m in self._rows.values():
-            if m.median_us > 0 and m.sizes:
-                sizes = {name: _octave(int(n)) for name, _, n in (part.partition("=") for part in m.sizes.split())}
-                index.setdefault((m.place, m.family), {}).setdefault(m.kernel, []).append((sizes, m))
-        return index
-
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._more + (self._source.count() if self._source is not None else 0)
+
+    def __bool__(self) -> bool:
+        """Is there anything to ask for? Without counting, which takes a while for a large source."""
+        return self._more > 0 or (self._source is not None and bool(self._source.kernels))
 
     def __iter__(self) -> Iterator[Measurement]:
-        return iter(self._rows.values())
+        for kernel in sorted({*self._rows, *(self._source.kernels if self._source is not None else ())}):
+            yield from self._of(kernel).values()
 
-    def including(self, measurements: Iterable[Measurement], rates: Mapping[str, Rates] | None = None) -> PerfView:
-        return PerfView([*self._rows.values(), *measurements], {**self.rates, **(rates or {})})
+    def including(self, measurements: Iterable[Measurement], rates: Mapping[str, Rates] | None = None,
+                  builds: Mapping[str, str] | None = None) -> PerfView:
+        """This view and more. What another build of a kernel in `builds` was measured at is left out."""
+        view = PerfView((), {**self.rates, **(rates or {})}, self._source)
+        view._rows, view._near, view._more = dict(self._rows), dict(self._near), self._more
+        for kernel, build in (builds or {}).items():
+            rows = view._of(kernel)
+            kept = {key: m for key, m in rows.items() if m.build in ("", build)}
+            if len(kept) < len(rows):
+                view._replace(kernel, kept)
+        view._take(measurements)
+        return view
+
+
+def _index(rows: Rows) -> Near:
+    index: dict[tuple[str, str], list[tuple[dict[str, float], Measurement]]] = {}
+    for m in rows.values():
+        if m.median_us > 0 and m.sizes:
+            sizes = {name: _octave(int(n)) for name, _, n in (part.partition("=") for part in m.sizes.split())}
+            index.setdefault((m.place, m.family), []).append((sizes, m))
+    return index
 
 
 def _octave(n: int) -> float:

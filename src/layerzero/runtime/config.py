@@ -31,6 +31,8 @@ VARIABLES: Mapping[str, str] = {
     "LAYERZERO_CACHE_DIR": "folder for measurements, certificates and tables; default ~/.cache/layerzero",
     "LAYERZERO_LOCK": "op=kernel pairs, separated by ';'",
     "LAYERZERO_ALLOW": "kernel patterns, separated by ','",
+    "LAYERZERO_RECORD": "folder where each process writes the calls it makes; lz record sets it",
+    "LAYERZERO_SEAL_KEY": "the key certificates are sealed with, where machines share them; default: this user's own",
     "LAYERZERO_DENY": "kernel patterns, separated by ','",
 }
 

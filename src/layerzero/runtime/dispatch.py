@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import reduce
 from types import FunctionType
 from typing import Any
 
@@ -19,13 +20,13 @@ import torch
 
 from ..select.key import KeyProgram, fixed_by_key
 from ..select.predicates import compile_verdicts
-from ..spec.errors import DeviceLost, InvalidCall, KernelFailed, NamedKernelRefused, NoKernel
-from ..spec.event import Adapted, BackendUnavailable, Evicted, Fallback, HealthChanged, Selected
+from ..spec.errors import DeviceLost, InvalidCall, KernelFailed, LayerZeroError, NamedKernelRefused, NoKernel
+from ..spec.event import Adapted, BackendUnavailable, Evicted, Fallback, HealthChanged, PlanMissed, Selected
 from ..spec.kernel import Kernel
-from ..spec.op import Op
-from ..spec.plan import Plan, Step
+from ..spec.op import Adaptation, Op
+from ..spec.plan import Plan, Step, Transform
 from ..spec.reason import Code, Reason
-from . import clock, context, events, faults, health, hotpath, loading, native, tracing
+from . import clock, context, events, faults, health, hotpath, jit, loading, native, tracing
 from . import facts as reading
 from . import world as worlds
 from .binding import Binding, bind
@@ -37,12 +38,20 @@ _MAX_BINDINGS = 1024
 
 dispatchers: dict[str, Dispatcher] = {}
 _loaded: dict[str, Any] = {}
-_loading = threading.RLock()
+_loading: dict[str, threading.RLock] = {}      # kernel -> held while it is loaded
 _probes: dict[str, threading.Lock] = {}        # held while a half-open kernel is tried
 
 
 class _ProbeBusy(RuntimeError):
     """Another call is probing a half-open breaker; this one goes to the next kernel."""
+
+
+class _Settled(RuntimeError):
+    """Another entry has tried its whole plan for this call; `error` says how that ended."""
+
+    def __init__(self, error: LayerZeroError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Dispatcher:
@@ -111,7 +120,11 @@ class Dispatcher:
     # miss
 
     def miss(self, key: Any, values: tuple[Any, ...]) -> Any:
-        entry = self.obtain(key, values, context.current.get())
+        override = context.current.get()
+        try:
+            entry = self.obtain(key, values, override)
+        except InvalidCall as e:
+            return self.mended(values, e, override)
         entry.tick()
         return self.serve(entry, values)
 
@@ -135,7 +148,11 @@ class Dispatcher:
         key = self.key_of(*values)
         if key is None:
             return self.slow(values, None, None)
-        entry = cache.table.get(key) or self.obtain(key, values, context.current.get())
+        override = context.current.get()
+        try:
+            entry = cache.table.get(key) or self.obtain(key, values, override)
+        except InvalidCall as e:
+            return self.mended(values, e, override)
         entry.tick()
         if self.native is not None:
             self.native.put(entry, world.epoch, values)        # refused if the world has changed meanwhile
@@ -175,16 +192,22 @@ class Dispatcher:
             step = plan.steps[0]
             kernel = world.catalog.by_id[step.kernel]
             try:
-                binding = self.binding(kernel, step, facts, fixed_by_key(world.program(self.op), facts))
+                # Of what compiles there is one binding, whatever the key holds: another would be compiled for.
+                fixed = {} if kernel.jit else fixed_by_key(world.program(self.op), facts)
+                binding = self.binding(kernel, step, facts, fixed)
                 break
             except loading.LoadFailed as e:
                 world = mark_unloadable(kernel, e.reason)
         watched = world.health.get(kernel.health)
         run = binding.run if watched is None else self.watched(kernel, binding, watched, bool(plan.locked))
+        if kernel.jit:
+            run = self.warming(world, kernel, run, plan, override)
         micros = (time.perf_counter() - began) * 1e6
+        if plan.missed is not None:
+            events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
         events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros,
                              tuple(map(str, step.transforms))))
-        return self.ledger.open(Entry(plan, binding if watched is None else Binding(run, None), run))
+        return self.ledger.open(Entry(plan, binding if run is binding.run else Binding(run, None), run))
 
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
         """Made once for all calls that want the same of it."""
@@ -218,6 +241,27 @@ class Dispatcher:
 
         return run
 
+    def warming(self, world: World, kernel: Kernel, run: Callable[..., Any], plan: Plan,
+                override: Override | None) -> Callable[..., Any]:
+        """One that compiles on first use: only in forms it was warmed up for, unless a name or a policy allows more."""
+        facts, free = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("allow_jit")
+        if free or plan.locked or kernel.id in world.warmed:
+            return jit.timed(kernel, run, lambda fault: compile_failed(kernel, fault))
+        cold: list[Entry] = []
+
+        def instead(values: tuple[Any, ...]) -> tuple[str, Any]:
+            try:
+                if not cold:
+                    others = frozenset(w for w in world.warmed if w[0] != kernel.id)
+                    cold.append(self.entry(world.but(warmed=others), facts, override))
+                served_by = cold[0].plan.steps[0].kernel
+                self.ledger.fell_back(served_by)
+                return served_by, self.serve(cold[0], values)
+            except LayerZeroError as e:
+                raise _Settled(e) from e
+
+        return jit.guarded(kernel, run, facts, world.warmed, instead)
+
     # run
 
     def serve(self, entry: Entry, values: tuple[Any, ...]) -> Any:
@@ -228,8 +272,8 @@ class Dispatcher:
 
     def recover(self, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
         """The kernel of `entry` threw `fault`. Whose fault is it, and who serves instead?"""
-        if isinstance(fault, faults.PASSED_ON):
-            raise fault
+        if isinstance(fault, (_Settled, *faults.PASSED_ON)):
+            raise fault.error if isinstance(fault, _Settled) else fault
         try:
             facts = self.facts(values)
         except InvalidCall as mistake:
@@ -237,10 +281,8 @@ class Dispatcher:
         world = worlds.current()
         failures: list[tuple[str, Reason]] = []
         blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name)
-        for step in entry.plan.steps[1:]:
-            kernel = world.catalog.by_id.get(step.kernel)
-            if kernel is None:
-                continue
+        others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
+        for kernel, step in sorted(others, key=lambda other: other[0].jit):    # what might compile comes last
             try:
                 out = self.binding(kernel, step, facts, {}).run(*values)
             except loading.LoadFailed as e:
@@ -290,12 +332,7 @@ class Dispatcher:
             else:
                 entry = self._by_facts(values, override)
         except InvalidCall as e:
-            cast = self.adapted(named, e, override)
-            if cast is None:
-                raise
-            changed = tuple(f"cast({n})" for n in self.names if cast[n] is not named[n])
-            events.emit(Adapted(op=self.op.name, transforms=changed))
-            return self.slow(tuple(cast[n] for n in self.names), backend, policy)
+            return self.mended(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
@@ -306,24 +343,51 @@ class Dispatcher:
         return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override))
 
     def lowered(self, named: dict[str, Any], first: torch.Tensor | None) -> dict[str, Any] | None:
-        """As torch does for its own op under autocast: the inputs in its dtype, float64 as it is. None: no autocast."""
+        """As torch does under autocast: the inputs in its dtype, or together in the widest one; float64 as it is.
+
+        None: no autocast, or nothing to do.
+        """
         kind = first.device.type if first is not None else "meta"
         if not self.op.autocast or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
             return None
-        dtype, eligible = torch.get_autocast_dtype(kind), {*self.op.differentiable, "attn_mask"}
+        together = [n for n in self.op.same_dtype if n in self.op.differentiable]
+        dtype, eligible = torch.get_autocast_dtype(kind), {*(together or self.op.differentiable), "attn_mask"}
+        if self.op.autocast == "promote":
+            dtypes = {named[n].dtype for n in together if named[n] is not None}
+            if len(dtypes) < 2:
+                return None
+            dtype = reduce(torch.promote_types, dtypes)
         return {n: t.to(dtype) if n in eligible and t is not None and t.is_floating_point() and t.dtype != torch.float64
                 else t for n, t in named.items()}
 
-    def adapted(self, named: dict[str, Any], error: InvalidCall, override: Override | None) -> dict[str, Any] | None:
-        """Mixed dtypes cast to the first tensor's, where the policy allows it."""
-        setting = worlds.current().surroundings("cpu", override).policy.setting
-        if error.codes != (Code.MIXED_DTYPES,) or not setting("allow_adaptation") or setting("strict_mode"):
+    def mended(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
+               backend: str | None = None, policy: Any = None) -> Any:
+        """The same call with its dtypes made to fit, which an event says; the error, where that is not allowed."""
+        found = self.adapted(dict(zip(self.names, values)), error, override)
+        if found is None:
+            raise error
+        events.emit(Adapted(op=self.op.name, transforms=tuple(map(str, found.casts))))
+        return self.slow(tuple(found.values[n] for n in self.names), backend, policy)
+
+    def adapted(self, named: dict[str, Any], error: InvalidCall, override: Override | None) -> Adaptation | None:
+        """Where the policy allows it: mixed dtypes cast to the first tensor's, a KV cache as its op knows how."""
+        codes = set(error.codes)
+        if codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH} or self.op.adapt is None):
             return None
+        setting = worlds.current().surroundings("cpu", override).policy.setting
+        if not setting("allow_adaptation") or setting("strict_mode"):
+            return None
+        if self.op.adapt is not None and Code.KV_CACHE_DTYPE_MISMATCH in codes:
+            return self.op.adapt(named)
         dtype = named[self.op.same_dtype[0]].dtype
-        return {n: t.to(dtype) if n in self.op.same_dtype and t is not None else t for n, t in named.items()}
+        cast = {n: named[n].to(dtype) for n in self.op.same_dtype if named[n] is not None and named[n].dtype != dtype}
+        return Adaptation({**named, **cast}, tuple(Transform("cast", n, t.nbytes) for n, t in cast.items()))
 
     def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
         """Under torch.compile or export: choose for symbolic sizes, and run what was chosen so that it is inlined."""
+        recorder = tracing.recorder.get()
+        if recorder is not None:
+            return recorder(self.op, dict(zip(self.names, values)), self.facts(values), override)
         world, facts = self._ready(), self.facts(values)
         choice = tracing.choose(world, self.op, facts, override)
         if choice is None:
@@ -341,11 +405,22 @@ class Dispatcher:
 
 
 def loaded(kernel: Kernel) -> Any:
+    """Loaded once, and without making the loading of others wait: it may take minutes."""
     run = _loaded.get(kernel.id)
     if run is None or run[0] is not kernel:
-        with _loading:
-            run = _loaded[kernel.id] = (kernel, loading.load(kernel))
+        with _loading.setdefault(kernel.id, threading.RLock()):
+            run = _loaded.get(kernel.id)
+            if run is None or run[0] is not kernel:
+                run = _loaded[kernel.id] = (kernel, loading.load(kernel))
     return run[1]
+
+
+def compile_failed(kernel: Kernel, fault: BaseException) -> Reason:
+    """Compiling takes seconds and fails the same way again: the kernel is out for the rest of the process."""
+    text = faults.reason_of(fault, "kernel").got
+    reason = Reason(Code.KERNEL_FAILED, None, f"compiling failed: {text}")
+    change_health(kernel.id, lambda old: health.disabled(reason))
+    return reason
 
 
 def learn(override: Override | None) -> None:
@@ -435,8 +510,7 @@ worlds.listen(_follow)
 
 def _after_fork() -> None:
     """In the child: threads that held a lock, made an entry or probed a kernel are gone."""
-    global _loading
-    _loading = threading.RLock()
+    _loading.clear()
     _probes.clear()
     for dispatcher in dispatchers.values():
         dispatcher.cache.after_fork()

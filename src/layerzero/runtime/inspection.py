@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..select.score import preceded
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
 from ..spec.event import BackendUnavailable
@@ -61,10 +62,12 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     try:
         facts = found.facts(values, worlds.current())
     except InvalidCall as e:
-        cast = found.adapted(named, e, override)
-        if cast is None:
+        fit = found.adapted(named, e, override)
+        if fit is None:
             raise
-        return explain(op, backend=backend, policy=policy, on=on, **cast)
+        plan = explain(op, backend=backend, policy=policy, on=on, **fit.values)
+        rates = _imagining(worlds.current(), on).surroundings(plan.facts["device"], override).rates
+        return replace(plan, steps=tuple(preceded(step, fit.casts, rates) for step in plan.steps))
     world = _imagining(worlds.current(), on)
     if on is not None:
         facts = {**facts, "device": on.type}
@@ -91,7 +94,7 @@ def _imagining(world: worlds.World, device: Device | None) -> worlds.World:
     """The world as it would be with this device in it."""
     if device is None:
         return world
-    return replace(world, devices={**world.devices, device.type: device}, memo={})
+    return replace(world, devices={**world.devices, device.type: device}, table=None, memo={})
 
 
 def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:

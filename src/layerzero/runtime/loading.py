@@ -65,8 +65,8 @@ def availability(kernel: Kernel) -> Reason | None:
         return Reason(Code.NOT_INSTALLED, distribution)
     if kernel.torch and not satisfies(torch.__version__, kernel.torch):
         return Reason(Code.VERSION_CONFLICT, f"torch {kernel.torch}", torch.__version__)
-    if kernel.built is not None and not kernel.built():
-        return Reason(Code.NOT_BUILT)
+    if kernel.built is not None and (found := kernel.built()) is not True:
+        return found or Reason(Code.NOT_BUILT)
     if not kernel.package:
         return None
     version = installed_version(distribution)

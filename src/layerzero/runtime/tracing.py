@@ -7,7 +7,8 @@ made of torch ops are run as they are, and so become part of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from .world import World
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 _UNKNOWN_SIZE = 1024
 
+# Instead of choosing and running: gets (op, values, facts, override) and gives what stands for the result.
+Recorder = Callable[[Op, dict[str, Any], Mapping[str, Any], Override | None], Any]
+recorder: ContextVar[Recorder | None] = ContextVar("layerzero_recorder", default=None)
+
 
 def is_traced(tensors: list[torch.Tensor]) -> bool:
     return any(type(t).__name__ in TRACED_TYPES for t in tensors)
@@ -31,11 +36,12 @@ def seen_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: hint(value) for name, value in facts.items()}, "tensor_kind": "plain"}
 
 
-def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> tuple[Step, Kernel] | None:
-    """The best kernel that can be traced, or None."""
+def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None,
+           opaque: bool = False) -> tuple[Step, Kernel] | None:
+    """The best kernel that can be traced, or None; with `opaque` also one that torch cannot look into."""
     for step in world.plan(op, seen_facts(facts), override).steps:
         kernel = world.catalog.by_id[step.kernel]
-        if kernel.traceable and _holds(kernel, facts, step):
+        if (opaque or kernel.traceable) and _holds(kernel, facts, step):
             return step, kernel
     return None
 

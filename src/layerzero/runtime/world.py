@@ -31,10 +31,11 @@ from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import AnyOf, Condition, Rule, When
-from . import config, context, events, hardware, health, loading
+from . import config, context, events, hardware, health, loading, measurements
 from .catalog import Catalog, discover
 from .context import Override
 from .memory import headroom
+from .tables import InForce
 
 _MAX_MEMO = 1024
 
@@ -49,11 +50,12 @@ class World:
     perf: PerfView = field(default_factory=PerfView)
     health: Mapping[str, health.Health] = field(default_factory=dict)
     unloadable: Mapping[str, Reason] = field(default_factory=dict)     # found out when loading
-    warmed: frozenset[str] = frozenset()
+    warmed: frozenset[Any] = frozenset()       # kernel, (kernel, kind) and (kernel, kind, form): see warmup.py
     certified: frozenset[str] = frozenset()
     devices: Mapping[str, Device] = field(default_factory=dict)        # instead of probing: for what-if questions
     extra_leaves: frozenset[Rule] = frozenset()                        # tests made by context overrides
     deadlines: frozenset[float] = frozenset()                          # of time-boxed context overrides
+    table: InForce | None = None                                       # choices made ahead of time
     policy_file: Path | None = None
     policy_stamp: config.FileStamp | None = None
     born: float = 0.0
@@ -77,6 +79,7 @@ class World:
             leaves = [leaf for k in self.kernels(op.name) for leaf in leaves_of(k)]
             leaves += self.policy.leaves(op.name, op.fact_names)
             leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
+            leaves += self.table.table.leaves(op.name) if self.table is not None else ()
             found = self.memo["program", op.name] = compile_key(
                 op, leaves, [k.workspace for k in self.kernels(op.name)])
         return found  # type: ignore[no-any-return]
@@ -96,9 +99,13 @@ class World:
             blocked = {k: r for k, h in self.health.items() if (r := h.blocks) is not None}
             place = self.place(kind)
             rates = self.perf.rates.get(place) or rates_of(kind)
+            proven = self.certified
+            if policy.setting("require_certificates"):
+                from . import certificates  # read from files; not needed before policy asks for them
+                proven |= certificates.certified(self.catalog.kernels, device)
             found = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
-                self.availability(), blocked, self.warmed, self.certified, lambda: headroom(kind, policy))
+                self.availability(), blocked, self.warmed, proven, lambda: headroom(kind, policy))
         return found  # type: ignore[no-any-return]
 
     def availability(self) -> Mapping[str, Reason]:
@@ -119,7 +126,10 @@ class World:
     def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False) -> Plan:
         around = self.surroundings(facts["device"], override)
         merged = {**around.device, **facts}
-        return select(op, self.roster(op, facts["device"], around), merged, around, thorough)
+        crew = self.roster(op, facts["device"], around)
+        if self.table is not None and override is None:        # an override is another policy than the table's
+            return self.table.plan(self.catalog, op, crew, merged, around, thorough)
+        return select(op, crew, merged, around, thorough)
 
     def but(self, **changes: Any) -> World:
         """This world with something changed: a new epoch, nothing remembered but what still holds."""
@@ -177,8 +187,9 @@ def _create() -> World:
         if _current is None:
             catalog, problems = discover()
             policy, path, stamp = _initial_policy(catalog)
-            _current = World(catalog, policy, policy_file=path, policy_stamp=stamp, born=time.monotonic())
-            for event in problems:
+            perf, told = measurements.load(policy, catalog.kernels)
+            _current = World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp, born=time.monotonic())
+            for event in (*problems, *told):
                 events.emit(event)
             _announce(_current)
         return _current
@@ -203,8 +214,11 @@ def publish(change: Callable[[World], World], cause: str = "") -> World:
         new = change(old)
         if new is old:
             return old
+        new, told = measurements.follow(old, new)
         _current = new
         _announce(new)
+    for event in told:
+        events.emit(event)
     events.emit(WorldPublished(epoch=new.epoch, cause=cause))
     return new
 

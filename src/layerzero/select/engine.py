@@ -33,7 +33,7 @@ class Surroundings:
     perf: PerfView = field(default_factory=PerfView)
     availability: Mapping[str, Reason] = field(default_factory=dict)   # kernel -> why it cannot be loaded
     health: Mapping[str, Reason] = field(default_factory=dict)         # health group -> why it is out
-    warmed: Collection[str] = frozenset()      # JIT kernels that are compiled already
+    warmed: Collection[Any] = frozenset()      # JIT kernels compiled already: for (kernel, kind), or all of a kernel
     certified: Collection[str] = frozenset()
     headroom: Callable[[], int] = lambda: 1 << 62
 
@@ -174,6 +174,15 @@ def _fitted(kernel: Kernel, mendable: tuple[Any, ...], op: Op, facts: Mapping[st
     return reasons, tuple(dict.fromkeys(transforms)), workspace
 
 
+def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
+    """What a JIT kernel is warmed up for, as far as selection can tell calls apart."""
+    return f"{facts['device']} {kind_of(op, facts).bucket}"
+
+
+def is_warm(kernel: Kernel, facts: Mapping[str, Any], warmed: Collection[Any]) -> bool:
+    return kernel.id in warmed or (bool(warmed) and (kernel.id, kind_to_compile(kernel.op, facts)) in warmed)
+
+
 class Demands(NamedTuple):
     """What the mode of the call and the policy ask of every kernel."""
 
@@ -182,7 +191,7 @@ class Demands(NamedTuple):
     graph: bool
     baseline: bool
     certified: Collection[str] | None          # None: certificates are not asked for
-    jit: Collection[str] | None                # the warmed ones; None: anything may compile
+    jit: Callable[[Kernel], bool] | None       # is it warmed for this call? None: anything may compile
     tested: bool
 
     @classmethod
@@ -192,7 +201,8 @@ class Demands(NamedTuple):
             facts["grad"], facts["deterministic"] or settings["deterministic"],
             (facts["graph"] or settings["graph_strict_mode"]) and facts["device"] == "cuda", settings["disabled"],
             around.certified if settings["require_certificates"] else None,
-            None if named or settings["allow_jit"] else around.warmed, not (named or settings["allow_untested"]))
+            None if named or settings["allow_jit"] else lambda kernel: is_warm(kernel, facts, around.warmed),
+            not (named or settings["allow_untested"]))
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
@@ -200,9 +210,13 @@ class Demands(NamedTuple):
                                                 or (self.grad and not kernel.deterministic_backward)))
                     or (self.graph and not kernel.graph_safe)
                     or (self.baseline and not kernel.baseline and kernel.backend != "reference")
-                    or (self.certified is not None and kernel.id not in self.certified)
-                    or (kernel.jit and self.jit is not None and kernel.id not in self.jit)
+                    or self.unproven(kernel)
+                    or (kernel.jit and self.jit is not None and not self.jit(kernel))
                     or (self.tested and kernel.untested))
+
+    def unproven(self, kernel: Kernel) -> bool:
+        """The reference needs no proof: it is what the others are compared with."""
+        return self.certified is not None and kernel.backend != "reference" and kernel.id not in self.certified
 
     def reasons(self, kernel: Kernel) -> list[Reason]:
         if not self.refuses(kernel):
@@ -213,8 +227,8 @@ class Demands(NamedTuple):
              Code.NOT_DETERMINISTIC),
             (self.graph and not kernel.graph_safe, Code.CUDA_GRAPH_UNSAFE),
             (self.baseline and not kernel.baseline and kernel.backend != "reference", Code.LZ_DISABLED),
-            (self.certified is not None and kernel.id not in self.certified, Code.UNCERTIFIED),
-            (kernel.jit and self.jit is not None and kernel.id not in self.jit, Code.JIT_NOT_WARMED),
+            (self.unproven(kernel), Code.UNCERTIFIED),
+            (kernel.jit and self.jit is not None and not self.jit(kernel), Code.JIT_NOT_WARMED),
             (self.tested and kernel.untested, Code.UNTESTED_ON_HARDWARE))
         return [Reason(code) for holds, code in told if holds]
 
@@ -268,7 +282,7 @@ def _rank(op: Op, fit: Sequence[tuple[Kernel, tuple[Transform, ...], int]], fact
     guesses = {k.id: guess_us(k, roofline) for k, _, _ in fit}
     measured: dict[str, Found] = {}
     perf = around.perf
-    if len(perf):
+    if perf:
         kind = kind_of(op, facts)
         for kernel, _, _ in fit:
             found = (perf.get(kernel.id, kind.bucket, around.place)

@@ -56,14 +56,16 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "breaker_cooldown": Setting(float, 30.0, "seconds until a disabled kernel is tried again"),
     "native": Setting(bool, True, "use the compiled call path where it is built; read from the environment at import"),
     "log_level": Setting(str, "warning", f"how much is logged: {', '.join(LOG_LEVELS)}"),
-    "perfdb": Setting(str, "", "where measurements are kept; empty: in the cache folder"),
+    "perfdb": Setting(str, "", "where measurements are kept: a file, postgresql://... for a fleet, or off; empty: "
+                      "perf.sqlite in the cache folder"),
+    "perfdb_ttl": Setting(float, 0.0, "days after which a measurement counts no more; 0: never"),
     "policy_poll": Setting(float, 1.0, "seconds between looks at the policy file; 0: never"),
 })
 
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1), "cache_size": (1, math.inf),
     "size_reuse": (1, math.inf), "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf),
-    "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf)}
+    "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf), "perfdb_ttl": (0, math.inf)}
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _TAKES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str), str: (str,)}
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -92,6 +94,8 @@ def validate_setting(name: str, value: Any) -> Any:
 def _coerced(name: str, kind: type, value: Any) -> Any:
     if kind is bool:
         return _BOOLS[str(value).strip().lower()]
+    if name == "perfdb" and value is False:    # what YAML makes of a bare off
+        return "off"
     if isinstance(value, bool) or not isinstance(value, _TAKES[kind]):
         raise TypeError
     if kind is str:

@@ -17,7 +17,7 @@ from ..perf.record import Estimate, Measurement, Rates
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.plan import Score, Transform
+from ..spec.plan import Score, Step, Transform
 
 EAGER_OVER_ROOFLINE = 8.0
 
@@ -52,9 +52,20 @@ def calibration(guesses: Mapping[str, float], found: Mapping[str, Found]) -> flo
     return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
 
 
+def moving_us(transforms: tuple[Transform, ...], rates: Rates) -> float:
+    return sum(2.0 * t.bytes for t in transforms) / rates.bytes_per_us
+
+
+def preceded(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
+    """The step as it is for a call whose inputs are cast before anything is chosen: every step pays the same."""
+    more, s = moving_us(casts, rates), step.score
+    dearer = s._replace(total_us=s.total_us + more / s.boost, transform_us=s.transform_us + more)
+    return step._replace(score=dearer, transforms=(*casts, *step.transforms))
+
+
 def score(guess: float, found: Found | None, transforms: tuple[Transform, ...], boost: float,
           rates: Rates, setup_us: float = 0.0) -> Score:
-    transform_us = sum(2.0 * t.bytes for t in transforms) / rates.bytes_per_us if transforms else 0.0
+    transform_us = moving_us(transforms, rates) if transforms else 0.0
     beside = transform_us + setup_us
     if found is None:
         return Score((guess + beside) / boost, guess, transform_us, setup_us, boost)

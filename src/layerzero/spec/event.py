@@ -30,6 +30,30 @@ class Selected(Event):
 
 
 @dataclass(frozen=True)
+class WarmedUp(Event):
+    """A kernel that compiles on first use served the first call of a kind; the time holds the compiling, if any."""
+
+    name: ClassVar[str] = "warmed_up"
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class WarmupSkipped(Event):
+    """A call of `op` was not warmed up; `problem` says why."""
+
+    name: ClassVar[str] = "warmup_skipped"
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class PlanMissed(Event):
+    """The dispatch table in force has no answer for a kind of call; `kernel` was selected at run time."""
+
+    name: ClassVar[str] = "plan_missed"
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True)
 class Evicted(Event):
     """The cache of an op was full; the entries not used since the last sweep were dropped."""
 
@@ -78,6 +102,24 @@ class PolicyRejected(Event):
 
     name: ClassVar[str] = "policy_rejected"
     error: str = ""
+
+
+@dataclass(frozen=True)
+class StoreTrouble(Event):
+    """The store of measurements could not be read or written; `action` says what was done instead."""
+
+    name: ClassVar[str] = "store_trouble"
+    store: str = ""
+    problem: str = ""
+    action: str = ""
+
+
+@dataclass(frozen=True)
+class CertificateRefused(Event):
+    """A certificate was there and is not trusted: damaged, or changed since it was sealed."""
+
+    name: ClassVar[str] = "certificate_refused"
+    problem: str = ""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Kernel:
     jit: bool = False                          # compiles on first use: never chosen unwarmed
     untested: bool = False                     # written from source, not run on the hardware it is for
     note: str = ""
-    built: Callable[[], bool] | None = None    # of our own compiled kernels: is the library there?
+    built: Callable[[], bool | Reason] | None = None     # is what it is compiled to there, or why can it not be made?
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):

@@ -31,7 +31,7 @@ class Score(NamedTuple):
     transform_us: float = 0.0
     setup_us: float = 0.0                      # share of what the kernel pays once per new size
     boost: float = 1.0
-    source: str = "prior"                      # measured | interpolated | prior
+    source: str = "prior"                      # measured | interpolated | prior | table
     samples: int = 0
     spread: float = 0.0                        # relative spread of the measurement
     distance: float = 0.0                      # of an interpolated one: octaves to the nearest measurement
@@ -74,6 +74,8 @@ class Plan:
     policy: str = ""                           # hash of the policy it was made under
     locked: str = ""                           # who named the kernel, when someone did
     from_cache: bool = field(default=False, compare=False)
+    table: str = ""                            # id of the dispatch table it came from, when it did
+    missed: Reason | None = None               # why the table in force was not followed
 
     @property
     def kernel(self) -> str | None:
@@ -87,7 +89,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return {"op": self.op, "kernel": self.kernel, "facts": dict(self.facts), "policy": self.policy,
-                "locked": self.locked, "from_cache": self.from_cache,
+                "locked": self.locked, "from_cache": self.from_cache, "table": self.table,
+                "missed": self.missed.to_json() if self.missed else None,
                 "transform_bytes": sum(t.bytes for t in self.steps[0].transforms) if self.steps else 0,
                 "steps": [s.to_json() for s in self.steps], "rejected": [r.to_json() for r in self.rejected]}
 
@@ -98,12 +101,15 @@ class Plan:
             tuple(Step(s["kernel"], Score(**s["score"]), tuple(Transform(**t) for t in s["transforms"]),
                        s["workspace"], s["note"]) for s in data["steps"]),
             tuple(Rejected(r["kernel"], tuple(map(Reason.from_json, r["reasons"]))) for r in data["rejected"]),
-            data["policy"], data["locked"], data["from_cache"])
+            data["policy"], data["locked"], data["from_cache"], data.get("table", ""),
+            Reason.from_json(data["missed"]) if data.get("missed") else None)
 
     def __str__(self) -> str:
         head = f"lz.{self.op} -> {self.kernel or 'no kernel'}"
         if self.locked:
             head += f"  (named by {self.locked})"
+        if self.table or self.missed:
+            head += f"  (from table {self.table})" if self.table else f"  ({self.missed})"
         lines = [head]
         for i, s in enumerate(self.steps):
             how = f"{s.score.total_us:10.2f} us ({s.score.source})"

@@ -71,7 +71,9 @@ class Code(str, Enum):
     QUANT_FORMAT_UNSUPPORTED = (
         "QUANT_FORMAT_UNSUPPORTED", Category.DTYPE, "quantization format must be {want}, got {got}")
     SCALE_LAYOUT_MISMATCH = ("SCALE_LAYOUT_MISMATCH", Category.DTYPE, "scales must be {want}, got {got}")
-    KV_CACHE_DTYPE_MISMATCH = ("KV_CACHE_DTYPE_MISMATCH", Category.DTYPE, "the KV cache must be {want}, got {got}")
+    KV_CACHE_DTYPE_MISMATCH = (
+        "KV_CACHE_DTYPE_MISMATCH", Category.DTYPE, "the KV cache must be {want}, got {got}",
+        "keep the cache in the query's dtype, pass its scales (1.0 for a plain cast), or set allow_adaptation: true")
     # shape
     HEAD_DIM_INVALID = ("HEAD_DIM_INVALID", Category.SHAPE, "{fact} must be {want}, got {got}")
     HEAD_DIM_TOO_LARGE = ("HEAD_DIM_TOO_LARGE", Category.SHAPE, "{fact} must be {want}, got {got}")
@@ -127,6 +129,9 @@ class Code(str, Enum):
     # software
     NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed")
     NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet", "run: lz build")
+    COMPILER_MISSING = (
+        "COMPILER_MISSING", Category.SOFTWARE, "compiles its code with {want}, which was not found",
+        "install one, or name it in CXX")
     VERSION_CONFLICT = ("VERSION_CONFLICT", Category.SOFTWARE, "needs {want}, found {got}")
     ABI_MISMATCH = (
         "ABI_MISMATCH", Category.SOFTWARE, "was built for another torch or C++ runtime: {got}",
@@ -146,6 +151,10 @@ class Code(str, Enum):
         "set strict_mode: false, or allow_adaptation: true for casts")
     UNCERTIFIED = ("UNCERTIFIED", Category.POLICY, "has no certificate for this machine; policy demands one",
                    "run lz verify for it")
+    CERTIFICATE_VOID = (
+        "CERTIFICATE_VOID", Category.POLICY, "its certificate was for {want}, now it is {got}", "run lz verify for it")
+    CERTIFICATE_REFUSED = (
+        "CERTIFICATE_REFUSED", Category.POLICY, "its certificate is not trusted: {got}", "run lz verify for it")
     LZ_DISABLED = ("LZ_DISABLED", Category.POLICY, "LayerZero is disabled here; only torch's default runs")
     # health
     CIRCUIT_OPEN = (

@@ -1,17 +1,177 @@
-"""Timing several ways to do one thing on a machine that is not quiet: in turns, and by the ratio of each turn."""
+"""Timing several ways to do one thing on a machine that is not quiet.
+
+In turns: every round gives each way its turn, in an order that is shuffled each time, so that what the
+machine does in that moment falls on all of them. Two ways are compared by the ratio in each round, and
+how sure the verdict is comes from drawing the rounds again and again (bootstrap).
+
+A sample is as many calls as fill `SAMPLE_SECONDS`, timed as one, so that the clock costs nothing.
+On a CPU the caches are warm, as they are for what the layer before has just written; on a GPU its L2
+is overwritten before each call, because between two calls of a layer a model reads all its other weights.
+"""
 
 from __future__ import annotations
 
+import gc
+import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
-SAMPLE_SECONDS = 5e-4                          # one sample is as many calls as fill this, so the clock costs nothing
+SAMPLE_SECONDS = 5e-4
+MOST_CALLS, MOST_COLD_CALLS = 100_000, 20      # in one sample
+ATTEMPTS, KEPT = 3, 0.9                        # a sample is taken again if less than this share of it was on the CPU
+MARGIN = 0.02                                  # nearer than this is even, however sure: two runs may differ by as much
+SURE = 0.95
+RESAMPLES = 1000
+FAR = 3.0                                      # so many times the middle half outside of it: an outlier
+
+Way = Callable[[], Any]
+
+
+# the clock
+
+class Watch(Protocol):
+    most_calls: int
+
+    def sample(self, way: Way, calls: int) -> float:
+        """Microseconds per call, of so many calls in a row."""
+
+
+class WallWatch:
+    """The clock on the wall, of a CPU or of a device that can only be waited for.
+
+    `busy` is the CPU time of this thread: a sample during which the CPU was taken away is taken again.
+    """
+
+    def __init__(self, flush: Callable[[], Any] | None = None, wait: Callable[[], Any] = lambda: None,
+                 now: Callable[[], int] = time.perf_counter_ns, busy: Callable[[], int] | None = None) -> None:
+        self._flush, self._wait, self._now, self._busy = flush, wait, now, busy
+        self.most_calls = MOST_CALLS if flush is None else 1           # only the first call after a flush is cold
+
+    def sample(self, way: Way, calls: int) -> float:
+        if calls > 1:
+            way()                              # brings back what the others pushed out of the caches
+        best = math.inf
+        for _ in range(ATTEMPTS):
+            if self._flush is not None:
+                self._flush()
+            self._wait()
+            worked = self._busy() if self._busy is not None else 0
+            began = self._now()
+            for _ in range(calls):
+                way()
+            self._wait()
+            took = self._now() - began
+            best = min(best, took)
+            if self._busy is None or self._busy() - worked >= KEPT * took:
+                break
+        return best / calls / 1e3
+
+
+class CudaWatch:
+    """CUDA's own events, which tell how long the device worked.
+
+    Cold calls are timed one by one behind a flush that hides the launch; since launching may be what takes
+    longest, the sample is the longer of the device's time and the host's. Warm calls run back to back.
+    """
+
+    def __init__(self, flush: bool = True) -> None:
+        self._buffer = torch.empty(2 * cache_bytes("cuda"), dtype=torch.uint8, device="cuda") if flush else None
+        self.most_calls = MOST_COLD_CALLS if flush else MOST_CALLS
+
+    def sample(self, way: Way, calls: int) -> float:
+        turns = 1 if self._buffer is None else calls
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(turns)]
+        host = 0
+        torch.cuda.synchronize()
+        for begin, end in marks:
+            if self._buffer is not None:
+                self._buffer.zero_()
+            begin.record()
+            began = time.perf_counter_ns()
+            for _ in range(calls // turns):
+                way()
+            host += time.perf_counter_ns() - began
+            end.record()
+        torch.cuda.synchronize()
+        device = sum(begin.elapsed_time(end) for begin, end in marks) * 1e3
+        return max(device, host / 1e3) / calls
+
+
+def stopwatch(device: str, flush: bool | None = None) -> Watch:
+    """The watch of a device. `flush`: its last cache is overwritten before what is timed; None: on a GPU only."""
+    if device == "cuda":
+        return CudaWatch(flush is None or flush)
+    empty = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device).zero_ if flush else None
+    if device == "cpu":
+        return WallWatch(empty, busy=time.thread_time_ns)
+    return WallWatch(empty, torch.accelerator.synchronize)
+
+
+def cache_bytes(device: str) -> int:
+    """The size of the last cache before memory."""
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return int(getattr(properties, "L2_cache_size", 0)) or 64 << 20
+    found = [_cache_size(file) for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max(found, default=0) or 32 << 20
+
+
+def _cache_size(file: Path) -> int:
+    try:
+        text = file.read_text().strip()
+        return int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
+    except (OSError, ValueError):
+        return 0
+
+
+# what the samples say
+
+@dataclass(frozen=True)
+class Summary:
+    """Microseconds. Mean, variance, p10 and p90 leave outliers out; the median and the tail know them all."""
+
+    median: float
+    mean: float
+    variance: float
+    p10: float
+    p90: float
+    p95: float
+    p99: float
+    samples: int
+    outliers: int = 0                          # samples far outside the middle half, as when the CPU was taken away
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Summary:
+        everything = sorted(samples)
+        q1, q3 = quantile(everything, 0.25), quantile(everything, 0.75)
+        reach = FAR * (q3 - q1)
+        usual = [s for s in everything if q1 - reach <= s <= q3 + reach]
+        return cls(quantile(everything, 0.5), statistics.fmean(usual),
+                   statistics.variance(usual) if len(usual) > 1 else 0.0, quantile(usual, 0.1), quantile(usual, 0.9),
+                   quantile(everything, 0.95), quantile(everything, 0.99), len(everything),
+                   len(everything) - len(usual))
+
+    @property
+    def spread(self) -> float:
+        """Relative: how far apart nine and one in ten are."""
+        return (self.p90 - self.p10) / self.median if self.median > 0 else 0.0
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Between the two nearest of the ordered values, as far as the share says."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 @dataclass(frozen=True)
@@ -36,40 +196,117 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Timings:
-    """Microseconds per call of each way, one number per round."""
+    """Microseconds per call of each way, one number per round; a way that was dropped has the first rounds only."""
 
     rounds: Mapping[str, list[float]]
 
     def median(self, name: str) -> float:
         return statistics.median(self.rounds[name])
 
+    def summary(self, name: str) -> Summary:
+        return Summary.of(self.rounds[name])
+
     def gain(self, over: str, of: str) -> Ratio:
         ratios = [a / b for a, b in zip(self.rounds[over], self.rounds[of])]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         return Ratio(middle, low, high)
 
+    def beats(self, one: str, other: str, margin: float = MARGIN) -> float:
+        """How sure it is, from 0 to 1, that `one` is faster than `other` by more than the margin."""
+        return float((self._gaps(one, other) > math.log1p(margin)).double().mean())
 
-def in_turns(ways: Mapping[str, Callable[[], Any]], seconds: float, device: str) -> Timings:
-    """Rounds for about `seconds`; in each round every way has its turn, and another one begins each time."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    def even(self, one: str, other: str, margin: float = MARGIN) -> float:
+        """How sure it is that they are nearer to each other than the margin."""
+        return float((self._gaps(one, other).abs() <= math.log1p(margin)).double().mean())
 
-    def sample(fn: Callable[[], Any], calls: int) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        wait()
-        return (time.perf_counter() - start) / calls
+    def _gaps(self, one: str, other: str) -> torch.Tensor:
+        """The median of log(other / one) over rounds that are drawn again and again, the same draws every time."""
+        gaps = torch.tensor([math.log(b / a) for a, b in zip(self.rounds[one], self.rounds[other])],
+                            dtype=torch.float64, device="cpu")
+        draws = torch.randint(len(gaps), (RESAMPLES, len(gaps)), device="cpu",
+                              generator=torch.Generator("cpu").manual_seed(0))
+        return gaps[draws].quantile(0.5, dim=1)
 
-    counts = {}
-    for name, fn in ways.items():
-        sample(fn, 2)                          # choices are made, code is loaded, caches are filled
-        counts[name] = max(1, int(SAMPLE_SECONDS / sample(fn, 1)))
-    names, rounds = list(ways), {name: [] for name in ways}    # type: tuple[list[str], dict[str, list[float]]]
+
+# rounds
+
+class Race:
+    """Ways that take turns. One that throws what `catch` names is out, and its error kept."""
+
+    def __init__(self, watch: Watch, catch: tuple[type[BaseException], ...] = (), seed: int = 0) -> None:
+        self.watch, self.catch = watch, catch
+        self.rounds: dict[str, list[float]] = {}
+        self.failed: dict[str, BaseException] = {}
+        self._running: dict[str, tuple[Way, int]] = {}
+        self._chance = random.Random(seed)
+
+    @property
+    def timings(self) -> Timings:
+        """Of those that have run at least one round and have not failed."""
+        return Timings({name: found for name, found in self.rounds.items() if found})
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        return tuple(self._running)
+
+    def enter(self, name: str, way: Way) -> tuple[float, float] | None:
+        """Microseconds of the first call, which loads and compiles, and of the next; None if it failed."""
+        began = time.perf_counter()
+        if self._sample(name, way, 1) is None:
+            return None
+        first = (time.perf_counter() - began) * 1e6            # all of it: a compiler's wait is no noise
+        after = self._sample(name, way, 1)
+        if after is None:
+            return None
+        calls = int(SAMPLE_SECONDS * 1e6 / max(after, 1e-3))
+        self._running[name] = way, min(max(calls, 1), self.watch.most_calls)
+        self.rounds[name] = []
+        return first, after
+
+    def drop(self, name: str) -> None:
+        """It takes part in no further round; what was measured stays."""
+        self._running.pop(name, None)
+
+    def run(self, rounds: int = 1, only: str = "") -> None:
+        with no_collection():
+            for _ in range(rounds):
+                turn = [entry for entry in self._running.items() if entry[0] == (only or entry[0])]
+                self._chance.shuffle(turn)
+                for name, (way, calls) in turn:
+                    us = self._sample(name, way, calls)
+                    if us is not None:
+                        self.rounds[name].append(max(us, 1e-3))
+
+    def _sample(self, name: str, way: Way, calls: int) -> float | None:
+        try:
+            return self.watch.sample(way, calls)
+        except self.catch as error:
+            self.failed[name] = error
+            self.rounds.pop(name, None)
+            self.drop(name)
+            return None
+
+
+def in_turns(ways: Mapping[str, Way], seconds: float, device: str) -> Timings:
+    """Rounds for about `seconds`, with warm caches."""
+    race = Race(stopwatch(device, flush=False))
+    for name, way in ways.items():
+        race.enter(name, way)
     end = time.perf_counter() + seconds
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > end:
             break
-        for name in names[turn % len(names):] + names[:turn % len(names)]:
-            rounds[name].append(sample(ways[name], counts[name]) * 1e6)
-    return Timings(rounds)
+        race.run()
+    return race.timings
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection while the clock runs."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,107 @@
+"""Measurements as a text file: one JSON object per line, to be carried from one machine to another.
+
+The first line says what follows and how many lines, so that a file that was cut off is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..spec.errors import DataError
+from .record import Measurement, Rates
+
+if TYPE_CHECKING:
+    from .store import Store
+
+SCHEMA = "layerzero.perf/1"
+Content = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
+
+
+def export_lines(store: Store, path: Path) -> int:
+    """The file is replaced in one step; a reader sees the old one or the new one."""
+    rows, environments, rates = list(store.rows()), store.environments(), store.timed_rates()
+    lines: list[dict[str, Any]] = [{"environment": i, "data": data} for i, data in environments.items()]
+    lines += [{"rates": place, "flops_per_us": r.flops_per_us, "bytes_per_us": r.bytes_per_us, "at": at}
+              for place, (r, at) in rates.items()]
+    lines += [{"measurement": m.to_json()} for m in rows]
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as out:
+            try:
+                for line in ({"schema": SCHEMA, "lines": len(lines)}, *lines):
+                    out.write(json.dumps(line, sort_keys=True) + "\n")
+                out.close()
+                os.replace(out.name, path)
+            except BaseException:
+                os.unlink(out.name)
+                raise
+    except OSError as e:
+        raise DataError(f"{path}: cannot write the measurements: {e.strerror}") from e
+    return len(rows)
+
+
+def read_lines(path: Path) -> Content:
+    """All of a file, or DataError with the line that is wrong."""
+    rows: list[Measurement] = []
+    environments: dict[str, dict[str, Any]] = {}
+    rates: dict[str, tuple[Rates, float]] = {}
+    lines = _lines(path)
+    _, head = next(lines, (0, {}))
+    if head.get("schema") != SCHEMA:
+        raise DataError(f"{path}: wanted a file of lz perf export, which begins with the schema {SCHEMA!r}; "
+                        f"got {head.get('schema')!r}")
+    number = 1
+    for number, line in lines:
+        try:
+            if "measurement" in line:
+                rows.append(Measurement.from_json(line["measurement"]))
+            elif "environment" in line:
+                environments[_checked_id(line)] = line["data"]
+            elif "rates" in line:
+                rates[str(line["rates"])] = _rates(line)
+            else:
+                raise DataError(f"wanted a measurement, an environment or rates, got {', '.join(line) or 'nothing'}")
+        except (DataError, KeyError) as e:
+            raise DataError(f"{path}:{number}: {e}; nothing of this file was taken over") from e
+    if number - 1 != head.get("lines"):
+        raise DataError(f"{path}: wanted {head.get('lines')} lines after the first, got {number - 1}; the file was cut "
+                        "off, nothing of it was taken over")
+    return rows, environments, rates
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                try:
+                    found = json.loads(text)
+                except (ValueError, RecursionError) as e:
+                    raise DataError(f"{path}:{number}: not a line of JSON: {e}") from e
+                if not isinstance(found, dict):
+                    raise DataError(f"{path}:{number}: wanted a JSON object, got {type(found).__name__}")
+                yield number, found
+    except UnicodeDecodeError as e:
+        raise DataError(f"{path}: not a text file: {e}") from e
+    except OSError as e:
+        raise DataError(f"{path}: cannot read the measurements: {e.strerror}") from e
+
+
+def _checked_id(line: Mapping[str, Any]) -> str:
+    from .store import environment_id
+    name = line["environment"]
+    if not isinstance(line["data"], dict) or environment_id(line["data"]) != name:
+        raise DataError(f"environment {name!r} does not have the content its id says")
+    return str(name)
+
+
+def _rates(line: Mapping[str, Any]) -> tuple[Rates, float]:
+    numbers = [line[name] for name in ("flops_per_us", "bytes_per_us", "at")]
+    for n in numbers:
+        if isinstance(n, bool) or not isinstance(n, (int, float)) or not 0 < n < math.inf:
+            raise DataError(f"rates of {line['rates']!r} must be numbers > 0, got {n!r}")
+    return Rates(float(numbers[0]), float(numbers[1])), float(numbers[2])

@@ -1,0 +1,180 @@
+"""The store of a fleet: the same tables in PostgreSQL, through SQLAlchemy Core. Needs the extra `layerzero[fleet]`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..spec.errors import DataError
+from .record import QUIET, Measurement, PerfView, Rates
+from .store import COLUMNS, KEY, NewerStore, Store, StoreError, environment_id, settled
+
+VERSION = 1
+DRIVERS = ("psycopg", "pg8000", "psycopg2")    # the first that is here
+BATCH = 500
+_LOCK = 0x4C5A5046                             # of those that make the tables at the same time
+_TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build", "environment"))
+
+
+class FleetStore(Store):
+    """A server that many machines read and write. `url` is postgresql://user:password@host/database."""
+
+    def __init__(self, url: str, timeout: float = 10.0) -> None:
+        try:
+            self._sa: Any = importlib.import_module("sqlalchemy")
+            self._dialect: Any = importlib.import_module("sqlalchemy.dialects.postgresql")
+        except ImportError as e:
+            raise StoreError("perfdb is a PostgreSQL server, which needs SQLAlchemy; "
+                             "run: pip install 'layerzero[fleet]'") from e
+        try:
+            address = self._sa.make_url(url)
+        except (self._sa.exc.ArgumentError, ValueError) as e:
+            raise StoreError("perfdb: wanted postgresql://user:password@host:port/database, got an address that "
+                             "cannot be read") from e
+        if "+" not in address.drivername:
+            address = address.set(drivername=f"postgresql+{_driver()}")
+        self.name = address.render_as_string(hide_password=True)
+        self._tables()
+        wait = {"timeout" if address.drivername.endswith("pg8000") else "connect_timeout": max(1, int(timeout))}
+        with self._told():
+            self._engine = self._sa.create_engine(address, poolclass=self._sa.pool.StaticPool, connect_args=wait)
+            try:
+                self._prepare()
+            except BaseException:
+                self._engine.dispose()
+                raise
+
+    def _tables(self) -> None:
+        sa = self._sa
+        self._meta = sa.MetaData()
+        kinds = {name: sa.Text if name in _TEXTS else sa.BigInteger if name == "samples" else sa.Double
+                 for name in COLUMNS}
+        self._measurements = sa.Table("layerzero_measurements", self._meta, *(
+            sa.Column(name, kind, nullable=False, primary_key=name in KEY) for name, kind in kinds.items()))
+        self._environments = sa.Table(
+            "layerzero_environments", self._meta, sa.Column("id", sa.Text, primary_key=True),
+            sa.Column("data", sa.JSON, nullable=False))
+        self._rates = sa.Table("layerzero_rates", self._meta, sa.Column("place", sa.Text, primary_key=True), *(
+            sa.Column(name, sa.Double, nullable=False) for name in ("flops_per_us", "bytes_per_us", "at")))
+        self._schema = sa.Table("layerzero_schema", self._meta,
+                                sa.Column("version", sa.Integer, primary_key=True, autoincrement=False))
+
+    def _prepare(self) -> None:
+        sa = self._sa
+        with self._engine.begin() as connection:
+            connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK})"))      # others wait until this is done
+            self._schema.create(connection, checkfirst=True)
+            version = connection.execute(sa.select(sa.func.max(self._schema.c.version))).scalar() or 0
+            if version > VERSION:
+                raise NewerStore(f"{self.name} has schema {version}; this release knows schemas up to {VERSION}. "
+                                 "Nothing of it was touched: upgrade layerzero, or set perfdb to another database")
+            if version < 1:
+                self._meta.create_all(connection)
+                connection.execute(self._schema.insert().values(version=1))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except self._sa.exc.SQLAlchemyError as e:
+            text = str(getattr(e, "orig", None) or e).strip().splitlines()[0]
+            raise StoreError(f"{self.name}: {text}; measurements cannot be read or kept there now") from e
+
+    def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
+              rates: Mapping[str, tuple[Rates, float]]) -> None:
+        # One statement must not meet a row twice, and all must take their locks in one order.
+        best: dict[tuple[str, ...], Measurement] = {}
+        for m in settled(rows):
+            key = (m.kernel, m.bucket, m.place, m.build)
+            if key not in best or m.supersedes(best[key]):
+                best[key] = m
+        insert, c = self._dialect.insert, self._measurements.c
+        put = insert(self._measurements)
+        new = put.excluded
+        put = put.on_conflict_do_update(
+            index_elements=KEY, set_={name: new[name] for name in COLUMNS if name not in KEY},
+            where=self._sa.tuple_(new.spread <= QUIET, new.at) >= self._sa.tuple_(c.spread <= QUIET, c.at))
+        roofs = insert(self._rates)
+        roofs = roofs.on_conflict_do_update(
+            index_elements=("place",), where=roofs.excluded.at >= self._rates.c.at,
+            set_={name: roofs.excluded[name] for name in ("flops_per_us", "bytes_per_us", "at")})
+        with self._told(), self._engine.begin() as connection:
+            for i in sorted(environments):
+                connection.execute(insert(self._environments).on_conflict_do_nothing(),
+                                   {"id": i, "data": dict(environments[i])})
+            for batch in _batches([best[key].to_json() for key in sorted(best)]):
+                connection.execute(put, batch)
+            for place, (found, at) in sorted(rates.items()):
+                connection.execute(roofs, {"place": place, "flops_per_us": float(found.flops_per_us),
+                                           "bytes_per_us": float(found.bytes_per_us), "at": float(at)})
+
+    def _select(self, *conditions: Any) -> Any:
+        return self._sa.select(*(self._measurements.c[name] for name in COLUMNS)).where(*conditions)
+
+    def _sound(self, values: Sequence[Any]) -> Measurement:
+        try:
+            return Measurement._make(values).checked()
+        except DataError as e:
+            raise StoreError(f"{self.name}: a row is not a measurement: {e}") from e
+
+    def get(self, kernel: str, bucket: str, place: str, build: str | None = None) -> Measurement | None:
+        c = self._measurements.c
+        conditions = [c.kernel == kernel, c.bucket == bucket, c.place == place]
+        conditions += [c.build == build] if build is not None else []
+        with self._told(), self._engine.connect() as connection:
+            found = connection.execute(self._select(*conditions).order_by(c.at.desc()).limit(1)).first()
+        return None if found is None else self._sound(found)
+
+    def _rows(self) -> Iterator[Measurement]:
+        with self._told(), self._engine.connect() as connection:
+            found = connection.execute(self._select()).all()
+        yield from map(self._sound, found)
+
+    def environments(self) -> dict[str, dict[str, Any]]:
+        table = self._environments
+        with self._told(), self._engine.connect() as connection:
+            found = connection.execute(self._sa.select(table.c.id, table.c.data)).all()
+        return {i: data for i, data in found if isinstance(data, dict) and environment_id(data) == i}
+
+    def timed_rates(self) -> dict[str, tuple[Rates, float]]:
+        columns = [self._rates.c[name] for name in ("place", "flops_per_us", "bytes_per_us", "at")]
+        with self._told(), self._engine.connect() as connection:
+            found = connection.execute(self._sa.select(*columns)).all()
+        return {place: (Rates(flops, moved), at) for place, flops, moved, at in found if flops > 0 and moved > 0}
+
+    def view(self, builds: Mapping[str, str], since: float = 0.0) -> PerfView:
+        c = self._measurements.c
+        today = self._sa.tuple_(c.kernel, c.build).in_(sorted(builds.items()))
+        with self._told(), self._engine.connect() as connection:
+            found = connection.execute(self._select(c.at >= since, today)).all() if builds else []
+        return PerfView(map(self._sound, found), self.rates())
+
+    def delete(self, rows: Iterable[Measurement]) -> None:
+        sa, c = self._sa, self._measurements.c
+        columns = (*KEY, "at")
+        gone = self._measurements.delete().where(*(c[name] == sa.bindparam(f"_{name}") for name in columns))
+        keys = [{f"_{name}": getattr(m, name) for name in columns} for m in rows]
+        unused = self._environments.delete().where(self._environments.c.id.not_in(sa.select(c.environment)))
+        with self._told(), self._engine.begin() as connection:
+            for batch in _batches(keys):
+                connection.execute(gone, batch)
+            connection.execute(unused)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def _driver() -> str:
+    for name in DRIVERS:
+        if importlib.util.find_spec(name) is not None:
+            return name
+    raise StoreError("perfdb is a PostgreSQL server, which needs a driver such as psycopg; "
+                     "run: pip install 'layerzero[fleet]'")
+
+
+def _batches(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    for i in range(0, len(rows), BATCH):
+        yield rows[i:i + BATCH]

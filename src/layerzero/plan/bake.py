@@ -1,0 +1,442 @@
+"""Choices baked in: a bound kernel, a model whose calls are bound, and a list of a model's choices.
+
+`bind` gives the kernel for one kind of call as a plain function of its tensors: no lookup, no check.
+`compile_model` (lz.compile) lets Dynamo find the lz calls of a model and puts a bound kernel in the place
+of each. Dynamo's guards say when a call is no longer of that kind; it is then chosen anew, and an event
+says so. `dry_run` (lz.dry_run) follows a model with tensors that have no memory and lists what would serve.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..runtime import context, events, hardware, loading, tracing
+from ..runtime import facts as reading
+from ..runtime import world as worlds
+from ..runtime.binding import Binding
+from ..runtime.binding import bind as bind_step
+from ..runtime.context import Override
+from ..runtime.dispatch import Dispatcher, dispatchers, learn, loaded, mark_unloadable, refusal
+from ..runtime.inspection import dispatcher_of
+from ..runtime.tables import described
+from ..spec.call import Call, TensorSpec
+from ..spec.errors import ConfigError, DataError, InvalidCall
+from ..spec.event import PlanMissed
+from ..spec.kernel import Const, Direct, Kernel
+from ..spec.op import Op
+from ..spec.plan import Step
+from ..spec.reason import Code, Reason
+from .solver import assumed_alignment, cell_of, facts_of
+from .table import Choice, Row
+
+# one kernel
+
+def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> Callable[..., Any]:
+    """The kernel for calls like this one, as a function of the tensors that were given here, in their order.
+
+    Everything else of the call is fixed. The function checks nothing: it is right for the calls that its `row`
+    describes, which `covers(*tensors)` asks, and `checked(*tensors)` asks each time: a call outside of the row is
+    served by the op itself, with the event plan_missed. It follows neither policy nor breakers from now on.
+    """
+    found = dispatcher_of(op)
+    found._ready()
+    override = context.for_call(backend, None)
+    learn(override)
+    values = found.bound(args, kwargs)
+    named = dict(zip(found.names, values))
+    tensors = reading.check_types(found.op, named)
+    if not tensors:
+        raise ConfigError(f"lz.bind: lz.{found.op.name} was given no tensor; give the call as you would make it")
+    if found.lowered(named, next(iter(tensors.values()))) is not None:
+        raise ConfigError(f"lz.bind: lz.{found.op.name} under autocast: cast the tensors, then bind outside of it")
+    if found.op.canonical is not None and found.op.canonical(dict(named)) is not None:
+        raise ConfigError(f"lz.bind: this call of lz.{found.op.name} is rewritten before it is served (its rank or "
+                          "layout='auto'); give it in the op's own form: " + _form(found.op))
+    facts = found.facts(values)
+    while True:
+        world = worlds.current()
+        plan = world.plan(found.op, facts, override)
+        if not plan.steps:
+            raise refusal(world, found.op, facts, override)
+        step, kernel = plan.steps[0], world.catalog.by_id[plan.steps[0].kernel]
+        try:
+            run = specialised(found.op, kernel, step, facts, named)
+            break
+        except loading.LoadFailed as e:
+            mark_unloadable(kernel, e.reason)
+    row = cell_of(world, found.op, facts, Choice(kernel.id, tuple((t.kind, t.target) for t in step.transforms)))
+    return _told(run, found, named, tuple(tensors), row)
+
+
+def _told(run: Any, found: Dispatcher, named: Mapping[str, Any], given: tuple[str, ...],
+          row: Row) -> Callable[..., Any]:
+    """The function with what is to be known of it. It stays a plain function: an object would cost a call more."""
+    def facts(tensors: Sequence[Tensor]) -> dict[str, Any]:
+        if len(tensors) != len(given):
+            raise ConfigError(f"lz.bind: lz.{found.op.name} was bound with {', '.join(given)}; "
+                              f"got {len(tensors)} tensors")
+        values = {**named, **dict(zip(given, tensors))}
+        return found.facts(tuple(values[n] for n in found.names))
+
+    def covers(*tensors: Tensor) -> bool:
+        """Is this a call that the kernel was bound for?"""
+        return row.covers(facts(tensors))
+
+    def checked(*tensors: Tensor) -> Any:
+        """The bound kernel where it was bound for this call; else the op itself, and an event."""
+        asked = facts(tensors)
+        if row.covers(asked):
+            return run(*tensors)
+        reason = Reason(Code.PLAN_BUCKET_MISS, str(row), described(found.op, asked))
+        events.emit(PlanMissed(found.op.name, row.kernel, reason))
+        return found.public(**{**named, **dict(zip(given, tensors))})
+
+    run.kernel, run.row, run.covers, run.checked = row.kernel, row, covers, checked
+    return run  # type: ignore[no-any-return]
+
+
+def specialised(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
+                named: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of the tensors in `named` that calls the kernel with everything else as it is there."""
+    given = [p.name for p in op.params if p.kind == "tensor" and named[p.name] is not None]
+    fixed = {n: v for n, v in named.items() if n not in given}
+    made = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant else "", fixed)
+    run = (made.call and _with_defaults(made.call, given, fixed)) or _written(op, made, given, fixed)
+    run.__doc__ = f"lz.{op.name} by {kernel.id}, bound."
+    return run
+
+
+def _with_defaults(call: Direct, given: list[str], fixed: Mapping[str, Any]) -> FunctionType | None:
+    """Of a kernel that is a Python function of just these tensors: a copy with the rest as defaults. It costs nothing."""
+    fn = call.fn
+    if not isinstance(fn, FunctionType) or call.item is not None or call.first is not None:
+        return None
+    if list(call.args[:len(given)]) != given or fn.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return None
+
+    def value(argument: Any) -> Any:
+        return argument.value if isinstance(argument, Const) else fixed[argument]
+
+    if any(argument in given for argument in (*call.args[len(given):], *call.kwargs.values())):
+        return None
+    names, own = fn.__code__.co_varnames[:fn.__code__.co_argcount], list(fn.__defaults__ or ())
+    defaults = dict(zip(names[len(names) - len(own):], own))
+    defaults.update(zip(names[len(given):], map(value, call.args[len(given):])))
+    keywords = {**(fn.__kwdefaults__ or {}), **{k: value(v) for k, v in call.kwargs.items() if k not in names}}
+    defaults.update({k: value(v) for k, v in call.kwargs.items() if k in names})
+    if any(n not in defaults for n in names[len(given):]):
+        return None
+    copy = FunctionType(fn.__code__, fn.__globals__, fn.__name__, tuple(defaults[n] for n in names[len(given):]),
+                        fn.__closure__)
+    copy.__kwdefaults__ = keywords or None
+    return copy
+
+
+def _written(op: Op, made: Binding, given: list[str], fixed: Mapping[str, Any]) -> FunctionType:
+    """One frame: a function written for this call."""
+    scope: dict[str, Any] = {}
+
+    def constant(value: Any) -> str:
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        name = f"CONST{len(scope)}"
+        scope[name] = value
+        return name
+
+    def argument(value: Any) -> str:
+        if isinstance(value, Const):
+            return constant(value.value)
+        return str(value) if value in given else constant(fixed[value])
+
+    if made.call is None:                      # the inputs are changed first: that is a Python function of its own
+        scope["FN"] = made.run
+        text = f"FN({', '.join(map(argument, (p.name for p in op.params)))})"
+    else:
+        call = made.call
+        scope["FN"] = call.fn
+        parts = [*map(argument, call.args), *(f"{k}={argument(v)}" for k, v in call.kwargs.items())]
+        text = f"FN({', '.join(parts)})" + ("" if call.item is None else f"[{call.item}]")
+        text += "" if call.first is None else f"[:{call.first}]"
+    exec(f"def {op.name}({', '.join(given)}):\n    return {text}", scope)    # made of declared names only
+    run: FunctionType = scope[op.name]
+    run.__module__ = "layerzero"
+    return run
+
+
+def _form(op: Op) -> str:
+    patterns = next(iter(op.patterns.values()))
+    return ", ".join(f"{n} ({' '.join(tokens)})" for n, tokens in patterns.items() if not op.by_name[n].optional)
+
+
+# a model
+
+@dataclass(frozen=True)
+class Site:
+    """One lz call of a model, and what became of it."""
+
+    op: str
+    calls: str                                 # dtype and sizes
+    kernel: str                                # "": not baked, looked up at each call
+    why_not: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return {"op": self.op, "calls": self.calls, "kernel": self.kernel, "why_not": self.why_not}
+
+
+@dataclass
+class Baked:
+    """A model whose lz calls are bound to their kernels. Call it as you would call the model."""
+
+    model: Callable[..., Any]
+    sites: list[Site] = field(default_factory=list)
+    missed: list[Site] = field(default_factory=list)       # chosen anew, because a call came that was not baked for
+    _run: Callable[..., Any] | None = None
+    _first: bool = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._run is not None
+        if not self._first:
+            return self._run(*args, **kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            self._first = False
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What Dynamo hands over: a graph in which the lz calls are still whole."""
+        autocast = any(n.op == "call_function" and getattr(n.target, "__name__", "") == "_enter_autocast"
+                       for n in graph.graph.nodes)
+        for node in list(graph.graph.nodes):
+            name = _op_name(node)
+            if name is None:
+                continue
+            site = _bake(graph.graph, node, dispatchers[name], autocast)
+            self.sites.append(site)
+            if not self._first:
+                self.missed.append(site)
+                events.emit(PlanMissed(site.op, site.kernel, Reason(Code.PLAN_BUCKET_MISS, "", site.calls)))
+        graph.graph.lint()  # type: ignore[no-untyped-call]
+        graph.recompile()
+        return graph.forward
+
+
+def compile_model(model: Callable[..., Any], *example: Any, fullgraph: bool = False, dynamic: bool | None = None,
+                  **named: Any) -> Baked:
+    """Bake the choices of a model: each lz call becomes a direct call of its kernel, without a lookup.
+
+    With example arguments the model runs once now, and what it does is baked; else its first call does that.
+    """
+    baked = Baked(model)
+    baked._run = torch.compile(model, backend=baked._backend, fullgraph=fullgraph, dynamic=dynamic)
+    if example or named:
+        baked(*example, **named)
+    return baked
+
+
+def _op_name(node: torch.fx.Node) -> str | None:
+    target: Any = node.target
+    if node.op != "call_function" or getattr(target, "namespace", "") != "layerzero":
+        return None
+    name = target._schema.name.partition("::")[2]
+    return name if name in dispatchers else None
+
+
+def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocast: bool) -> Site:
+    """Put the bound kernel in the node's place; where that cannot be done the node stays as it is."""
+    op, target = found.op, node.target
+    arguments = list(target._schema.arguments)  # type: ignore[union-attr]
+    bound = {a.name: node.kwargs.get(a.name, a.default_value) for a in arguments}
+    bound.update(zip((a.name for a in arguments), node.args))
+    backend = bound.pop("backend", None)
+    values = {n: v.meta.get("example_value") if isinstance(v, torch.fx.Node) else v for n, v in bound.items()}
+    override = context.for_call(backend, None)
+    learn(override)
+    sizes = _shapes(op, values)
+    if autocast:
+        return Site(op.name, sizes, "", "the graph switches autocast on")
+    if any(isinstance(v, torch.fx.Node) and not isinstance(values[n], Tensor) for n, v in bound.items()):
+        return Site(op.name, sizes, "", "a parameter that is no tensor is computed by the graph")
+    if op.canonical is not None and op.canonical(dict(values)) is not None:
+        return Site(op.name, sizes, "", "the call is rewritten before it is served")
+    facts = found.facts(tuple(values[n] for n in found.names))
+    facts.update(assumed_alignment(values, facts))
+    chosen = tracing.choose(worlds.current(), op, facts, override, opaque=True)
+    if chosen is None:
+        return Site(op.name, sizes, "", "no kernel that is known to hold for all sizes of this graph")
+    step, kernel = chosen
+    try:
+        run = specialised(op, kernel, step, facts, values)
+    except loading.LoadFailed as e:
+        mark_unloadable(kernel, e.reason)
+        return Site(op.name, sizes, "", e.reason.message)
+    with graph.inserting_before(node):
+        tensors = tuple(bound[p.name] for p in op.params if p.kind == "tensor" and bound[p.name] is not None)
+        direct = graph.call_function(run, tensors)
+        direct.meta.update(node.meta)
+    results = node.meta.get("example_value")
+    if isinstance(results, (list, tuple)) and len(results) == 1:       # a list of one, of which the one is taken
+        for user in list(node.users):
+            user.replace_all_uses_with(direct)
+            graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(direct)
+    graph.erase_node(node)
+    return Site(op.name, sizes, kernel.id)
+
+
+def _shapes(op: Op, values: Mapping[str, Any]) -> str:
+    """A call in a few words, without asking a symbol."""
+    told = []
+    for p in op.params:
+        value = values.get(p.name, p.default)
+        if isinstance(value, Tensor):
+            shape = "x".join(str(tracing.hint(n)) for n in value.shape)
+            told.append(f"{p.name}={shape}:{reading.dtype_name(value.dtype)}")
+        elif p.kind != "generator" and not p.required and value != p.default:
+            told.append(f"{p.name}={value}")
+    return " ".join(told)
+
+
+# a list
+
+@dataclass(frozen=True)
+class Listed:
+    """One kind of call that a model makes, and what would serve it."""
+
+    call: Call
+    kernel: str                                # "": nothing can
+    expected_us: float
+    source: str                                # where the expectation comes from, or why there is no kernel
+    shapes: str
+    note: str = ""                             # from which table, or why not from the one in force
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": self.call.op, "count": self.call.count, "kernel": self.kernel, "expected_us": self.expected_us,
+                "source": self.source, "note": self.note, "call": self.call.to_json()}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The lz calls of one run of a model, in the order in which they first came."""
+
+    rows: tuple[Listed, ...]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """What lz.solve and lz.tune take."""
+        return tuple(row.call for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"calls": [row.to_json() for row in self.rows]}
+
+    def __str__(self) -> str:
+        lines = [f"{row.call.count:>5} x lz.{row.call.op:<18} {row.kernel or 'no kernel':<28} "
+                 f"{row.expected_us:10.2f} us ({row.source})  {row.shapes}{'  ' + row.note if row.note else ''}"
+                 for row in self.rows]
+        return "\n".join(lines) or "no lz call was made"
+
+
+def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
+    """Which kernel would serve each lz call of this model, without running any: tensors have shapes and no memory.
+
+    A model that looks at the values of tensors cannot be followed this way, and is refused.
+    """
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
+    seen: dict[str, Listed] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def without_memory(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    try:
+        with _recording(seen), mode:
+            args, kwargs = pytree.tree_map(without_memory, (args, kwargs))
+            if isinstance(model, torch.nn.Module):
+                state = {n: without_memory(t) for n, t in
+                         itertools.chain(model.named_parameters(), model.named_buffers())}
+                torch.func.functional_call(model, state, args, kwargs)
+            else:
+                model(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise DataError(f"lz.dry_run: the model looks at the values of a tensor ({e.func}), which has none here; run "
+                        "it in `with lz.recording(path)` instead and give the calls to lz.solve") from e
+    return DryRun(tuple(seen.values()))
+
+
+@contextmanager
+def _recording(seen: dict[str, Listed]) -> Iterator[None]:
+    def note(op: Op, values: dict[str, Any], facts: Mapping[str, Any], override: Override | None) -> Any:
+        told = {**tracing.seen_facts(facts), **assumed_alignment(values, facts)}
+        call = _call(op, values, told)
+        found = _listed(op, call, told, override, _shapes(op, values))
+        key = f"{found.kernel} {json.dumps(call.to_json())}"   # calls alike are counted, not listed again
+        old = seen.get(key)
+        seen[key] = found if old is None else replace(old, call=call.times(old.call.count + 1))
+        return _result(op, values, bool(facts["grad"]))
+
+    token = tracing.recorder.set(note)
+    try:
+        yield
+    finally:
+        tracing.recorder.reset(token)
+
+
+def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
+    """The same for calls that are written down, on this device or the accelerator that is here."""
+    kind = device or next((k for k in hardware.present() if k != "cpu"), "cpu")
+    rows = []
+    for i, call in enumerate(calls):
+        try:
+            op, facts = facts_of(call, worlds.current(), kind)
+        except InvalidCall as e:
+            raise DataError(f"call {i} ({call.name or call.op}) cannot be decided: {e}") from e
+        rows.append(_listed(op, call, facts, None, call.name or described(op, facts)))
+    return DryRun(tuple(rows))
+
+
+def _listed(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None, shapes: str) -> Listed:
+    plan = worlds.current().plan(op, facts, override, thorough=True)
+    said = f"from table {plan.table}" if plan.table else str(plan.missed or "")
+    if plan.steps:
+        first = plan.steps[0]
+        return Listed(call, first.kernel, first.score.total_us, first.score.source, shapes, said)
+    why = dict.fromkeys(reason.message for rejected in plan.rejected for reason in rejected.reasons)
+    return Listed(call, "", 0.0, "; ".join(why), shapes, said)
+
+
+def _call(op: Op, values: Mapping[str, Any], facts: Mapping[str, Any]) -> Call:
+    arguments: dict[str, Any] = {}
+    for p in op.params:
+        value = values[p.name]
+        if isinstance(value, Tensor):
+            strides = None if value.is_contiguous() else tuple(map(tracing.hint, value.stride()))
+            shape = tuple(map(tracing.hint, value.shape))
+            arguments[p.name] = TensorSpec(shape, reading.dtype_name(value.dtype), strides)
+        elif p.kind not in ("generator", "object") and (p.required or value != p.default):
+            arguments[p.name] = tracing.hint(value)
+    return Call(op.name, arguments, grad=bool(facts["grad"]))
+
+
+def _result(op: Op, values: Mapping[str, Any], grad: bool) -> Any:
+    """What the contract says the result looks like; it wants a gradient where the real one would."""
+    out = op.meta(**values)
+    if grad:
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.is_floating_point() and not t.requires_grad:
+                t.requires_grad_()
+    return out

@@ -1,0 +1,75 @@
+"""A dispatch table in force: lz.use_table. It is part of the world from then on, and calls are looked up in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from ..runtime import world as worlds
+from ..runtime.calls import values
+from ..runtime.inspection import dispatcher_of
+from ..runtime.tables import InForce
+from ..runtime.world import World
+from ..spec.errors import DataError, LayerZeroError
+from ..spec.reason import Code, Reason
+from .lower import lowered
+from .table import Stamp, Table
+
+
+def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -> Table | None:
+    """Put a table in force for the process; None takes it away. Refused if anything it depends on has changed.
+
+    Kernels of it that compile on first use are compiled now, unless `warm=False`: then they wait for a warm-up.
+    """
+    if table is None:
+        worlds.publish(lambda w: w.but(table=None), "table:none")
+        return None
+    found = table if isinstance(table, Table) else Table.load(table)
+    check(found, worlds.current())
+    warmed = _warmed(found) if warm else frozenset()
+    ready = replace(found, finder=lowered(found))
+
+    def change(world: World) -> World:
+        check(found, world)                    # again: it may have changed while kernels were compiled
+        return world.but(table=InForce(ready, world.catalog), warmed=world.warmed | warmed)
+
+    worlds.publish(change, f"table:{found.id}")
+    return found
+
+
+def table_in_force() -> Table | None:
+    """The table that calls are looked up in, if there is one."""
+    held = worlds.current().table
+    return held.table if held is not None and isinstance(held.table, Table) else None
+
+
+def check(table: Table, world: World) -> None:
+    """DataError, with everything that drifted, unless the table holds in this world."""
+    stamp = table.stamp
+    try:
+        now = Stamp.of(world, stamp.device.type, table.kernels)
+    except LayerZeroError as e:
+        raise DataError(f"{table}: there is no such device here: {e}. Run lz solve again on this machine") from e
+    reasons = stamp.drift(now)
+    for row in table.rows:
+        op = world.catalog.ops.get(row.op)
+        unknown = [] if op is None else [n for n, _ in (*row.when, *row.sizes) if n not in op.fact_names]
+        if op is None or unknown:
+            reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(), "absent", row.op))
+    if reasons:
+        lines = [f"  {r.message}" for r in dict.fromkeys(reasons)]
+        raise DataError(f"{table} is refused: not everything is as it was when it was solved\n" + "\n".join(lines)
+                        + "\nRun lz solve again on this machine", reasons)
+
+
+def _warmed(table: Table) -> frozenset[str]:
+    """Make the calls that the table's compiling kernels are to be compiled for."""
+    wanted = [a for a in table.jit if a.kernel not in worlds.current().warmed]
+    for artefact in wanted:
+        found = dispatcher_of(artefact.call.op)
+        try:
+            found.public(**values(found.op, artefact.call, table.stamp.device.type), backend=artefact.kernel)
+        except LayerZeroError as e:
+            raise DataError(f"{table}: {artefact.kernel} cannot be compiled for {artefact.call.name or found.op.name}: "
+                            f"{e}. Run lz solve again, or give warm=False to do without it") from e
+    return frozenset(a.kernel for a in wanted)

@@ -1,0 +1,137 @@
+"""Do the rules of a kernel hold for every call that a row of a table covers?
+
+Each rule is asked of the whole range at once. The answer is yes, no, or "it depends", which counts as
+no: a range is widened only where every rule is known to hold from its beginning to its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Union
+
+from ..spec.expr import parse
+from ..spec.kernel import Kernel
+from ..spec.op import Op
+from ..spec.rules import TESTS, AnyOf, Condition, Rule, When
+from .table import Choice, Number, Span
+
+_UNKNOWN: Any = object()
+Known = Mapping[str, Union[Span, Any]]         # of a fact: its value, or the span it lies in
+
+
+def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
+    """`known` holds the facts that are the same for all calls, and the spans of the sizes."""
+    mended = {target for kind, target in choice.transforms if kind == "contiguous"}
+    cast = any(kind == "cast" for kind, _ in choice.transforms)
+
+    def repaired(rule: Condition) -> bool:
+        if not isinstance(rule, Rule) or not rule.repair:
+            return False
+        return cast if rule.repair == "cast" else rule.fact.partition(".")[0] in mended
+
+    return all(repaired(rule) or holds(rule, op, known) is True for rule in kernel.requires)
+
+
+def holds(rule: Condition, op: Op, known: Known) -> bool | None:
+    """True or False for every call; None if it depends on the call."""
+    if isinstance(rule, AnyOf):
+        found = [holds(r, op, known) for r in rule.rules]
+        return True if True in found else None if None in found else False
+    if isinstance(rule, When):
+        condition, then = holds(rule.condition, op, known), holds(rule.then, op, known)
+        return True if condition is False or then is True else then if condition else None
+    value = known.get(rule.fact, _UNKNOWN)
+    if value is _UNKNOWN and rule.fact in op.derived:
+        value = interval(op, rule.fact, known) or _UNKNOWN
+    if value is _UNKNOWN:
+        return None
+    if not isinstance(value, Span):
+        return bool(TESTS[rule.test][0](value, rule.value))
+    return _of_span(rule, value)
+
+
+def _of_span(rule: Rule, span: Span) -> bool | None:
+    low = -math.inf if span.low is None else span.low
+    high = math.inf if span.high is None else span.high
+    want: Any = rule.value
+    if span.point:
+        return bool(TESTS[rule.test][0](low, want))
+    if rule.test == "le":
+        return True if high <= want else False if low > want else None
+    if rule.test == "ge":
+        return True if low >= want else False if high < want else None
+    if rule.test == "multiple_of":
+        if any(m % want == 0 for m in span.multiples):
+            return True
+        return False if any(want % m == 0 for m in span.others) else None
+    if rule.test in ("present", "absent"):
+        return rule.test == "present"
+    if rule.test in ("eq", "in", "ne", "not_in"):
+        wanted: Iterable[Any] = want if isinstance(want, tuple) else (want,)
+        inside = any(isinstance(v, (int, float)) and low <= v <= high for v in wanted)
+        return None if inside else rule.test in ("ne", "not_in")
+    return None
+
+
+def interval(op: Op, name: str, known: Known) -> Span | None:
+    """Where a derived number lies, from where those lie that it is made of; None if that cannot be told."""
+    stack: list[tuple[Number, Number]] = []
+    for code, value in parse(op.derived[name]).postfix:
+        if code == "fact":
+            ends = _ends(op, value, known)
+            if ends is None:
+                return None
+            stack.append(ends)
+        elif code == "const":
+            stack.append((value, value))
+        else:
+            right, left = stack.pop(), stack.pop()
+            found = _combined(code, left, right)
+            if found is None:
+                return None
+            stack.append(found)
+    low, high = stack.pop()
+    return Span(None if low == -math.inf else low, None if high == math.inf else high)
+
+
+def _ends(op: Op, name: str, known: Known) -> tuple[Number, Number] | None:
+    value = known.get(name, _UNKNOWN)
+    if value is _UNKNOWN and name in op.derived:
+        value = interval(op, name, known)
+    if isinstance(value, Span):
+        return (-math.inf if value.low is None else value.low, math.inf if value.high is None else value.high)
+    return (value, value) if isinstance(value, (int, float)) else None
+
+
+def _combined(code: str, a: tuple[Number, Number], b: tuple[Number, Number]) -> tuple[Number, Number] | None:
+    """The interval of an operation on two; None where it is not worth finding out."""
+    if code in ("lt", "le", "gt", "ge", "eq", "ne"):
+        if code in ("gt", "ge"):
+            a, b, code = b, a, {"gt": "lt", "ge": "le"}[code]
+        if code in ("eq", "ne"):
+            apart = a[1] < b[0] or b[1] < a[0]
+            same = a[0] == a[1] == b[0] == b[1]
+            return (int(same is (code == "eq")),) * 2 if apart or same else (0, 1)
+        sure, never = (a[1] < b[0], a[0] >= b[1]) if code == "lt" else (a[1] <= b[0], a[0] > b[1])
+        return (1, 1) if sure else (0, 0) if never else (0, 1)
+    if code in ("max", "min"):
+        pick = max if code == "max" else min
+        return pick(a[0], b[0]), pick(a[1], b[1])
+    if code == "add":
+        return a[0] + b[0], a[1] + b[1]
+    if code == "sub":
+        return a[0] - b[1], a[1] - b[0]
+    if any(math.isinf(n) for n in (*a, *b)):
+        return None
+    if code == "mul":
+        corners = [x * y for x in a for y in b]
+        return min(corners), max(corners)
+    if code == "div" and b[0] >= 1:
+        corners = [x // y for x in a for y in b]
+        return min(corners), max(corners)
+    if code == "mod" and b[0] >= 1:
+        return (a[0] % b[0],) * 2 if a[0] == a[1] and b[0] == b[1] else (0, b[1] - 1)
+    if code in ("div", "mod") and b == (0, 0):
+        return 0, 0                            # as an expression has it: nothing divides by zero
+    return None

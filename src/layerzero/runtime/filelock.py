@@ -1,0 +1,51 @@
+"""One process at a time: a lock file in our cache folder. It is given back when its holder ends, however that ends."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from . import config, events
+
+_BETWEEN_TRIES = 0.02
+
+
+@contextmanager
+def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Wait until no other process holds the lock named `what`, for `patience` seconds at most or until `stop()`.
+
+    Where no lock can be had, it goes on without one: this is for work that is wasteful to do twice, not wrong.
+    """
+    path = config.cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as e:
+        events.log.warning("cannot lock %s (%s); other processes may do the same work", path, e)
+        yield
+        return
+    with file:
+        end = time.monotonic() + patience
+        while not _try(file, True) and time.monotonic() < end and not stop():
+            time.sleep(_BETWEEN_TRIES)
+        try:
+            yield
+        finally:
+            _try(file, False)                  # said aloud: a forked child may hold the file open as well
+
+
+def _try(file: IO[str], wanted: bool) -> bool:
+    try:
+        import fcntl
+    except ImportError:                        # no such locks on this system
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if wanted else fcntl.LOCK_UN)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:                            # a file system without locks
+        return True

@@ -1,0 +1,129 @@
+"""Calls of kernels that compile on first use: in what form they come, and how their number is kept small.
+
+A kind of call (its bucket) is what selection can tell apart. A compiler tells more apart: the number of
+dimensions, the order of strides, every plain number, the thread count, whether a tensor wants a gradient
+or was made in inference mode. The last two are taken away before the call; the rest is its *form*.
+A kernel is ready for a call when it was compiled for the kind and for the form.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..select.engine import kind_to_compile
+from ..spec.event import Fallback, WarmedUp
+from ..spec.kernel import Kernel
+from ..spec.op import Op
+from ..spec.reason import Code, Reason
+from . import events, faults
+
+Form = tuple[Any, ...]
+MOST_TOLD = 64                                 # forms of one entry that each get an event; a counter has no end
+
+
+def constant_axes(op: Op, facts: Mapping[str, Any]) -> tuple[frozenset[int], ...]:
+    """Of each parameter, the axes, counted from the end, whose size the kind of call fixes."""
+    patterns = op.patterns[facts[op.variant] if op.variant else ""]
+    tokens = [patterns.get(p.name, ()) for p in op.params]
+    return tuple(frozenset(-i for i, token in enumerate(reversed(t), 1) if token in op.exact or token.isdigit())
+                 for t in tokens)
+
+
+def form_of(values: tuple[Any, ...], constant: tuple[frozenset[int], ...], grad: bool) -> Form:
+    """All that a compiler may look at besides the sizes: of those, which are equal, and which are 0 or 1."""
+    sizes: list[int] = []
+    parts = [_part(v, axes, grad, sizes) if isinstance(v, Tensor) else
+             (type(v), v) if v is None or isinstance(v, (bool, int, float, str)) else type(v)
+             for v, axes in zip(values, constant)]
+    state = (torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+             torch.get_float32_matmul_precision())
+    return (state, tuple([sizes.index(n) for n in sizes]), *parts)
+
+
+def _part(t: Tensor, constant: frozenset[int], grad: bool, sizes: list[int]) -> Form:
+    shape = tuple(t.shape)
+    sizes += [n for i, n in enumerate(shape, -len(shape)) if n > 1 and i not in constant]
+    pointer = 0 if t.device.type == "cpu" else t.data_ptr() % 16
+    mode = (type(t), t.requires_grad, t.is_inference()) if grad else ()
+    return (t.dtype, t.device, tuple([min(n, 2) for n in shape]), order_of(shape, t.stride()), pointer, *mode)
+
+
+def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """How the dimensions lie in memory: their order if the tensor is dense, else its strides."""
+    order = sorted(range(len(shape)), key=lambda i: -strides[i])
+    step = 1
+    for i in reversed(order):
+        if strides[i] != step:
+            return (-1, *strides)
+        step *= max(shape[i], 1)
+    return tuple(order)
+
+
+def call(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> Any:
+    """One call of a compiled kernel; each way of calling it would be compiled for, so there is one."""
+    return run(*values) if grad else plainly(run, values)
+
+
+def plainly(run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+    """`run` with plain tensors and without gradients: parameters and inference mode would each be compiled for."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return run(*[_plain(v) for v in values])
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return run(*[_plain(v) for v in values])
+    return run(*[_plain(v) for v in values])
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_inference():                   # another tensor over the same memory
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(
+            value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return value if type(value) is Tensor and not value.requires_grad else value.detach()
+
+
+def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], warmed: Collection[Any],
+            instead: Callable[[tuple[Any, ...]], tuple[str, Any]]) -> Callable[..., Any]:
+    """`run` for the forms it was compiled for. Any other call goes to `instead`, which gives (kernel, result)."""
+    kind, constant, grad = kind_to_compile(kernel.op, facts), constant_axes(kernel.op, facts), facts["grad"]
+    told: set[Form] = set()
+
+    def ready(*values: Any) -> Any:
+        form = form_of(values, constant, grad)
+        if (kernel.id, kind, form) in warmed:
+            return call(run, values, grad)
+        served_by, out = instead(values)
+        if form not in told and len(told) < MOST_TOLD:
+            told.add(form)
+            events.emit(Fallback(kernel.op.name, kernel.id, served_by, Reason(Code.JIT_NOT_WARMED)))
+        return out
+
+    return ready
+
+
+def timed(kernel: Kernel, run: Callable[..., Any], failed: Callable[[BaseException], object]) -> Callable[..., Any]:
+    """The first call may compile for seconds: an event says so, that no such wait goes unexplained."""
+    first = threading.Lock()
+
+    def compiling(*values: Any) -> Any:
+        if not first.acquire(blocking=False):  # never released: there is one first call
+            return run(*values)
+        began = time.perf_counter()
+        try:
+            out = run(*values)
+        except faults.FAULTS as fault:
+            if faults.classify(fault) == "kernel":
+                failed(fault)
+            raise
+        events.emit(WarmedUp(kernel.op.name, kernel.id, time.perf_counter() - began))
+        return out
+
+    return compiling

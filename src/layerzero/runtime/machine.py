@@ -1,0 +1,106 @@
+"""The state a machine is in while something is measured: load, clocks, temperature, power, memory, as far as known."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..spec.device import Device
+from .loading import installed_version
+
+_SMI_FIELDS: Mapping[str, str] = {
+    "temperature_c": "temperature.gpu", "power_w": "power.draw", "power_limit_w": "power.limit",
+    "clock_mhz": "clocks.sm", "memory_clock_mhz": "clocks.mem", "memory_used_mib": "memory.used",
+    "busy_percent": "utilization.gpu", "performance_state": "pstate"}
+
+
+def state_of(device: Device) -> dict[str, Any]:
+    """What is not known is left out."""
+    found: dict[str, Any] = {
+        "machine": machine_id(), "platform": platform.platform(), "python": platform.python_version(),
+        "layerzero": installed_version("layerzero") or "unknown", "processors": os.cpu_count() or 0}
+    if device.type == "cuda" and device.vendor == "nvidia":
+        found["uuid_class"] = uuid_class(device.name, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        found["state"] = _gpu_state(device.index)
+    else:
+        found["state"] = {}
+    found["state"].update(_host_state())
+    return found
+
+
+def machine_id() -> str:
+    """Tells machines apart without naming them."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
+
+
+def uuid_class(name: str, visible: str) -> str:
+    """"GPU", or "MIG" for a slice of one, which has its own speed."""
+    return "MIG" if " MIG " in f" {name} " or visible.strip().startswith("MIG-") else "GPU"
+
+
+def _gpu_state(index: int) -> dict[str, Any]:
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    which = f"GPU-{uuid}" if uuid is not None else str(index)      # torch counts visible devices, nvidia-smi all
+    query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
+    try:
+        done = subprocess.run(["nvidia-smi", "-i", which, query, "--format=csv,noheader,nounits"],
+                              capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_smi(done.stdout)
+
+
+def parse_smi(text: str) -> dict[str, Any]:
+    """One line of `nvidia-smi --query-gpu`; a field that the GPU does not have reads [N/A]."""
+    values = [v.strip() for v in text.strip().splitlines()[0].split(",")] if text.strip() else []
+    found: dict[str, Any] = {}
+    for name, value in zip(_SMI_FIELDS, values):
+        if name == "performance_state" and value.startswith("P"):
+            found[name] = value
+        elif value.replace(".", "", 1).isdigit():
+            found[name] = float(value)
+    return found
+
+
+def _host_state() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if hasattr(os, "getloadavg"):
+        found["load_average"] = round(os.getloadavg()[0], 1)
+    zone, frequency = Path("/sys/class/thermal/thermal_zone0/temp"), Path("/sys/devices/system/cpu/cpu0/cpufreq")
+    for name, path, scale in (("cpu_temperature_c", zone, 1e-3), ("cpu_mhz", frequency / "scaling_cur_freq", 1e-3)):
+        number = _text(path)
+        if number.lstrip("-").isdigit():
+            found[name] = round(int(number) * scale)
+    if governor := _text(frequency / "scaling_governor"):
+        found["governor"] = governor
+    available = _available_mib()
+    if available:
+        found["memory_available_mib"] = available
+    return found
+
+
+def _available_mib() -> int:
+    if sys.platform == "linux":
+        for line in _text(Path("/proc/meminfo")).splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) // 1024
+    try:
+        import psutil  # type: ignore[import-untyped, import-not-found]
+    except ImportError:
+        return 0
+    return int(psutil.virtual_memory().available) >> 20
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,249 @@
+"""The kernels that may serve one call, against each other: who is fastest, by how much, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..perf.record import Measurement, Rates, kind_of
+from ..runtime import builds, context, faults, loading
+from ..runtime import world as worlds
+from ..runtime.binding import permutation
+from ..runtime.dispatch import Dispatcher, blame, mark_unloadable
+from ..runtime.world import World
+from ..select.key import fixed_by_key
+from ..spec.call import Call
+from ..spec.errors import DeviceLost
+from ..spec.expr import parse
+from ..spec.op import Op
+from ..spec.plan import Plan, Step
+from ..spec.reason import Reason
+from .harness import SURE, Race, Timings, Watch, Way
+from .report import Timed, Tuned
+
+LOOK, LEAST, BETWEEN_LOOKS = 3, 10, 5          # rounds: before the hopeless leave, before a verdict, between two
+CALL_SECONDS = 3.0                             # for the rounds of one kind of call, once each kernel had its first look
+HOPELESS_AT_ONCE, HOPELESS = 10.0, 3.0         # times slower than the best: after two calls, after the first look
+
+
+def eligible(world: World, op: Op, facts: Mapping[str, Any]) -> Plan:
+    """The plan if everything that compiles were compiled, which tuning does, and no table had chosen ahead."""
+    compiled = frozenset(k.id for k in world.kernels(op.name) if k.jit)
+    free = world.but(warmed=world.warmed | compiled, table=None)
+    return free.plan(op, facts, context.current.get(), thorough=True)
+
+
+class Contest:
+    """One call with its tensors. Everything must happen in the gradient mode of the call."""
+
+    def __init__(self, call: Call, dispatcher: Dispatcher, values: tuple[Any, ...], facts: Mapping[str, Any],
+                 watch: Watch) -> None:
+        self.call, self.dispatcher, self.op, self.values, self.facts = call, dispatcher, dispatcher.op, values, facts
+        self.world = worlds.current()
+        self.plan = eligible(self.world, self.op, facts)
+        self.scores = {step.kernel: step.score for step in self.plan.steps}
+        self.race = Race(watch, faults.FAULTS)
+        self.compile_us: dict[str, float] = {}
+        self.failed: dict[str, Reason] = {}
+
+    def enter(self) -> None:
+        """Load and compile each, in the order of the plan; who is far behind already takes no further part."""
+        best = math.inf
+        fixed = fixed_by_key(self.world.program(self.op), self.facts)
+        for step in self.plan.steps:
+            kernel, race = self.world.catalog.by_id[step.kernel], self.race
+            try:
+                run = self.dispatcher.binding(kernel, step, self.facts, fixed).run
+                inputs = prepared(self.op, step, self.values, self.facts)
+            except loading.LoadFailed as e:
+                mark_unloadable(kernel, e.reason)
+                self.failed[kernel.id] = e.reason
+                continue
+            except (RuntimeError, MemoryError) as e:           # no room for the copies
+                self.failed[kernel.id] = faults.reason_of(e, faults.classify(e))
+                continue
+            took = race.enter(kernel.id, _way(run, inputs, self.call.grad))
+            if took is None:
+                self._note_failures()
+                continue
+            first, us = took
+            self.compile_us[kernel.id] = max(first - us, 0.0) if kernel.jit else 0.0
+            if us > HOPELESS_AT_ONCE * best:
+                race.run(only=kernel.id)       # once more: the first may have been bad luck
+                self._note_failures()
+                if kernel.id in self.failed:
+                    continue
+                us = min(us, race.rounds[kernel.id][-1])
+                if us > HOPELESS_AT_ONCE * best:
+                    race.drop(kernel.id)
+                else:
+                    race.rounds[kernel.id].clear()
+            best = min(best, us)
+
+    def run(self, rounds: int, deadline: float | None) -> None:
+        """Rounds until it is settled who is fastest, or the time is up."""
+        race = self.race
+        race.run(LOOK)
+        end = min(time.perf_counter() + CALL_SECONDS, deadline or math.inf)
+        for name in hopeless(race.timings, race.running):
+            race.drop(name)
+        race.run(min(LEAST, rounds) - LOOK)
+        done = LEAST
+        while done < rounds and time.perf_counter() < end and not settled(self.costs(), race.running):
+            race.run(min(BETWEEN_LOOKS, rounds - done))
+            done += BETWEEN_LOOKS
+        self._note_failures()
+
+    def _note_failures(self) -> None:
+        for name, error in self.race.failed.items():
+            if name in self.failed:
+                continue
+            if isinstance(error, (DeviceLost, Warning)):
+                raise error
+            kind = faults.classify(error)
+            self.failed[name] = faults.reason_of(error, kind)
+            if kind == "sticky":               # raises DeviceLost
+                blame(self.world, self.world.catalog.by_id[name], error, [], self.op.name)
+            if kind == "memory" and self.facts["device"] == "cuda":
+                torch.cuda.empty_cache()
+
+    def costs(self) -> Timings:
+        """What selection counts: also copies of inputs, a share of what a new size costs, and the user's boosts."""
+        return Timings({name: [self._cost(name, us) for us in rounds]
+                        for name, rounds in self.race.timings.rounds.items()})
+
+    def _cost(self, name: str, us: float) -> float:
+        score = self.scores[name]
+        return (us + score.transform_us + score.setup_us) / score.boost
+
+    def verdict(self, rates: Mapping[str, Rates]) -> Tuned:
+        """Who is fastest, and what to write down. `rates`, by place, are those measured just now."""
+        costs, asked = self.costs(), context.current.get()
+        ranked = sorted(costs.rounds, key=lambda name: (costs.median(name), name))
+        group = [ranked[0], *(name for name in ranked[1:] if costs.beats(ranked[0], name) < SURE)]
+        rows, chosen = self._heeded(self._levelled(self._measurements(ranked), group, costs), group)
+        best = chosen if chosen in group else ranked[0]
+        own = next((name for name in ranked if self.world.catalog.by_id[name].baseline), "")
+        kind, flops, moved = kind_of(self.op, self.facts), rows[0].flops, rows[0].bytes
+        roof = rates.get(rows[0].place) or self.world.perf.rates.get(rows[0].place)
+        if self.call.grad or not (flops or moved):             # the contract counts the way forward only
+            roof = None
+        timed = {name: Timed(name, self.race.timings.summary(name), costs.median(name), self.compile_us[name],
+                             name not in self.race.running) for name in ranked}
+        return Tuned(
+            self.call, kind.sizes_text, kind.family, best, chosen,
+            before=self.world.plan(self.op, self.facts, asked).kernel or "",
+            sure=min((costs.beats(best, name, 0.0) for name in ranked if name not in group), default=1.0),
+            tied=tuple(sorted({*group} - {best})), kernels=tuple(timed.values()), baseline=own,
+            gain=costs.gain(own, best) if own else None, flops=flops, bytes=moved,
+            roofline=roof.roofline_us(flops, moved) / timed[best].summary.median if roof else None,
+            failed=dict(self.failed), rejected=self.plan.rejected, measurements=rows)
+
+    def _measurements(self, names: list[str]) -> tuple[Measurement, ...]:
+        op, kind, place = self.op, kind_of(self.op, self.facts), self.world.place(self.facts["device"])
+        flops, moved = (float(parse(text)(self.facts)) for text in (op.flops, op.bytes))
+        found = ((name, self.race.timings.summary(name)) for name in names)
+        return tuple(Measurement(
+            name, op.name, kind.bucket, place, s.median, s.spread, s.samples, kind.family, kind.sizes_text, flops,
+            moved, s.p95, s.p99, self.compile_us[name], builds.build_of(self.world.catalog.by_id[name]), time.time())
+            for name, s in found)
+
+    def _levelled(self, rows: tuple[Measurement, ...], group: list[str], costs: Timings) -> tuple[Measurement, ...]:
+        """What cannot be told apart is written down as equal, so that noise does not choose anew in every run."""
+        if len(group) == 1:
+            return rows
+        shared = statistics.median(us for name in group for us in costs.rounds[name])
+        alike = [m for m in rows if m.kernel in group]
+        spread, samples = max(m.spread for m in alike), min(m.samples for m in alike)
+
+        def level(m: Measurement) -> Measurement:
+            score = self.scores[m.kernel]
+            us = shared * score.boost - score.transform_us - score.setup_us
+            return m._replace(median_us=us if us > 0 else m.median_us, spread=spread, samples=samples)
+
+        return tuple(level(m) if m.kernel in group else m for m in rows)
+
+
+    def _heeded(self, rows: tuple[Measurement, ...], group: list[str]) -> tuple[tuple[Measurement, ...], str]:
+        """The rows, and what selection makes of them.
+
+        It mixes a noisy time with a guess. The noise of single samples must not undo a verdict over many, so the
+        spread is made smaller until it does not.
+        """
+        timed = {m.kernel for m in rows}
+        while True:
+            after = self.world.but(perf=self.world.perf.including(rows), warmed=self.world.warmed | timed)
+            chosen = after.plan(self.op, self.facts, context.current.get()).kernel or ""
+            if chosen in group or chosen not in timed or max(m.spread for m in rows) < 1e-6:
+                return rows, chosen
+            rows = tuple(m._replace(spread=m.spread / 2) for m in rows)
+
+
+def hopeless(timings: Timings, running: Iterable[str]) -> list[str]:
+    """Those whose every sample took several times as long as any of the fastest."""
+    entered = [name for name in running if name in timings.rounds]
+    limit = HOPELESS * min((max(timings.rounds[name]) for name in entered), default=math.inf)
+    return [name for name in entered if min(timings.rounds[name]) > limit]
+
+
+def settled(costs: Timings, running: Iterable[str]) -> bool:
+    """Is the fastest surely faster than each other, or surely no different?"""
+    names = sorted((name for name in running if name in costs.rounds), key=costs.median)
+    return all(costs.beats(names[0], name) >= SURE or costs.even(names[0], name) >= SURE for name in names[1:])
+
+
+def prepared(op: Op, step: Step, values: tuple[Any, ...], facts: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The inputs after the copies and casts of the step: what those cost is in its score already."""
+    ready = {p.name: value for p, value in zip(op.params, values)}
+    variant = facts[op.variant] if op.variant else ""
+    layout = next((t.target for t in step.transforms if t.kind == "layout"), variant)
+    for t in step.transforms:
+        if t.kind == "cast":
+            dtype, was = getattr(torch, t.target), ready[op.main_tensor].dtype
+            masks = [n for n, tokens in op.patterns[variant].items() if tokens[0].startswith("~")
+                     and ready[n] is not None and ready[n].dtype == was]
+            for name in (*(op.same_dtype or (op.main_tensor,)), *masks):
+                ready[name] = _leaf(ready[name], partial(Tensor.to, dtype=dtype))
+    for t in step.transforms:
+        if t.kind == "contiguous":             # as the kernel will see it, in its own layout
+            axes = permutation(op.patterns[variant].get(t.target, ()), op.patterns[layout].get(t.target, ()))
+            ready[t.target] = _leaf(ready[t.target], partial(_contiguous, axes=axes))
+    return tuple(ready.values())
+
+
+def _leaf(tensor: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
+    if tensor is None:
+        return None
+    return change(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _contiguous(tensor: Tensor, axes: tuple[int, ...] | None) -> Tensor:
+    if axes is None:
+        return tensor.contiguous()
+    back = [axes.index(i) for i in range(len(axes))]
+    return tensor.permute(axes).contiguous().permute(back)
+
+
+def _way(run: Callable[..., Any], inputs: tuple[Any, ...], backward: bool) -> Way:
+    """One call; where a gradient is asked for, with its way back."""
+    leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad] if backward else []
+    if not leaves:
+        return lambda: run(*inputs)
+    ones: list[Tensor] = []
+
+    def both() -> Any:
+        results = run(*inputs)
+        outs = [t for t in (results if isinstance(results, (tuple, list)) else (results,))
+                if isinstance(t, Tensor) and t.requires_grad]
+        if len(ones) != len(outs):
+            ones[:] = [torch.ones_like(t) for t in outs]
+        return torch.autograd.grad(outs, leaves, ones, allow_unused=True)
+
+    return both

@@ -1,0 +1,245 @@
+"""Time every kernel that may serve, for every kind of call there is, and let the measurements decide from then on.
+
+One call stands for its kind; kinds that are expected to take most of the time go first, so that stopping
+early leaves little behind. Everything is written down after each kind: an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..perf.record import Kind, Measurement, Rates, kind_of
+from ..runtime import builds, context, hardware, measurements
+from ..runtime import world as worlds
+from ..runtime.calls import values as make_values
+from ..runtime.dispatch import Dispatcher, dispatchers, function
+from ..runtime.inspection import dispatcher_of
+from ..runtime.memory import free_bytes
+from ..runtime.world import World
+from ..spec.call import Call, TensorSpec
+from ..spec.errors import LayerZeroError
+from ..spec.op import Op
+from .contest import Contest, eligible
+from .harness import Watch, stopwatch
+from .rates import measure_rates
+from .report import Skipped, Tuned, TuneReport
+from .workload import calls_for
+
+ROUNDS = 60
+OF_FREE_MEMORY = 0.8
+# What comes of a call that was written down wrongly, or does not fit into memory.
+CANNOT_BE_MADE = (LayerZeroError, RuntimeError, TypeError, ValueError, MemoryError)
+
+Progress = Callable[[int, int, str], None]     # kinds of call done, all of them, what is being timed
+Save = Callable[[Sequence[Measurement], Mapping[str, Rates] | None], Any]
+
+
+def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None, seconds: float | None = None,
+         rounds: int = ROUNDS, again: bool = False, flush: bool | None = None, progress: Progress | None = None,
+         save: Save | None = None) -> TuneReport:
+    """Time the kernels that may serve these calls, and choose by what was measured from then on.
+
+    calls     some, or what they come from: an operation, a model, a file of calls
+    device    where; the accelerator of this machine, else its CPU
+    seconds   stop after about so long
+    rounds    the most samples of one kernel in one kind of call
+    again     also what was measured before
+    flush     with cold caches; by default on a GPU only
+    progress  called with (done, total, what) before each kind of call
+    save      called with the measurements of each kind, instead of keeping them where all others are
+    """
+    began = time.perf_counter()
+    target = hardware.probe(device).type if device else next((k for k in hardware.present() if k != "cpu"), "cpu")
+    tuner = Tuner(rounds, flush, None if seconds is None else began + seconds, save or measurements.record)
+    say = progress or (lambda done, total, what: None)
+    jobs, skipped = survey(_calls(calls), target)
+    tuned: list[Tuned] = []
+    already: list[Call] = []
+    done, stopped = 0, ""
+    try:
+        for done, job in enumerate(jobs):
+            if tuner.out_of_time:
+                stopped = "out of time"
+                break
+            say(done, len(jobs), str(job))
+            if not again and measured(worlds.current(), job):
+                already.append(job.call)
+                continue
+            found = tuner.tune(job)
+            if isinstance(found, Skipped):
+                skipped.append(found)
+            else:
+                tuned.append(found)
+        else:
+            done = len(jobs)
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    say(done, len(jobs), stopped)
+    return TuneReport(tuple(tuned), tuple(already), tuple(skipped), tuple(job.call for job in jobs[done:]), stopped,
+                      tuner.rates, time.perf_counter() - began)
+
+
+def _calls(source: str | Path | Call | Iterable[Call]) -> Iterable[Call]:
+    if isinstance(source, (str, Path)):
+        return calls_for(source)
+    return (source,) if isinstance(source, Call) else source
+
+
+# what there is to do
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of call, and the call that stands for it."""
+
+    op: Op
+    call: Call
+    kind: Kind
+    facts: Mapping[str, Any]                   # of tensors without storage
+    expected_us: float
+    nbytes: int                                # of inputs and results
+
+    @property
+    def device(self) -> str:
+        return str(self.facts["device"])
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {self.kind.family} {self.kind.sizes_text}"
+
+
+def survey(calls: Iterable[Call], device: str) -> tuple[list[Job], list[Skipped]]:
+    """The kinds of call, those that take most time first, and the calls that cannot be made."""
+    found: dict[tuple[str, str], Job] = {}
+    skipped: list[Skipped] = []
+    for call in calls:
+        try:
+            job = _job(call, device)
+        except CANNOT_BE_MADE as e:
+            skipped.append(Skipped(call, _first_line(e)))
+            continue
+        key = (job.op.name, job.kind.bucket)
+        old = found.get(key)
+        if old is not None:
+            heavier = job if _weight(job) > _weight(old) else old
+            job = replace(heavier, call=heavier.call.times(old.call.count + call.count))
+        found[key] = job
+    return sorted(found.values(), key=_weight, reverse=True), skipped
+
+
+def _weight(job: Job) -> float:
+    return job.expected_us * job.call.count
+
+
+def _job(call: Call, device: str) -> Job:
+    """What can be known of a call without making it."""
+    op = dispatcher_of(call.op).op
+    hollow = {n: _hollow(v) if isinstance(v, TensorSpec) else v for n, v in call.arguments.items()}
+    with _mode(call):
+        made = make_values(op, replace(call, arguments=hollow), "meta")
+        dispatcher, values = resolved(op, made)
+        op, world = dispatcher.op, worlds.current()
+        facts = dispatcher.facts(values, world)
+        results = op.meta(**dict(zip(dispatcher.names, values)))
+    if any(isinstance(v, Tensor) for v in values):
+        facts = {**facts, "device": device}
+    plan = world.plan(op, facts, context.current.get())
+    tensors = [*values, *(results if isinstance(results, (tuple, list)) else (results,))]
+    return Job(op, call, kind_of(op, facts), facts, plan.steps[0].score.total_us if plan.steps else 0.0,
+               sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)))
+
+
+def _hollow(spec: TensorSpec) -> Any:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        return spec                            # making it says what is wrong
+    if spec.strides is None:
+        return torch.empty(spec.shape, dtype=dtype, device="meta")
+    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta")
+
+
+def resolved(op: Op, made: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any, ...]]:
+    """Who serves the call, and its arguments in order: an unusual one is rewritten as a usual one first."""
+    given = dict(made)
+    while op.canonical is not None and (redirect := op.canonical(given)) is not None:
+        op = worlds.current().catalog.ops[redirect.op]
+        given = {p.name: redirect.values.get(p.name, p.default) for p in op.params}
+    function(op)                               # made now if it was never called
+    dispatcher = dispatchers[op.name]
+    dispatcher._ready()
+    return dispatcher, tuple(given[name] for name in dispatcher.names)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _mode(call: Call) -> AbstractContextManager[Any]:
+    return torch.enable_grad() if call.grad else torch.no_grad()
+
+
+def measured(world: World, job: Job) -> bool:
+    """Was every kernel that may serve measured, in the build that is here?"""
+    steps, place = eligible(world, job.op, job.facts).steps, world.place(job.device)
+    rows = [(step.kernel, world.perf.get(step.kernel, job.kind.bucket, place)) for step in steps]
+    return bool(rows) and all(
+        m is not None and m.build in ("", builds.build_of(world.catalog.by_id[kernel])) for kernel, m in rows)
+
+
+# doing it
+
+
+class Tuner:
+    """Times one kind of call after another, and saves after each."""
+
+    def __init__(self, rounds: int, flush: bool | None, deadline: float | None, save: Save) -> None:
+        self.rounds, self.flush, self.deadline, self.save = rounds, flush, deadline, save
+        self.rates: dict[str, Rates] = {}
+        self._watches: dict[str, Watch] = {}
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.deadline is not None and time.perf_counter() > self.deadline
+
+    def tune(self, job: Job) -> Tuned | Skipped:
+        self._ensure_rates(job.device)
+        for where, factor in ((job.device, 4 if job.call.grad else 3), ("cpu", 2)):    # numbers are drawn on the host
+            if factor * job.nbytes > OF_FREE_MEMORY * (free := free_bytes(where)):
+                return Skipped(job.call, f"needs about {factor * job.nbytes / 2**30:.1f} GiB on the {where}, "
+                                         f"{free / 2**30:.1f} GiB are free")
+        with _mode(job.call):
+            try:
+                dispatcher, values = resolved(dispatcher_of(job.call.op).op, make_values(
+                    dispatcher_of(job.call.op).op, job.call, job.device))
+                facts = dispatcher.facts(values, worlds.current())
+            except CANNOT_BE_MADE as e:
+                return Skipped(job.call, _first_line(e))
+            contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device))
+            contest.enter()
+            contest.run(self.rounds, self.deadline)
+        if not contest.race.timings.rounds:
+            return Skipped(job.call, "; ".join(f"{k}: {r.message}" for k, r in contest.failed.items())
+                           or "no kernel may serve it")
+        found = contest.verdict(self.rates)
+        self.save(found.measurements, None)
+        compiled = frozenset(t.kernel for t in found.kernels if contest.world.catalog.by_id[t.kernel].jit)
+        if not compiled <= worlds.current().warmed:
+            worlds.publish(lambda w: w.but(warmed=w.warmed | compiled), "warmed")
+        return found
+
+    def _ensure_rates(self, device: str) -> None:
+        place = worlds.current().place(device)
+        if place not in worlds.current().perf.rates and place not in self.rates:
+            self.rates[place] = measure_rates(device)
+            self.save((), {place: self.rates[place]})
+
+    def _watch(self, device: str) -> Watch:
+        if device not in self._watches:
+            self._watches[device] = stopwatch(device, self.flush)
+        return self._watches[device]

@@ -1,0 +1,151 @@
+"""Where the calls to tune come from: a file, a model, an operation's own cases, one call, or the standard workload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..perf.record import kind_of
+from ..runtime import calls as written
+from ..runtime import facts as reading
+from ..runtime import world as worlds
+from ..runtime.inspection import dispatcher_of
+from ..select.policy import suggest
+from ..spec.call import Call, TensorSpec, read_calls
+from ..spec.errors import ConfigError, DataError, InvalidCall, SpecError
+from ..spec.op import Op
+from .models import MODELS, Model, calls_of
+
+STANDARD_DTYPES = ("float32", "bfloat16")
+
+
+def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None, dtype: str = "bfloat16",
+              batch: int = 1, prompt: int = 512, context: int = 4096, scale: float = 1.0, decode: bool = True,
+              prefill: bool = True) -> tuple[Call, ...]:
+    """The calls that `source` names: "standard", a model, an op, or a file of JSON lines such as lz record writes.
+
+    Of an op these are its own cases, or with `arguments` the one call that has these arguments. `batch` to `prefill`
+    say which steps of a model are meant.
+    """
+    text, ops = str(source), worlds.current().catalog.ops
+    if arguments is not None or text in ops:
+        op = dispatcher_of(text).op
+        return (_call(op, arguments),) if arguments is not None else cases_of(op, dtype)
+    if text == "standard":
+        return standard()
+    if text in MODELS:
+        return merged(calls_of(text, batch=batch, prompt=prompt, context=context, dtype=dtype, decode=decode,
+                               prefill=prefill, scale=scale))
+    if Path(source).is_file():
+        return merged(read_calls(Path(source)))
+    known = ("standard", *MODELS, *ops)
+    raise ConfigError(f"{text!r} is no file, no model and no operation{suggest(text, known)}; "
+                      f"models: {', '.join(MODELS)}")
+
+
+def _call(op: Op, arguments: Mapping[str, Any]) -> Call:
+    unknown = [name for name in arguments if name not in op.by_name]
+    if unknown:
+        raise InvalidCall(f"lz.{op.name} has no parameter {', '.join(unknown)}; it has {', '.join(op.by_name)}")
+    return written.describe(op, arguments)
+
+
+def cases_of(op: Op, dtype: str = "float32") -> tuple[Call, ...]:
+    """The contract's own cases of an op, without those that compute nothing."""
+    if op.read is not None:
+        raise ConfigError(f"the cases of lz.{op.name} are not made of tensors; they cannot be replayed")
+    found = (Call(op.name, case=case, dtype=dtype, name=f"case {dict(case)}") for case in op.cases)
+    return merged(call for call in found if all(n != 0 for _, n in kind_of(op, _facts(op, call)).sizes))
+
+
+def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
+    """Calls of one kind as one: the first of them stands for all, the counts add up, the names are kept."""
+    found: dict[Any, Call] = {}
+    for call in calls:
+        key = kind_key(call)
+        known = found.get(key)
+        found[key] = call if known is None else Call(
+            known.op, known.arguments, known.case, known.dtype, known.count + call.count, known.grad,
+            _joined(known.name, call.name))
+    return tuple(found.values())
+
+
+def kind_key(call: Call) -> tuple[Any, ...]:
+    """What two calls share that no measurement tells apart; and which of their tensors are not contiguous."""
+    op = dispatcher_of(call.op).op
+    facts = _facts(op, call)
+    strided = tuple(n for n, v in call.arguments.items() if isinstance(v, TensorSpec) and v.strides is not None)
+    return call.op, call.grad, kind_of(op, facts).bucket, strided, (call.case or {}).get("stride", "")
+
+
+def _facts(op: Op, call: Call) -> dict[str, Any]:
+    """What the call is, read without memory for it."""
+    if call.case is not None:
+        return reading.read(op, written.values(op, call))
+    values = {p.name: p.default for p in op.params}
+    for name, value in call.arguments.items():
+        if name not in values:
+            raise InvalidCall(f"lz.{op.name} has no parameter {name!r}{suggest(name, op.by_name)}")
+        values[name] = _bare(value) if isinstance(value, TensorSpec) else value
+    missing = [p.name for p in op.params if p.required and p.name not in call.arguments]
+    if missing:
+        raise InvalidCall(f"lz.{op.name} needs {', '.join(missing)}; the call has {', '.join(call.arguments) or '-'}")
+    return {**reading.read(op, values), "grad": call.grad}
+
+
+def _bare(spec: TensorSpec) -> Tensor:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidCall(f"there is no dtype {spec.dtype!r} in this torch")
+    if spec.strides is None:
+        return torch.empty(spec.shape, dtype=dtype, device="meta")
+    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta")
+
+
+def _joined(*names: str) -> str:
+    parts = [part for name in names for part in name.split("; ") if part]
+    return "; ".join(dict.fromkeys(parts))
+
+
+def read_recordings(folder: Path) -> tuple[Call, ...]:
+    """What all processes of a recorded program wrote, as one workload. One may have died in the middle of a line."""
+    calls: list[Call] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text(errors="replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                calls.append(Call.from_json(json.loads(line)))
+            except (json.JSONDecodeError, SpecError) as e:
+                if number < len(lines):
+                    raise DataError(f"{path}:{number}: {e}") from e
+    known = worlds.current().catalog.ops       # an op that the program itself registered is not known here
+    return merged(c for c in calls if c.op in known) + tuple(c for c in calls if c.op not in known)
+
+
+def standard(dtypes: Sequence[str] = STANDARD_DTYPES) -> tuple[Call, ...]:
+    """Shapes of well-known models, narrowed so that two cores time each against its rivals in some minutes.
+
+    Attention of all kinds (prefill, decode, cross, windowed), norms, rope, MLP, linear layers, a mixture, sampling.
+    """
+    calls: list[Call] = []
+    for dtype in dtypes:
+        calls += calls_of("llama-3-8b", prompt=256, context=4096, dtype=dtype, scale=1 / 16)
+        calls += calls_of("qwen3-0.6b", batch=2, prompt=64, context=512, dtype=dtype, scale=1 / 8)
+        calls += calls_of("smollm2-135m", prompt=128, context=1024, dtype=dtype, scale=1 / 3)
+        calls += calls_of("sdxl", dtype=dtype, scale=1 / 10)
+        calls += calls_of("vit-base-16", dtype=dtype, scale=1 / 3)
+        local = Model("windowed", "decoder", 1, 128, 4, 2, 64, 128, 128, window=64)
+        calls += [c for c in calls_of(local, prompt=256, decode=False, dtype=dtype) if c.op == "attention"]
+    calls += calls_of("t5-base", prompt=64, context=128, dtype="float32", scale=1 / 4)
+    calls += [c for c in calls_of("qwen3-30b-a3b", prompt=32, context=512, dtype="float32", scale=1 / 16)
+              if c.op.startswith("moe")]
+    for batch, vocab in ((1, 32768), (8, 8192)):
+        logits = TensorSpec((batch, vocab), "float32")
+        calls.append(Call("sample", {"logits": logits, "temperature": 0.0}, name="greedy"))
+        calls.append(Call("sample", {"logits": logits, "temperature": 0.8, "seed": 1}, name="plain sampling"))
+    return merged(calls)

@@ -1,0 +1,271 @@
+"""Independent answers to a definition: torch's own functions, FlashInfer, SGLang. Nothing of lz computes here.
+
+Torch's run everywhere, in float32 and one sequence, one expert at a time. FlashInfer's and SGLang's need their library
+and its hardware. What one of them cannot do, or is not here to do, is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .answers import Answer, Inputs, Outputs
+
+Compute = Callable[[Answer, Inputs], Outputs]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One library's answer; `why_not` where it has none here."""
+
+    source: str
+    compute: Compute | None = None
+    why_not: str = ""
+
+    def __call__(self, answer: Answer, inputs: Inputs) -> dict[str, Tensor]:
+        assert self.compute is not None
+        with torch.no_grad():
+            made = self.compute(answer, inputs)
+        return {n: made[n].to(getattr(torch, s.dtype)) for n, s in answer.definition.outputs.items() if n in made}
+
+
+def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
+    """Torch, FlashInfer, SGLang: each with what it computes, or why it does not."""
+    from .truths_libraries import flashinfer, sglang
+    own = _TORCH.get(answer.kind)
+    if own is None:
+        first = Truth("torch", None, f"torch has no function of its own for this ({answer.kind or 'unknown'})")
+    elif not answer.roles.get("plain", True):
+        first = Truth("torch", None, "its inputs have a form that torch's own functions are not asked in here")
+    else:
+        first = Truth("torch", own)
+    return (first, flashinfer(answer, device), sglang(answer, device))
+
+
+# Attention, one sequence at a time.
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """q (queries, heads, dim), k and v (keys, kv heads, dim): the attention, and the log-sum-exp (natural)."""
+    q, k, v = (t.float().transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    i, j = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1], device=q.device)
+    seen = (j <= i + k.shape[1] - q.shape[1]) if causal else torch.ones_like(i + j, dtype=torch.bool)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    lse = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -math.inf).logsumexp(-1)
+    out = out.masked_fill(lse.isinf()[..., None], 0.0)          # a query that sees no key
+    return out.transpose(0, 1), lse.transpose(0, 1)
+
+
+def _spread(answer: Answer, rows: int, parts: Iterator[tuple[slice, tuple[Tensor, Tensor]]], like: Tensor) -> Outputs:
+    """The sequences' results in their rows."""
+    r = answer.roles
+    out: Tensor | None = None
+    lse = torch.full((rows, like.shape[1]), -math.inf, device=like.device)
+    for where, (o, part) in parts:
+        if out is None:
+            out = torch.zeros((rows, *o.shape[1:]), device=like.device)
+        out[where], lse[where] = o, part
+    assert out is not None
+    return {r["out"]: out, r["lse"]: lse / math.log(2) if answer.reading.get("lse_base") == "2" else lse}
+
+
+def _tokens(table: Any, x: Inputs, page_size: int, row: int) -> Tensor:
+    """Which slots of the flattened cache hold the keys of a sequence, in order."""
+    if table.table:
+        n = int(x[table.lengths][row])
+        pages = x[table.table][row][:-(-n // page_size)]
+    else:
+        first, last = (int(i) for i in x[table.indptr][row:row + 2])
+        pages = x[table.indices][first:last]
+        n = len(pages) * page_size
+        if table.last and len(pages):
+            n -= page_size - int(x[table.last][row])
+    slots = pages.long()[:, None] * page_size + torch.arange(page_size, device=pages.device)
+    return slots.reshape(-1)[:n]
+
+
+def _rows(x: Inputs, starts: str, row: int) -> slice:
+    return slice(*(int(i) for i in x[starts][row:row + 2])) if starts else slice(row, row + 1)
+
+
+def _number(x: Inputs, name: str) -> float | None:
+    return None if not name else float(x[name])
+
+
+def _count(x: Inputs, table: Any) -> int:
+    return len(x[table.table]) if table.table else len(x[table.indptr]) - 1
+
+
+def _paged(answer: Answer, x: Inputs) -> Outputs:
+    r, table = answer.roles, answer.roles["table"]
+    k, v = (x[r["both"]][:, 0], x[r["both"]][:, 1]) if r["both"] else (x[r["key"]], x[r["value"]])
+    if r["layout"] == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    size, q = k.shape[1], x[r["query"]]
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    causal = answer.reading.get("is_causal", True)
+
+    def parts() -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+        for row in range(_count(x, table)):
+            where, mine = _rows(x, r["starts"], row), _tokens(table, x, size, row)
+            yield where, _attend(q[where], k[mine], v[mine], causal, _number(x, r["scale"]))
+
+    return _spread(answer, len(q), parts(), q)
+
+
+def _latent(answer: Answer, x: Inputs, sequences: Callable[[int], Iterator[tuple[slice, Tensor]]]) -> Outputs:
+    r = answer.roles
+    q = torch.cat((x[r["q_nope"]], x[r["q_pe"]]), -1)
+    ckv, kpe = x[r["ckv"]], x[r["kpe"]]
+    size = ckv.shape[1]
+    v = ckv.flatten(0, 1)[:, None]
+    k = torch.cat((v, kpe.flatten(0, 1)[:, None]), -1)
+    causal = answer.reading.get("is_causal", False)
+    return _spread(answer, len(q), ((w, _attend(q[w], k[mine], v[mine], causal, _number(x, r["scale"])))
+                                    for w, mine in sequences(size)), q)
+
+
+def _mla(answer: Answer, x: Inputs) -> Outputs:
+    r, table = answer.roles, answer.roles["table"]
+    return _latent(answer, x, lambda size: ((_rows(x, r["starts"], i), _tokens(table, x, size, i))
+                                            for i in range(_count(x, table))))
+
+
+def _sparse(answer: Answer, x: Inputs) -> Outputs:
+    chosen = x[answer.roles["chosen"]]
+    return _latent(answer, x, lambda size: ((slice(i, i + 1), row[row >= 0].long()) for i, row in enumerate(chosen)))
+
+
+def _ragged(answer: Answer, x: Inputs) -> Outputs:
+    r = answer.roles
+    q, k, v = (x[r[name]] for name in ("query", "key", "value"))
+    causal = answer.reading.get("is_causal", True)
+
+    def parts() -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+        for row in range(len(x[r["starts"]]) - 1):
+            where, mine = _rows(x, r["starts"], row), _rows(x, r["starts_k"], row)
+            yield where, _attend(q[where], k[mine], v[mine], causal, _number(x, r["scale"]))
+
+    return _spread(answer, len(q), parts(), q)
+
+
+# Layers.
+
+def _rms_norm(answer: Answer, x: Inputs) -> Outputs:
+    r, reading = answer.roles, answer.reading
+    total = x[r["x"]].float() + (x[r["residual"]].float() if r["residual"] else 0.0)
+    weight = x[r["weight"]].float() + reading.get("offset", 0.0) if r["weight"] else None
+    eps = float(x[r["eps"]]) if r["eps"] else reading["eps"]
+    return {r["out"]: F.rms_norm(total, total.shape[-1:], weight, eps), r["total"]: total}
+
+
+def _gemm(answer: Answer, x: Inputs) -> Outputs:
+    r = answer.roles
+    weight = x[r["b"]].transpose(-1, -2) if r["turned"] else x[r["b"]]
+    product = x[r["a"]] @ weight.transpose(-1, -2) if weight.dim() == 3 else F.linear(x[r["a"]], weight)
+    return {r["out"]: product + x[r["bias"]] if r["bias"] else product}
+
+
+def _rope(answer: Answer, x: Inputs) -> Outputs:
+    """As a product of complex numbers."""
+    r = answer.roles
+    table = x[r["joint"]] if not r["positions"] else x[r["joint"]][x[r["positions"]].long()]
+    cos, sin = table.double().chunk(2, -1)
+    turn = torch.complex(cos, sin).unsqueeze(-2)
+    half = cos.shape[-1]
+
+    def turned(t: Tensor) -> Tensor:
+        head, tail = t[..., :2 * half].double(), t[..., 2 * half:].double()
+        interleaved = answer.reading["style"] == "interleaved"
+        pairs = head.unflatten(-1, (half, 2)) if interleaved else head.unflatten(-1, (2, half)).transpose(-1, -2)
+        done = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        done = done.flatten(-2) if interleaved else done.transpose(-1, -2).flatten(-2)
+        return torch.cat((done, tail), -1)
+
+    return {r[f"{n}_out"]: turned(x[r[n]]) for n in ("q", "k") if r[n]}
+
+
+# Mixtures of experts, token by token.
+
+def _moe(answer: Answer, x: Inputs) -> Outputs:
+    r, reading = answer.roles, answer.reading
+    ids, weights = _chosen(r, reading, x)
+    first = int(x[r["offset"]]) if r["offset"] else 0
+    tokens = _values(x[r["x"]], x[r["x_scale"]].T if r["x_turned"] else x.get(r["x_scale"]))
+    out = torch.zeros(len(ids), tokens.shape[-1], device=tokens.device)
+    for t, slot in ((t, s) for t in range(len(ids)) for s in range(ids.shape[1])):
+        expert, weight = int(ids[t, slot]) - first, float(weights[t, slot])
+        if not 0 <= expert < len(x[r["second"]]):
+            continue
+        token = tokens[t] * weight if reading["weight_on"] == "input" else tokens[t]
+        up, gate = (half * by for half, by in zip(_halves(r, reading, x, expert, token), _factors(r, x, expert)))
+        down = _weights(r, x, r["second"], r["second_scale"], expert)
+        result = down @ (F.silu(gate) * up) * (float(x[r["out_scale"]][expert]) if r["out_scale"] else 1.0)
+        out[t] += result if reading["weight_on"] == "input" else result * weight
+    return {r["out"]: out}
+
+
+def _chosen(r: Mapping[str, Any], reading: Mapping[str, Any], x: Inputs) -> tuple[Tensor, Tensor]:
+    if r["ids"] and r["weights"]:
+        return x[r["ids"]], x[r["weights"]].float()
+    if r["ids"]:
+        packed = x[r["ids"]]
+        return packed >> 16, (packed << 16).view(torch.float32)            # bfloat16 is the high half of a float32
+    logits = x[r["logits"]].float()
+    scores = logits.sigmoid() if reading["scoring"] == "sigmoid" else logits.softmax(-1)
+    choice = scores + x[r["bias"]].float().reshape(-1) if reading.get("bias") == "choice" else scores
+    top_k, groups, kept = (int(x[r["asked"][n]]) if r["asked"][n] else d for n, d in (
+        ("top_k", r["top_k"]), ("n_group", r["groups"][0]), ("topk_group", r["groups"][1])))
+    if groups > 1:
+        parted = choice.view(len(choice), groups, -1)
+        worth = parted.topk(2, -1).values.sum(-1) if reading.get("bias") == "choice" else parted.amax(-1)
+        best = worth.topk(kept, -1).indices
+        mask = torch.zeros_like(worth).scatter_(1, best, 1.0)[..., None].expand_as(parted).reshape(choice.shape)
+        choice = choice.masked_fill(mask == 0, -math.inf)
+    ids = choice.topk(top_k, -1).indices
+    weights = scores.gather(1, ids)
+    if reading["normalize"]:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights * (float(x[r["factor"]]) if r["factor"] else 1.0)
+
+
+def _halves(r: Mapping[str, Any], reading: Mapping[str, Any], x: Inputs, expert: int, token: Tensor
+            ) -> tuple[Tensor, Tensor]:
+    """(up, gate) of a token."""
+    both = _weights(r, x, r["first"], r["first_scale"], expert) @ token
+    if r["gate"]:
+        return both, _weights(r, x, r["gate"], "", expert) @ token
+    a, b = both.chunk(2)
+    return (b, a) if reading["gate_first"] else (a, b)
+
+
+def _factors(r: Mapping[str, Any], x: Inputs, expert: int) -> tuple[float, float]:
+    up = float(x[r["up_scale"]][expert]) if r["up_scale"] else 1.0
+    return up, float(x[r["gate_scale"]][expert]) if r["gate_scale"] else up
+
+
+def _weights(r: Mapping[str, Any], x: Inputs, name: str, scale: str, expert: int) -> Tensor:
+    weight = _values(x[name][expert], x[scale][expert] if scale else None)
+    return weight.T if r["turned"] else weight
+
+
+def _values(stored: Tensor, scales: Tensor | None) -> Tensor:
+    """Stored numbers times their scales, each of which is for an equal part of the rows and columns."""
+    values = stored.float()
+    if scales is None or not scales.dim():
+        return values if scales is None else values * scales
+    by = scales.float()
+    for axis, size in enumerate(values.shape):
+        by = by.repeat_interleave(size // by.shape[axis], axis)
+    return values * by
+
+
+_TORCH: Mapping[str, Compute] = {"paged": _paged, "mla": _mla, "sparse": _sparse, "ragged": _ragged,
+                                 "rms_norm": _rms_norm, "gemm": _gemm, "rope": _rope, "moe": _moe}

@@ -1,0 +1,100 @@
+"""Timing and tuning on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import world
+
+import layerzero as lz
+from layerzero.runtime import world as worlds
+from layerzero.spec.call import Call, TensorSpec
+from layerzero.spec.device import Device
+from layerzero.tune.harness import CudaWatch, Race, cache_bytes, stopwatch
+from layerzero.tune.rates import measure_rates
+from layerzero.tune.tuner import tune
+
+__all__ = ["world"]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world")]
+
+
+def norm(rows: int, hidden: int = 4096) -> Call:
+    return Call("rms_norm", {"x": TensorSpec((rows, hidden), "bfloat16"), "weight": TensorSpec((hidden,), "bfloat16")})
+
+
+def attention(seq_q: int, seq_k: int, **more) -> Call:
+    query, kv = (TensorSpec((1, heads, seq, 128), "bfloat16") for heads, seq in ((32, seq_q), (8, seq_k)))
+    return Call("attention", {"query": query, "key": kv, "value": kv, "is_causal": seq_q == seq_k}, **more)
+
+
+def uncompiled() -> None:
+    """Nothing is kept on disk, and what compiles for half a minute is left out."""
+    jit = [k.id for k in worlds.current().catalog.kernels if k.jit]
+    lz.configure(perfdb="off", rules=(lz.PolicyRule.of("deny", jit),))
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_much_more_work_takes_longer(flush):
+    small, large = torch.randn(64, 64, device="cuda"), torch.randn(8192, 8192, device="cuda")
+    race = Race(stopwatch("cuda", flush))
+    race.enter("small", lambda: small @ small)
+    race.enter("large", lambda: large @ large)
+    race.run(10)
+    assert race.timings.beats("small", "large", margin=4.0) == 1.0
+
+
+def test_the_watch_of_a_gpu_uses_its_events_and_knows_its_cache():
+    assert isinstance(stopwatch("cuda"), CudaWatch)
+    assert 1 << 20 <= cache_bytes("cuda") < 1 << 32
+
+
+def test_the_host_is_in_the_sample_where_it_is_what_takes_long():
+    import time
+    x = torch.ones(8, device="cuda")
+    us = stopwatch("cuda").sample(lambda: (time.sleep(0.002), x.add_(1)), 3)
+    assert us >= 2000                          # a sleep is never shorter
+
+
+def test_the_rates_are_those_of_a_gpu():
+    rates = measure_rates("cuda")
+    assert rates.flops_per_us > 1e6 and rates.bytes_per_us > 1e4       # 1 TFLOP/s and 10 GB/s: any GPU has more
+
+
+def test_what_was_measured_decides():
+    uncompiled()
+    calls = [norm(1), norm(4096), attention(1, 4096), attention(1024, 1024)]
+    report = tune(calls, device="cuda", rounds=20)
+    assert not report.skipped and len(report.tuned) == 4
+    for found in report.tuned:
+        assert len(found.kernels) > 1, found.failed
+        assert {m.place for m in found.measurements} == {worlds.current().place("cuda")}
+        assert found.chosen in (found.best, *found.tied)
+        assert found.roofline is not None and found.roofline > 0
+    q, k = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.bfloat16), torch.randn(
+        1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16)
+    plan = lz.explain("attention", q, k, k)
+    assert plan.steps[0].score.source == "measured"
+    assert len(tune(calls, device="cuda").already) == len(calls)
+
+
+def test_a_gradient_is_timed_on_a_gpu():
+    uncompiled()
+    found = tune([attention(256, 256, grad=True)], device="cuda", rounds=10).tuned[0]
+    assert "grad" in found.family and found.winner.summary.median > 0
+
+
+def test_a_call_larger_than_the_memory_is_skipped():
+    uncompiled()
+    device: Device = worlds.current().device("cuda")
+    report = tune([norm(device.total_memory // 4096)], device="cuda")
+    assert not report.tuned and "GiB" in report.skipped[0].reason
+
+
+def test_memory_is_given_back():
+    uncompiled()
+    tune([norm(64)], device="cuda", rounds=10)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    tune([norm(16384)], device="cuda", rounds=10)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)

@@ -1,0 +1,134 @@
+"""Public definitions of the FlashInfer-Trace dataset: each is answered by lz, and compared on the CPU at small sizes.
+
+The dataset is not part of this project. LZ_FLASHINFER_TRACE names a folder with its `definitions/` (and `workloads/`);
+without it, `shared/flashinfer-trace` beside the checkout is looked for. What is too large for a machine like this one
+is made smaller by `lz verify` itself, which says so; what takes long (the widest products) is answered but not run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerzero.verify import traces
+from layerzero.verify.answers import answer, can_answer
+from layerzero.verify.definition import Definition, find_definitions, find_workloads
+from layerzero.verify.definition_inputs import generate
+from layerzero.verify.definition_run import verify
+from layerzero.verify.references import References
+from layerzero.verify.scaling import scaled, too_large
+
+pytestmark = pytest.mark.integration
+
+BESIDE = Path(__file__).parents[3] / "shared" / "flashinfer-trace"
+DATASET = Path(os.environ.get("LZ_FLASHINFER_TRACE") or BESIDE)
+TYPES = ("gqa_paged", "gqa_ragged", "mla_paged", "mla_ragged", "dsa_paged", "rmsnorm", "rope", "sampling", "gemm",
+         "moe")
+ELEMENTS = 12 << 20                            # of a weight: a product that is wider takes seconds to make
+ONE_OF_EACH = ("sampling",)                    # the reference sorts a vocabulary for every row
+
+if not (DATASET / "definitions").is_dir():
+    pytest.skip("no FlashInfer-Trace dataset: set LZ_FLASHINFER_TRACE to a folder with its definitions",
+                allow_module_level=True)
+
+ALL = find_definitions(DATASET)
+
+
+def of(op_type: str) -> list[Definition]:
+    return [d for d in ALL if d.op_type == op_type]
+
+
+def runnable(op_type: str) -> list[Definition]:
+    """Those that run in a moment: not the widest products, and of each kind of sampling one vocabulary."""
+    found = of(op_type)
+    if op_type == "gemm":
+        found = [d for d in found if math.prod(d.const_axes.values()) <= ELEMENTS]
+    if op_type in ONE_OF_EACH:
+        found = list({tuple(d.inputs): d for d in found}.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def references() -> Iterator[References]:
+    with References([DATASET], timeout_s=60.0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_definition_of_a_known_type_is_answered():
+    unanswered = {d.name: why for d in ALL if d.op_type in TYPES and (why := can_answer(d))}
+    assert unanswered == {}
+
+
+def test_a_type_without_an_operation_says_so():
+    strangers = [d for d in ALL if d.op_type not in TYPES]
+    assert all(f"no operation of the type '{d.op_type}'" in can_answer(d) for d in strangers)
+
+
+@pytest.mark.parametrize("op_type", TYPES)
+def test_lz_equals_the_reference_and_torch(op_type, references):
+    found = runnable(op_type)
+    if not found:
+        pytest.skip(f"the dataset has no definitions of the type {op_type}")
+    reports = [verify(d, references) for d in found]
+    assert [str(r) for r in reports if not r.passed] == []
+    assert [r.absent["reference"] for r in reports if "reference" in r.absent] == []
+    if op_type != "sampling":                                               # of draws, torch judges the filters
+        assert all({"reference", "torch"} <= {c.want for c in r.comparisons} for r in reports)
+
+
+def test_what_is_too_large_can_be_made_smaller():
+    for definition in ALL:
+        if too_large(definition):
+            small, changes = scaled(definition)
+            assert changes
+            assert not too_large(small)
+
+
+def test_the_datasets_own_workloads(references):
+    """Their sizes as they are, where they are small enough."""
+    ran = 0
+    for definition in ALL:
+        cases = [w for w in find_workloads(definition) if math.prod(max(n, 1) for n in w.axes.values()) <= 4096]
+        if definition.op_type not in ("rmsnorm", "gqa_paged", "gqa_ragged", "mla_paged") or not cases:
+            continue
+        report = verify(definition, references, workload=cases[0])
+        assert report.passed, str(report)
+        assert report.workload == cases[0]
+        ran += 1
+    if not ran:
+        pytest.skip("the dataset has no small workloads")
+
+
+def test_traces_are_read_by_flashinfer_bench(references, tmp_path):
+    bench = pytest.importorskip("flashinfer_bench.data")
+    chosen = [found[0] for op_type in ("rmsnorm", "gqa_paged", "rope") if (found := of(op_type))]
+    traces.write(tmp_path, [verify(d, references) for d in chosen])
+    found = bench.TraceSet.from_path(str(tmp_path))
+    assert sorted(found.traces) == sorted(d.name for d in chosen)
+    assert all(t.is_successful() for runs in found.traces.values() for t in runs)
+
+
+@pytest.mark.parametrize("op_type", TYPES)
+def test_answers_have_the_shapes_and_dtypes_of_the_definition(op_type):
+    found = runnable(op_type)
+    if not found:
+        pytest.skip(f"the dataset has no definitions of the type {op_type}")
+    definition = scaled(found[0])[0] if too_large(found[0]) else found[0]
+    inputs = generate(definition, seed=1)
+    made, sizes = answer(definition)(inputs), definition.sizes_of(inputs)
+    for name, spec in definition.outputs.items():
+        assert tuple(made[name].shape) == definition.shape_of(spec, sizes)
+        assert made[name].dtype is getattr(torch, spec.dtype)

@@ -1,0 +1,253 @@
+"""The store of a fleet, against a real PostgreSQL that is started for these tests where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sqlalchemy", reason="needs the extra layerzero[fleet]")
+if not any(importlib.util.find_spec(name) for name in ("psycopg", "pg8000", "psycopg2")):
+    pytest.skip("needs a driver for PostgreSQL: the extra layerzero[fleet]", allow_module_level=True)
+
+import sqlalchemy as sa
+
+import layerzero as lz
+from layerzero.perf.fleet import FleetStore, _driver
+from layerzero.perf.record import Measurement, Rates
+from layerzero.perf.store import NewerStore, SqliteStore, StoreError
+from layerzero.runtime import measurements
+from layerzero.runtime import world as worlds
+from layerzero.spec.errors import DataError
+from layerzero.spec.event import StoreTrouble
+
+pytestmark = pytest.mark.integration
+
+
+def programs() -> Path | None:
+    """The folder of initdb and postgres: in the path, where Debian puts them, or in a wheel."""
+    found = [shutil.which("initdb"), *sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")), reverse=True)]
+    spec = importlib.util.find_spec("pgserver")
+    if spec is not None and spec.origin:
+        found += map(str, Path(spec.origin).parent.rglob("bin/initdb"))
+    folders = [Path(os.path.realpath(path)).parent for path in found if path]
+    return next((folder for folder in folders if (folder / "postgres").exists()), None)
+
+
+def a_user() -> str | None:
+    """PostgreSQL does not run as root; another user will do."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return None
+    import pwd
+    return next(name for name in ("postgres", "nobody") if name in {p.pw_name for p in pwd.getpwall()})
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server():
+    """host:port of a server that is gone after the tests."""
+    folder = programs()
+    if folder is None:
+        pytest.skip("PostgreSQL is not installed here")
+    user, port = a_user(), free_port()
+    home = Path(tempfile.mkdtemp(prefix="lz-pg-"))             # not tmp_path: another user must get in
+    if user is not None:
+        shutil.chown(home, user)
+    try:
+        done = subprocess.run([folder / "initdb", "-D", home / "data", "-A", "trust", "-U", "lz", "--no-sync"],
+                              user=user, cwd=home, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        with open(home / "log", "w") as log:
+            command = [folder / "postgres", "-D", home / "data", "-p", str(port), "-k", home, "-F",
+                       "-c", "listen_addresses=127.0.0.1"]
+            process = subprocess.Popen(command, user=user, cwd=home, stdout=log, stderr=log)
+        try:
+            wait_until_it_answers(process, port, home / "log")
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(30)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def wait_until_it_answers(process, port, log):
+    end = time.monotonic() + 60
+    while True:
+        assert process.poll() is None and time.monotonic() < end, log.read_text()
+        try:
+            admin(f"127.0.0.1:{port}", "SELECT 1")
+            return
+        except sa.exc.SQLAlchemyError:
+            time.sleep(0.1)
+
+
+def admin(server, statement, database="postgres"):
+    engine = sa.create_engine(f"postgresql+{_driver()}://lz@{server}/{database}", isolation_level="AUTOCOMMIT",
+                              poolclass=sa.pool.NullPool)
+    with engine.connect() as connection:
+        return connection.execute(sa.text(statement))
+
+
+numbers = itertools.count()
+
+
+@pytest.fixture
+def url(server):
+    """A database of the test's own."""
+    name = f"test{next(numbers)}"
+    admin(server, f"CREATE DATABASE {name}")
+    return f"postgresql://lz:secret@{server}/{name}"
+
+
+@pytest.fixture
+def store(url):
+    with FleetStore(url) as found:
+        yield found
+
+
+def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
+    row = Measurement(kernel, "rms_norm", f"float32 rows={i}", "0123456789abcdef-4t", 10.0 + i / 3, 0.02, 50, "float32",
+                      f"rows={i}", 1e6 / 7, 1e4, 12.5, 13.0, 0.0, "v1", 1.7e9 + i, "")
+    return row._replace(**changes)
+
+
+def test_it_does_what_the_file_does(store, tmp_path):
+    """The same story told to both; they end up with the same."""
+    def tell(found):
+        found.put([measured(i, f"lib.k{i % 3}") for i in range(30)], {"machine": "a", "state": {"load": 0.5}})
+        found.put([measured(1, "lib.k1", at=1.71e9, median_us=7.0), measured(2, "lib.k2", at=1.0, median_us=8.0)])
+        found.put([measured(4, "lib.k1", at=1.71e9, spread=0.9), measured(5, "lib.k2", build="v2")], {"machine": "b"})
+        found.put([measured(9, at=5.0), measured(9, at=9.0, median_us=3.0), measured(9, at=7.0)])     # twice in one go
+        found.put_rates({"here": Rates(1e5, 1 / 3)}, at=10.0)
+        found.put_rates({"here": Rates(1.0, 1.0), "there": Rates(2.0, 3.0)}, at=5.0)
+        removed = found.prune(lambda m: m.kernel == "lib.k0", before=1.7e9 + 10)
+        builds = {"lib.k0": "v1", "lib.k1": "v1", "lib.k2": "v2", "torch.k": "v1"}
+        view = found.view(builds, since=8.0)
+        some = measured(1, "lib.k1")
+        return (removed, sorted(found.rows()), found.environments(), found.timed_rates(), sorted(view), len(view),
+                dict(view.rates), sorted(found.rows(kernel="lib.*2")), found.get("lib.k1", some.bucket, some.place),
+                found.get("lib.k2", measured(5).bucket, some.place, "v2"), found.get("lib.k1", "none", some.place))
+
+    with SqliteStore(tmp_path / "p.sqlite") as file:
+        assert tell(store) == tell(file)
+
+
+@pytest.mark.parametrize("changes", [{"median_us": float("nan")}, {"kernel": ""}, {"family": "a\0b"}])
+def test_what_no_measurement_can_be_is_refused_and_nothing_is_written(store, changes):
+    with pytest.raises(DataError):
+        store.put([measured(1), measured(2, **changes)])
+    assert list(store.rows()) == []
+
+
+def test_a_row_that_someone_else_spoilt_is_not_believed(store, url, server):
+    store.put([measured(1)])
+    admin(server, "UPDATE layerzero_measurements SET median_us = 'NaN'", url.rpartition("/")[2])
+    with pytest.raises(StoreError, match="median_us"):
+        store.view({"torch.k": "v1"})
+
+
+def test_export_import_and_merge_go_between_a_file_and_the_fleet(store, tmp_path):
+    with SqliteStore(tmp_path / "p.sqlite") as file:
+        file.put([measured(i) for i in range(1200)], {"machine": "a"})         # more than one batch
+        file.put_rates({"here": Rates(1.0, 2.0)}, at=3.0)
+        assert store.merge(file) == store.merge(file) == 1200
+        assert sorted(store.rows()) == sorted(file.rows())
+        store.export(tmp_path / "x.jsonl")
+    with SqliteStore(tmp_path / "q.sqlite") as other:
+        other.import_(tmp_path / "x.jsonl")
+        assert sorted(other.rows()) == sorted(store.rows()) and other.environments() == store.environments()
+        assert other.timed_rates() == store.timed_rates()
+
+
+WRITER = """
+import sys
+from layerzero.perf.fleet import FleetStore
+from layerzero.perf.record import Measurement
+url, who = sys.argv[1], int(sys.argv[2])
+for batch in range(20):
+    numbers = range(1000 * who + 15 * batch, 1000 * who + 15 * batch + 15)
+    rows = [Measurement("torch.k", "rms_norm", f"b{n}", "here", 5.0, build="v1", at=1.0) for n in numbers]
+    rows += [Measurement("torch.k", "rms_norm", f"all{n}", "here", 5.0, build="v1", at=1.0 + batch) for n in range(9)]
+    with FleetStore(url) as store:
+        store.put(rows[::1 if who % 2 else -1], {"who": who})
+"""
+
+
+def test_machines_that_write_at_once_lose_nothing(url):
+    """All of them begin with an empty database, and all write some rows in common, in opposite order."""
+    others = [subprocess.Popen([sys.executable, "-c", WRITER, url, str(who)], stderr=subprocess.PIPE, text=True)
+              for who in range(4)]
+    for other in others:
+        _, said = other.communicate(timeout=240)
+        assert other.returncode == 0, said
+    with FleetStore(url) as store:
+        kept = {m.bucket: m for m in store.rows()}
+    assert kept.keys() == {f"b{1000 * w + i}" for w in range(4) for i in range(300)} | {f"all{n}" for n in range(9)}
+    assert {kept[f"all{n}"].at for n in range(9)} == {20.0}
+
+
+def test_a_fleet_of_a_later_release_is_refused_and_left_alone(store, url, server):
+    store.put([measured(1)])
+    admin(server, "INSERT INTO layerzero_schema VALUES (99)", url.rpartition("/")[2])
+    with pytest.raises(NewerStore, match=r"schema 99.*upgrade layerzero") as e:
+        FleetStore(url)
+    assert "secret" not in str(e.value)
+    assert len(list(store.rows())) == 1
+
+
+@pytest.fixture
+def world():
+    """What the test configures is gone after it."""
+    from dataclasses import replace
+    saved = worlds.current()
+    yield
+    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, memo={}), "end of a test")
+
+
+@pytest.mark.usefixtures("world")
+def test_the_setting_serves_calls_from_the_fleet(url, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure(perfdb=url)
+    place = worlds.current().place("cpu")
+    measurements.record([measured(1, "reference.rms_norm", place=place, build="")], {place: Rates(1e5, 1e4)})
+    measurements.forget_measurements()
+    assert len(worlds.current().perf) == 0
+    measurements.reload_measurements()
+    (found,) = worlds.current().perf
+    assert found.kernel == "reference.rms_norm" and worlds.current().perf.rates == {place: Rates(1e5, 1e4)}
+    assert measurements.status().ok and "secret" not in measurements.status().text
+    with measurements.store() as store:
+        (environment,) = store.environments().values()
+    assert environment["place"] == place
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("wrong", ["nobody", "nowhere", "unreadable"])
+def test_a_server_that_does_not_answer_costs_its_measurements_only(url, wrong, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    address = {"nobody": url.rpartition("/")[0] + "/no_such_database",
+               "nowhere": f"postgresql://lz:secret@127.0.0.1:{free_port()}/x", "unreadable": "postgresql://lz:x@:::/"}
+    seen: list = []
+    stop = lz.subscribe(seen.append)
+    lz.configure(perfdb=address[wrong])
+    measurements.record([measured(1)])
+    stop()
+    told = [e for e in seen if isinstance(e, StoreTrouble)]
+    assert len(told) == 2 and "secret" not in str(told)
+    assert [m.sizes for m in worlds.current().perf] == ["rows=1"]
+    assert not measurements.status().ok

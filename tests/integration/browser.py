@@ -23,6 +23,7 @@ os.environ |= {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": " "
 from PyQt6.QtCore import QTimer, QUrl  # noqa: E402
 from PyQt6.QtWebEngineCore import (  # noqa: E402
     QWebEnginePage,
+    QWebEngineSettings,
     QWebEngineUrlRequestInterceptor,
     qWebEngineChromiumVersion,
 )
@@ -81,6 +82,8 @@ class Visit:
         self.window, self.requests = QWebEngineView(), Recorder()
         self.page = Page(self.window)
         self.page.setUrlRequestInterceptor(self.requests)
+        self.page.settings().setAttribute(      # or a local page may not even try, and nothing would be seen
+            QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True)
         self.window.setPage(self.page)
         self.window.resize(self.view["width"], self.view["height"])
         self.window.loadFinished.connect(self.loaded)

@@ -23,8 +23,9 @@ import sqlalchemy as sa
 
 import layerzero as lz
 from layerzero.perf.fleet import FleetStore, _driver
+from layerzero.perf.interface import NewerStore, StoreError
 from layerzero.perf.record import Measurement, Rates
-from layerzero.perf.store import NewerStore, SqliteStore, StoreError
+from layerzero.perf.store import SqliteStore
 from layerzero.runtime import measurements
 from layerzero.runtime import world as worlds
 from layerzero.spec.errors import DataError

@@ -24,7 +24,7 @@ from layerzero.tune.page import render
 
 PYTHON = os.environ.get("BROWSER_PYTHON", sys.executable)
 BROWSER = Path(__file__).with_name("browser.py")
-HOSTILE = "<script>window.injected=1;console.error('ran')</script><img src=http://127.0.0.1:9/a.png onerror=alert(1)>"
+HOSTILE = "<script>injected=1;console.error('ran')</script><img src=http://127.0.0.1:9/a.png onerror=window.injected=1>"
 LONG = "library.a_kernel_with_a_name_that_goes_on_and_on_" + "x" * 90
 PHONE, DESK = (360, 800), (1280, 900)
 
@@ -56,8 +56,9 @@ def overview(folder: Path) -> Overview:
     """Many kinds, a name that is too long, one that is hostile, and the kernels that cannot run here."""
     place, rates = "here-2t", Rates(1e5, 1e4)
     kernels = ["torch.own", "fast.one", "native.another", LONG, *(f"library.kernel_{i}" for i in range(8))]
+    times = (1.0, 1.01, 1.08, 1.2, 1.4, 1.9, 3.0, 50.0)        # every step of the heat map
     rows = [Measurement(
-        kernel, op, f"float32 rows={n}", place, 10.0 * n ** 0.5 * (1 + 0.4 * ((i + n) % 7)), 0.05 * (i % 8), 20,
+        kernel, op, f"float32 rows={n}", place, 10.0 * n ** 0.5 * times[(i + n) % 8], 0.05 * (i % 8), 20,
         "float32 is_causal=True", f"rows={n} hidden=4096 a_longer_name_of_a_size={n}", 2e3 * n * 4096, 4e4 * n)
         for op in ("linear", "attention", HOSTILE) for n in (1, 16, 64, 512) for i, kernel in enumerate(kernels)]
     replayed = tuple(regret.Replayed(
@@ -66,7 +67,8 @@ def overview(folder: Path) -> Overview:
     written = folder / "regret.json"
     written.write_text(json.dumps(regret.Report(replayed, (), place).to_json()))
     here = gather("cpu")
-    return Overview(here.device, place, here.made_at, here.facts, kinds_of(rows, rates, frozenset({"torch.own"})), rates,
+    kinds = kinds_of(rows, rates, frozenset({"torch.own"}))
+    return Overview(here.device, place, here.made_at, here.facts, kinds, rates,
                     (*here.refused, Refused(LONG, HOSTILE, (Why("NOT_INSTALLED", HOSTILE, LONG),), LONG)),
                     read_regret(written), here.ops)
 
@@ -107,8 +109,7 @@ def test_the_scheme_of_the_system_is_followed(seen):
 def test_the_heat_map_has_the_colours_that_were_checked(seen):
     scheme, views = seen
     cells = {tuple(map(_hex, pair)) for pair in views["full", PHONE[0]]["cells"]}
-    assert cells <= {*page_style.HEAT[scheme]}
-    assert len(cells) >= 5
+    assert cells == {*page_style.HEAT[scheme]}
 
 
 def test_every_winner_is_a_point_and_the_picture_is_not_blank(seen):

@@ -15,8 +15,9 @@ from helpers import RMS_NORM, Fake, of, python, register, rows
 
 import layerzero as lz
 from layerzero.cli import main
+from layerzero.perf.interface import environment_id
 from layerzero.perf.record import Measurement, Rates, kind_of
-from layerzero.perf.store import SqliteStore, environment_id
+from layerzero.perf.store import SqliteStore
 from layerzero.runtime import builds, machine, measurements
 from layerzero.runtime import world as worlds
 from layerzero.spec.errors import DataError

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.perf import store as stores
+from layerzero.perf.interface import CorruptStore, NewerStore, StoreError
 from layerzero.perf.record import Measurement, PerfView, Rates
-from layerzero.perf.store import CorruptStore, NewerStore, SqliteStore, StoreError, set_aside
+from layerzero.perf.store import SqliteStore, set_aside
 from layerzero.runtime import measurements
 from layerzero.runtime import world as worlds
 from layerzero.spec.errors import DataError

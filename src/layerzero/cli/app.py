@@ -20,6 +20,7 @@ from . import demo as demonstration
 from . import perf, show, workload
 from . import plan as planning
 from . import tune as tuning
+from . import verify as verification
 from .arguments import parse_call
 from .block import SIZES
 
@@ -159,6 +160,7 @@ app.command()(planning.solve)
 app.command()(planning.lock)
 app.command()(planning.diff)
 app.command("dry-run")(planning.dry_run)
+app.command("verify")(verification.command)
 
 
 def show_plan(plan: Plan) -> None:

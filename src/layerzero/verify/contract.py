@@ -1,23 +1,29 @@
 """Does a kernel keep the contract of its op? One case at a time, against the upcast reference.
 
 A kernel passes a case when, for every result:
-- shape and dtype are those of the op's meta function, and it shares no memory with an input;
+- shape and dtype are those of the op's meta function, and it shares no memory with an input, with the result of
+  another call or with itself;
 - it is finite where the reference is, and equal to it where that is infinite;
 - its error is at most `times_eager` x the error of the eager formula at the same dtype, plus a few roundings
   (not for float64, where the reference is no more exact than the kernel);
 - its error lies inside the op's table (rtol, atol), unless the eager formula at that dtype does not either;
-- a second run over poisoned memory gives the same, so nothing was left unwritten or read before it was written;
-and no input has changed, not even the parts of its storage outside the view.
+- a second run gives the same, over fresh memory full of NaN and with NaN on both sides of every input: so nothing was
+  left unwritten, read before it was written, or read beside an input;
+and no input has changed, not even the parts of its storage outside the view, nor torch's global state.
+
+A case may be run under a `Circumstance` (circumstances.py): inputs laid out otherwise, changed in place after an
+earlier call, under autocast. What it changes beforehand, this file does not know.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +36,16 @@ from ..spec.kernel import Direct, Kernel
 from ..spec.op import Op
 from ..spec.plan import Transform
 from ..spec.reason import Reason
+from .memory import ambient, changed, guarded, poisoned_memory, snapshot
 
 ROUNDINGS = 4.0            # of the largest result, that a kernel may differ by however exact eager was
+
+
+class Complaint(NamedTuple):
+    """What is wrong, by its class and in words; diagnosis.py says which classes there are."""
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -47,13 +61,17 @@ class CaseResult:
     eager_error: float = 0.0
     ratio: float = 0.0                         # of error to what was allowed; above 1 is a failure
     detail: str = ""
+    circumstance: str = ""
+    seed: int = 0
+    kinds: tuple[str, ...] = ()                # of the complaints
 
     @property
     def passed(self) -> bool:
         return self.status == "passed"
 
     def __str__(self) -> str:
-        head = f"{self.kernel} {self.dtype} {dict(self.case)}: {self.status}"
+        under = f", {self.circumstance}" if self.circumstance else ""
+        head = f"{self.kernel} {self.dtype} {dict(self.case)}{under}: {self.status}"
         if self.status == "skipped":
             return f"{head}: " + "; ".join(map(str, self.reasons))
         detail = f"; {self.detail}" if self.detail else ""
@@ -78,12 +96,18 @@ def refusals(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Reason, ...]:
 
 
 def call(kernel: Kernel, values: Mapping[str, Any]) -> Any:
-    """Run the kernel with the views its layout asks for, as the dispatcher would."""
+    """Run the kernel with the views its layout asks for, as the dispatcher would. A generator is left as it was."""
     op = kernel.op
     variant = values[op.variant] if op.variant else ""
     moves = op.variant and kernel.variants and variant not in kernel.variants
     transforms = (Transform("layout", kernel.variants[0]),) if moves else ()
-    return bind(op, kernel, loaded(kernel), transforms, variant).run(*(values[p.name] for p in op.params))
+    given = unmoved(values)
+    return bind(op, kernel, loaded(kernel), transforms, variant).run(*(given[p.name] for p in op.params))
+
+
+def formula(op: Op, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the contract says."""
+    return results_of(op.reference(**unmoved(values)))
 
 
 @lru_cache(maxsize=None)
@@ -92,58 +116,116 @@ def loaded(kernel: Kernel) -> Callable[..., Any] | Direct:
     return loading.load(kernel)
 
 
-def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0) -> CaseResult:
+class Circumstance:
+    """In what way a case is run. This one: as it is."""
+
+    name = ""
+    runs = 2                                   # the second over poisoned and guarded memory, others as the first
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        """The values in this circumstance; None where it does not apply."""
+        return values
+
+    def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What happens before the calls that are judged. `other`: values of the same case from another seed."""
+        return values
+
+    def around(self, device: str) -> Any:
+        return nullcontext()
+
+
+PLAIN = Circumstance()
+
+
+def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0,
+               circumstance: Circumstance = PLAIN) -> CaseResult:
     """Run one case and judge it. Only the kernel's own faults become a failure; a mistake in the case raises."""
     op = kernel.op
-    values = case_values(op, case, dtype, device, seed)
+
+    def result(status: str, reasons: tuple[Reason, ...] = (), complaints: Sequence[Complaint] = (), detail: str = "",
+               errors: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> CaseResult:
+        return CaseResult(kernel.id, case, dtype, status, reasons, *errors, detail or "; ".join(
+            c.text for c in complaints), circumstance.name, seed, tuple(dict.fromkeys(c.kind for c in complaints)))
+
+    altered = circumstance.alter(op, case_values(op, case, dtype, device, seed))
+    if altered is None:
+        return result("skipped", detail="does not apply")
+    values = altered
     reasons = refusals(kernel, values)
     if reasons:
-        return CaseResult(kernel.id, case, dtype, "skipped", reasons)
+        return result("skipped", reasons)
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), circumstance.around(device):
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+            prepared = circumstance.before(kernel, values, case_values(op, case, dtype, device, seed + 1))
+            if prepared is None:
+                return result("skipped", detail="does not apply")
+            outcome = _runs(kernel, prepared, device, circumstance.runs)
+    except loading.LoadFailed as e:
+        return result("skipped", (e.reason,))
+    except FAULTS as e:
+        return result("failed", complaints=[Complaint("fault", str(reason_of(e, classify(e))))])
+    values, complaints = prepared, list(outcome.complaints)
     if op.read is not None:
-        return _check_equal(kernel, case, dtype, values)
-    before = snapshot(values)
-    try:
-        with torch.no_grad():
-            first = results_of(call(kernel, values))
-            with poisoned_memory():
-                second = results_of(call(kernel, values))
-    except loading.LoadFailed as e:
-        return CaseResult(kernel.id, case, dtype, "skipped", (e.reason,))
-    except FAULTS as e:
-        return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))))
+        complaints += _unequal(outcome.results, formula(op, values))
+        return result("failed" if complaints else "passed", complaints=complaints)
+    first, second = outcome.results[:2]
     with torch.no_grad():
-        truth = results_of(op.reference(**upcast(values)))
-        eager = results_of(op.reference(**values))
-        wanted = results_of(op.meta(**values))
-    complaints = [*changed(values, before), *_misshapen(first, wanted), *_aliases(first, values)]
+        truth, eager, wanted = formula(op, upcast(values)), formula(op, values), results_of(op.meta(**values))
+    complaints += [*_misshapen(first, wanted), *_aliases(outcome.results, values)]
     if complaints:
-        return CaseResult(kernel.id, case, dtype, "failed", detail="; ".join(complaints))
-    judged = [_judge(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts)
+        return result("failed", complaints=complaints)
+    judged = [judge(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts)
               for i, parts in enumerate(zip(first, second, truth, eager))]
-    if kernel.deterministic and not all(torch.equal(_comparable(a), _comparable(b)) for a, b in zip(first, second)):
-        worst = max(_largest((a.double() - b.double()).abs()) for a, b in zip(first, second))
-        complaints.append(f"two runs differ, by up to {worst:.3g}, the second over poisoned memory")
+    if kernel.deterministic:
+        complaints += _unsteady(outcome.results)
     complaints += [c for j in judged for c in j.complaints]
-    error, eager_error = max(j.error for j in judged), max(j.eager_error for j in judged)
-    ratio = max(j.ratio for j in judged)
-    detail = "; ".join(complaints or (n for j in judged for n in j.notes))
-    status = "failed" if complaints else "passed"
-    return CaseResult(kernel.id, case, dtype, status, (), error, eager_error, ratio, detail)
+    errors = (max(j.error for j in judged), max(j.eager_error for j in judged), max(j.ratio for j in judged))
+    notes = "; ".join(n for j in judged for n in j.notes)
+    return result("failed", (), complaints, "", errors) if complaints else result("passed", (), (), notes, errors)
 
 
-def _check_equal(kernel: Kernel, case: Mapping[str, Any], dtype: str, values: Mapping[str, Any]) -> CaseResult:
-    """For an op whose results are no tensors: the reference's own, both times."""
-    try:
-        got = [call(kernel, values) for _ in range(2)]
-    except loading.LoadFailed as e:
-        return CaseResult(kernel.id, case, dtype, "skipped", (e.reason,))
-    except FAULTS as e:
-        return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))))
-    want = kernel.op.reference(**values)
-    wrong = [result for result in got if result != want]
-    if wrong:
-        return CaseResult(kernel.id, case, dtype, "failed", detail=f"{wrong[0]!r:.300} instead of {want!r:.300}")
-    return CaseResult(kernel.id, case, dtype, "passed")
+class _Outcome(NamedTuple):
+    results: tuple[tuple[Any, ...], ...]       # of each run
+    complaints: tuple[Complaint, ...]
+
+
+def _runs(kernel: Kernel, values: dict[str, Any], device: str, runs: int) -> _Outcome:
+    """The kernel several times over the same values, and what it did beside giving results."""
+    between = guarded(values)
+    before, beside, world = snapshot(values), snapshot(between), ambient(device)
+    results = [results_of(call(kernel, values))]
+    kept = [t.clone() if isinstance(t, Tensor) else t for t in results[0]]
+    with poisoned_memory():
+        results.append(results_of(call(kernel, between)))
+    results += [results_of(call(kernel, values)) for _ in range(runs - 2)]
+    complaints = [Complaint("in-place change", text) for text in changed(values, before)]
+    if not complaints:
+        complaints += [Complaint("out of bounds", f"{text}, or the memory beside it") for text in
+                       changed(between, beside)]
+    after = ambient(device)
+    complaints += [Complaint("global state", f"{name} was changed") for name in world if after[name] != world[name]]
+    complaints += [Complaint("aliasing", f"result {i} changed when the kernel was called again")
+                   for i, (a, b) in enumerate(zip(results[0], kept))
+                   if isinstance(a, Tensor) and not torch.equal(_comparable(a), _comparable(b))]
+    return _Outcome(tuple(results), tuple(complaints))
+
+
+def _unequal(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> Iterator[Complaint]:
+    """For an op whose results are no tensors: the reference's own, every time."""
+    wrong = next((g for g in got if g != want), None)
+    if wrong is not None:
+        yield Complaint("error", f"{wrong[0]!r:.300} instead of {want[0]!r:.300}")
+
+
+def _unsteady(results: Sequence[tuple[Tensor, ...]]) -> Iterator[Complaint]:
+    first = results[0]
+    for i, other in enumerate(results[1:]):
+        if not all(torch.equal(_comparable(a), _comparable(b)) for a, b in zip(first, other)):
+            worst = max(_largest((a.double() - b.double()).abs()) for a, b in zip(first, other))
+            yield Complaint("non-determinism", f"two runs differ, by up to {worst:.3g}" + (
+                ", the second over poisoned memory" if i == 0 else ""))
+            return
 
 
 def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = None, dtypes: Iterable[str] | None = None,
@@ -167,22 +249,22 @@ def worst_indices(out: Tensor, truth: Tensor, n: int = 3) -> list[tuple[int, ...
 # The parts of a verdict.
 
 @dataclass(frozen=True)
-class _Judged:
+class Judged:
     error: float
     eager_error: float
     ratio: float
-    complaints: tuple[str, ...] = ()
+    complaints: tuple[Complaint, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def _judge(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor, eager: Tensor) -> _Judged:
+def judge(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor, eager: Tensor) -> Judged:
     if not first.numel():
-        return _Judged(0.0, 0.0, 0.0)
+        return Judged(0.0, 0.0, 0.0)
     first, second, eager = map(_codes, (first, second, eager))
     if not first.is_floating_point():          # tokens, codes and counts: those of the formula at the same dtype
         wrong = [when for out, when in ((first, ""), (second, " over poisoned memory")) if not torch.equal(out, eager)]
-        return _Judged(float(bool(wrong)), 0.0, float(bool(wrong)), tuple(
-            f"{name}{when}: differs from the formula at {worst_indices(first, eager)}" for when in wrong))
+        return Judged(float(bool(wrong)), 0.0, float(bool(wrong)), tuple(Complaint("error",
+            f"{name}{when}: differs from the formula at {worst_indices(first, eager)}") for when in wrong))
     finite = truth.isfinite()
     rtol, atol = op.tolerance.of(dtype)
     eager_error, size = _error(eager, truth, finite), _largest(truth[finite].abs())
@@ -193,19 +275,23 @@ def _judge(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: 
     complaints, notes = [], []
     for out, when in ((first, ""), (second, " over poisoned memory")):
         bad = (out.double() != truth) & ~finite | ~out.isfinite() & finite
+        bad &= ~(truth.isnan() & out.isnan())
         if bad.any():
-            complaints.append(f"{name}{when}: {int(bad.sum())} of {out.numel()} not finite where the reference is, or "
-                              f"finite where it is not, first at {tuple(bad.nonzero()[0].tolist())}")
+            complaints.append(Complaint(
+                "not finite", f"{name}{when}: {int(bad.sum())} of {out.numel()} not finite where the reference is, or "
+                f"finite where it is not, first at {tuple(bad.nonzero()[0].tolist())}"))
     if not complaints and error > bound:
-        complaints.append(f"{name}: error {error:.3g} exceeds {op.tolerance.times_eager:g} x eager {eager_error:.3g} + "
-                          f"rounding = {bound:.3g}, worst at {worst_indices(first, truth)}")
+        complaints.append(Complaint(
+            "error", f"{name}: error {error:.3g} exceeds {op.tolerance.times_eager:g} x eager {eager_error:.3g} + "
+            f"rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
     if not complaints and _outside(first, truth, finite, rtol, atol) > 0:
         if _outside(eager, truth, finite, rtol, atol) > 0:
             notes.append(f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is the eager formula ({eager_error:.3g})")
         else:
-            complaints.append(f"{name}: outside rtol {rtol:g}, atol {atol:g}, worst at {worst_indices(first, truth)}; "
-                              "the eager formula is inside")
-    return _Judged(error, eager_error, error / bound if bound else 0.0, tuple(complaints), tuple(notes))
+            complaints.append(Complaint(
+                "error", f"{name}: outside rtol {rtol:g}, atol {atol:g}, worst at {worst_indices(first, truth)}; "
+                "the eager formula is inside"))
+    return Judged(error, eager_error, error / bound if bound else 0.0, tuple(complaints), tuple(notes))
 
 
 def _error(out: Tensor, truth: Tensor, finite: Tensor) -> float:
@@ -240,26 +326,36 @@ def _unravel(flat: int, shape: Sequence[int]) -> Iterator[int]:
         rest %= size
 
 
-def _misshapen(got: Sequence[Any], wanted: Sequence[Tensor]) -> Iterator[str]:
+def _misshapen(got: Sequence[Any], wanted: Sequence[Tensor]) -> Iterator[Complaint]:
     if len(got) != len(wanted):
-        yield f"returned {len(got)} results, the contract says {len(wanted)}"
+        yield Complaint("shape", f"returned {len(got)} results, the contract says {len(wanted)}")
     for i, (a, b) in enumerate(zip(got, wanted)):
         if not isinstance(a, Tensor):
-            yield f"result {i} is {a!r}, the contract says a tensor"
+            yield Complaint("shape", f"result {i} is {a!r}, the contract says a tensor")
         elif a.shape != b.shape or a.dtype != b.dtype or a.device.type != b.device.type:
-            yield (f"result {i} is {tuple(a.shape)} {a.dtype} on {a.device.type}, the contract says "
-                   f"{tuple(b.shape)} {b.dtype} on {b.device.type}")
+            yield Complaint("dtype" if a.shape == b.shape else "shape",
+                            f"result {i} is {tuple(a.shape)} {a.dtype} on {a.device.type}, the contract says "
+                            f"{tuple(b.shape)} {b.dtype} on {b.device.type}")
 
 
-def _aliases(got: Sequence[Any], values: Mapping[str, Any]) -> Iterator[str]:
-    owners = {v.untyped_storage().data_ptr(): name for name, v in values.items() if isinstance(v, Tensor) and v.numel()}
-    for i, t in enumerate(got):
-        owner = owners.get(t.untyped_storage().data_ptr()) if isinstance(t, Tensor) and t.numel() else None
-        if owner is not None:
-            yield f"result {i} shares memory with {owner}"
+def _aliases(runs: Sequence[tuple[Any, ...]], values: Mapping[str, Any]) -> Iterator[Complaint]:
+    owners = {_home(v): name for name, v in values.items() if isinstance(v, Tensor) and v.numel()}
+    for i, t in enumerate(runs[0]):
+        if not isinstance(t, Tensor) or not t.numel():
+            continue
+        if _home(t) in owners:
+            yield Complaint("aliasing", f"result {i} shares memory with {owners[_home(t)]}")
+        if any(isinstance(u, Tensor) and u.numel() and _home(u) == _home(t) for other in runs[1:] for u in other):
+            yield Complaint("aliasing", f"result {i} shares memory with the result of another call")
+        if t.numel() > 1 and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride())):
+            yield Complaint("aliasing", f"result {i} has several indices for one element of memory")
 
 
-# Inputs and memory.
+def _home(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+# Inputs.
 
 def results_of(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -270,35 +366,6 @@ def upcast(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in values.items()}
 
 
-def snapshot(values: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
-    """The whole storage of every tensor, and its version."""
-    return {name: (_bytes(v).clone(), v._version) for name, v in values.items() if isinstance(v, Tensor)}
-
-
-def changed(values: Mapping[str, Any], before: Mapping[str, tuple[Tensor, int]]) -> Iterator[str]:
-    for name, (was, version) in before.items():
-        if not torch.equal(_bytes(values[name]), was):
-            yield f"{name} was overwritten"
-        elif values[name]._version != version:
-            yield f"{name} was written to (its version went from {version} to {values[name]._version})"
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Fresh memory is filled with NaN and the largest integers, so that reading or leaving it as it came shows."""
-    memory: Any = torch.utils.deterministic
-    was, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=only_warned)
-        memory.fill_uninitialized_memory = filled
-
-
+def unmoved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values with generators of their own, in the same state: every call draws the same numbers."""
+    return {name: v.clone_state() if isinstance(v, torch.Generator) else v for name, v in values.items()}

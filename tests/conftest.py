@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,15 @@ import pytest
 KEPT = ("LAYERZERO_CACHE_DIR", "LAYERZERO_NATIVE")
 for _name in [n for n in os.environ if n.startswith("LAYERZERO_") and n not in KEPT]:
     del os.environ[_name]
+
+# Nor must what was measured or proven on this machine, and a test must not add to it: a cache folder of its own, with
+# the compiled code of the real one.
+_real = Path(os.environ.get("LAYERZERO_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "layerzero")
+_own = tempfile.mkdtemp(prefix="layerzero-tests-")
+atexit.register(shutil.rmtree, _own, ignore_errors=True)
+(_real.expanduser() / "native").mkdir(parents=True, exist_ok=True)
+os.symlink((_real.expanduser() / "native").resolve(), Path(_own, "native"))
+os.environ["LAYERZERO_CACHE_DIR"] = _own
 
 # Processes that a test starts find the library from any folder, installed or not.
 _src = str(Path(__file__).parents[1] / "src")

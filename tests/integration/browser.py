@@ -41,6 +41,7 @@ PROBE = r"""(() => {
     width: innerWidth, page_width: document.documentElement.scrollWidth,
     dark: matchMedia('(prefers-color-scheme: dark)').matches, background: style(document.body).backgroundColor,
     too_wide: wide.slice(0, 5).map(e => e.tagName + '.' + e.className),
+    spilled: [...document.querySelectorAll('th, td')].filter(e => e.scrollWidth > e.clientWidth + 1).length,
     scrolling_tables: [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length,
     cells: [...document.querySelectorAll('td.cell')].map(e => [style(e).backgroundColor, style(e).color]),
     text: document.body.innerText, scripts: document.scripts.length, images: document.images.length,

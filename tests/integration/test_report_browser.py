@@ -84,6 +84,7 @@ def test_the_page_never_scrolls_sideways(seen):
     for (name, width), found in seen[1].items():
         assert found["loaded"] and found["width"] == width
         assert found["page_width"] <= width and found["too_wide"] == [], (name, width)
+        assert found["spilled"] == 0           # no text runs over the next column
     assert seen[1]["full", PHONE[0]]["scrolling_tables"] > 3   # the tables do, so that nothing is lost
 
 

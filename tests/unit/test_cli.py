@@ -36,7 +36,7 @@ def run(capsys):
 
 
 def in_new_process(*words, code="from layerzero.cli import main; main()", **environ):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_") or k == "LAYERZERO_CACHE_DIR"}
     return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=240,
                           env={**env, **environ})
 

@@ -141,9 +141,16 @@ def test_the_parts_of_the_page_are_there_and_every_tag_is_closed():
                  "compute 100 GFLOP/s", "memory 10 GB/s"):
         assert text in page.text, text
     assert page.tags.count("h2") == 5
-    assert "first look only" in page.text and "spread 3%, trust 0.99, 20 samples" in page.text
+    assert "first look only" in page.text and f"spread 3%, trust {ROWS[0].trust:.2f}, 20 samples" in page.text
     targets = {value for _, name, value in page.attributes if name == "id"}
     assert {value[1:] for tag, name, value in page.attributes if (tag, name) == ("a", "href")} <= targets
+
+
+def test_the_gain_per_operation_is_a_row_of_its_table():
+    rows = [[cell[0] for cell in row] for row in Reader(render(overview())).rows]
+    assert ["linear", "1.26x", "1.00x", "2.00x", "3 of 3 kinds", "torch.own (2), fast.one (1)"] in rows
+    alone = Reader(render(overview([measured("fast.one", 5.0)])))
+    assert ["linear", "-", "-", "-", "0 of 1 kind", "fast.one (1)"] in [[cell[0] for cell in row] for row in alone.rows]
 
 
 def test_an_empty_page_says_what_to_do():
@@ -292,8 +299,8 @@ def test_what_lz_regret_writes_is_shown():
     page = Reader(render(overview(regret=read)))
     cells = [[cell[0] for cell in row] for row in page.rows if row[0][0].startswith("linear ")]
     us = "\N{NO-BREAK SPACE}µs"
-    assert cells[0][:6] == ["linear torch.own", "3", f"torch.own10.1{us}", f"fast.one5.05{us}", "100.0%", "1.00x"]
-    assert cells[1][3:] == ["the same", "0.0%", "2.00x", "no"]
+    assert cells[0][:6] == ["linear torch.own", "100.0%", f"torch.own10.1{us}", f"fast.one5.05{us}", "1.00x", "3"]
+    assert cells[1][3:] == ["the same", "2.00x", "1", "no"]
     assert "another place" not in page.text
     assert "It was measured at another place, here-2t" in Reader(
         render(Overview("m", "there", "now", regret=read))).text

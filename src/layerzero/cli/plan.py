@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..plan import bake, lockfile
+from ..plan import dryrun, lockfile
 from ..plan.lower import lower
 from ..plan.solver import solve as solve_calls
 from ..plan.table import DEFAULT_PATH, Table
@@ -106,9 +106,9 @@ def dry_run(
 ) -> None:
     """Which kernel would serve each call, without running any. Exit code 1 if nothing can serve one of them."""
     if program is not None and (calls, model, op) == (None, None, None):
-        found = bake.dry_run(*_program(program))
+        found = dryrun.dry_run(*_program(program))
     else:
-        found = bake.choices_for(_given(calls, model, op, program, dtype), device)
+        found = dryrun.choices_for(_given(calls, model, op, program, dtype), device)
     if as_json:
         show.as_json(found.to_json())
     else:
@@ -124,7 +124,7 @@ def _given(calls: Path | None, model: str | None, op: str | None, program: str |
         raise ConfigError("give one of --calls, --model, --op and --program, got "
                           + (" and ".join(map(str, given)) or "none"))
     if program is not None:
-        return bake.dry_run(*_program(program)).calls
+        return dryrun.dry_run(*_program(program)).calls
     if calls is not None and not calls.is_file():
         raise ConfigError(f"--calls {calls}: there is no such file; lz record -- python app.py writes one")
     if op is not None:

@@ -17,7 +17,7 @@ from ..spec.errors import DataError
 from .record import Measurement, Rates
 
 if TYPE_CHECKING:
-    from .store import Store
+    from .interface import Store
 
 SCHEMA = "layerzero.perf/1"
 Content = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
@@ -92,7 +92,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _checked_id(line: Mapping[str, Any]) -> str:
-    from .store import environment_id
+    from .interface import environment_id
     name = line["environment"]
     if not isinstance(line["data"], dict) or environment_id(line["data"]) != name:
         raise DataError(f"environment {name!r} does not have the content its id says")

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..spec.errors import DataError
+from .interface import COLUMNS, KEY, NewerStore, Store, StoreError, environment_id, settled
 from .record import QUIET, Measurement, PerfView, Rates
-from .store import COLUMNS, KEY, NewerStore, Store, StoreError, environment_id, settled
 
 VERSION = 1
 DRIVERS = ("psycopg", "pg8000", "psycopg2")    # the first that is here

@@ -21,6 +21,7 @@ from ..spec.op import Op
 FARTHEST = 4.0         # octaves, over all sizes together, from which a measurement still says something
 NEIGHBOURS = 4
 QUIET = 0.25           # up to this spread a measurement is a quiet one, which no noisy one replaces
+TELLING = 16           # samples beyond these add no trust
 OVERHEAD_US = 2.0      # added to the roofline before calls of different sizes are compared: no call is free
 
 
@@ -78,8 +79,11 @@ class Measurement(NamedTuple):
 
     @property
     def trust(self) -> float:
-        """1 for a quiet measurement, falling towards 0 as its spread grows."""
-        return 1.0 / (1.0 + (self.spread / QUIET) ** 2)
+        """1 for a quiet measurement, falling towards 0 as its spread grows; many samples settle more than one.
+
+        Not more than a few tell, though: what disturbed one sample may have disturbed them all.
+        """
+        return 1.0 / (1.0 + (self.spread / QUIET) ** 2 / min(self.samples, TELLING))
 
     def supersedes(self, other: Measurement) -> bool:
         """Of two of the same thing: a quiet one before a noisy one, then the newer. So their order does not matter."""

@@ -1,43 +1,39 @@
-"""Choices baked in: a bound kernel, a model whose calls are bound, and a list of a model's choices.
+"""Choices baked in: a bound kernel, and a model whose calls are bound.
 
 `bind` gives the kernel for one kind of call as a plain function of its tensors: no lookup, no check.
 `compile_model` (lz.compile) lets Dynamo find the lz calls of a model and puts a bound kernel in the place
 of each. Dynamo's guards say when a call is no longer of that kind; it is then chosen anew, and an event
-says so. `dry_run` (lz.dry_run) follows a model with tensors that have no memory and lists what would serve.
+says so.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ..runtime import context, events, hardware, loading, tracing
+from ..runtime import context, events, loading, tracing
 from ..runtime import facts as reading
 from ..runtime import world as worlds
 from ..runtime.binding import Binding
 from ..runtime.binding import bind as bind_step
-from ..runtime.context import Override
 from ..runtime.dispatch import Dispatcher, dispatchers, learn, loaded, mark_unloadable, refusal
 from ..runtime.inspection import dispatcher_of
 from ..runtime.tables import described
-from ..spec.call import Call, TensorSpec
-from ..spec.errors import ConfigError, DataError, InvalidCall
+from ..spec.errors import ConfigError
 from ..spec.event import PlanMissed
 from ..spec.kernel import Const, Direct, Kernel
 from ..spec.op import Op
 from ..spec.plan import Step
 from ..spec.reason import Code, Reason
-from .solver import assumed_alignment, cell_of, facts_of
+from .dryrun import shapes
+from .solver import assumed_alignment, cell_of
 from .table import Choice, Row
 
 # one kernel
@@ -118,7 +114,7 @@ def specialised(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
 
 
 def _with_defaults(call: Direct, given: list[str], fixed: Mapping[str, Any]) -> FunctionType | None:
-    """Of a kernel that is a Python function of just these tensors: a copy with the rest as defaults. It costs nothing."""
+    """Of a kernel that is a Python function of just these tensors: a copy with the rest as defaults, at no cost."""
     fn = call.fn
     if not isinstance(fn, FunctionType) or call.item is not None or call.first is not None:
         return None
@@ -262,7 +258,7 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocas
     values = {n: v.meta.get("example_value") if isinstance(v, torch.fx.Node) else v for n, v in bound.items()}
     override = context.for_call(backend, None)
     learn(override)
-    sizes = _shapes(op, values)
+    sizes = shapes(op, values)
     if autocast:
         return Site(op.name, sizes, "", "the graph switches autocast on")
     if any(isinstance(v, torch.fx.Node) and not isinstance(values[n], Tensor) for n, v in bound.items()):
@@ -276,14 +272,12 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocas
         return Site(op.name, sizes, "", "no kernel that is known to hold for all sizes of this graph")
     step, kernel = chosen
     try:
-        run = specialised(op, kernel, step, facts, values)
+        with graph.inserting_before(node):
+            direct = _direct(graph, op, kernel, step, facts, values, bound)
     except loading.LoadFailed as e:
         mark_unloadable(kernel, e.reason)
         return Site(op.name, sizes, "", e.reason.message)
-    with graph.inserting_before(node):
-        tensors = tuple(bound[p.name] for p in op.params if p.kind == "tensor" and bound[p.name] is not None)
-        direct = graph.call_function(run, tensors)
-        direct.meta.update(node.meta)
+    direct.meta.update(node.meta)
     results = node.meta.get("example_value")
     if isinstance(results, (list, tuple)) and len(results) == 1:       # a list of one, of which the one is taken
         for user in list(node.users):
@@ -295,148 +289,24 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocas
     return Site(op.name, sizes, kernel.id)
 
 
-def _shapes(op: Op, values: Mapping[str, Any]) -> str:
-    """A call in a few words, without asking a symbol."""
-    told = []
-    for p in op.params:
-        value = values.get(p.name, p.default)
-        if isinstance(value, Tensor):
-            shape = "x".join(str(tracing.hint(n)) for n in value.shape)
-            told.append(f"{p.name}={shape}:{reading.dtype_name(value.dtype)}")
-        elif p.kind != "generator" and not p.required and value != p.default:
-            told.append(f"{p.name}={value}")
-    return " ".join(told)
+def _direct(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
+            values: Mapping[str, Any], nodes: Mapping[str, Any]) -> torch.fx.Node:
+    """The kernel's own function as a node where the graph can say all its arguments, else a function that does."""
+    given = [p.name for p in op.params if p.kind == "tensor" and nodes[p.name] is not None]
+    fixed = {n: v for n, v in values.items() if n not in given}
+    call = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant else "", fixed).call
+    arguments = () if call is None else (*call.args, *call.kwargs.values())
+    constants = [a.value if isinstance(a, Const) else fixed[a] for a in arguments
+                 if isinstance(a, Const) or a not in given]
+    if call is None or not hasattr(call.fn, "__name__") or not all(
+            v is None or type(v) in (bool, int, float, str, torch.dtype) for v in constants):
+        return graph.call_function(specialised(op, kernel, step, facts, values), tuple(nodes[n] for n in given))
 
+    def argument(a: Any) -> Any:
+        return a.value if isinstance(a, Const) else nodes[a]
 
-# a list
-
-@dataclass(frozen=True)
-class Listed:
-    """One kind of call that a model makes, and what would serve it."""
-
-    call: Call
-    kernel: str                                # "": nothing can
-    expected_us: float
-    source: str                                # where the expectation comes from, or why there is no kernel
-    shapes: str
-    note: str = ""                             # from which table, or why not from the one in force
-
-    def to_json(self) -> dict[str, Any]:
-        return {"op": self.call.op, "count": self.call.count, "kernel": self.kernel, "expected_us": self.expected_us,
-                "source": self.source, "note": self.note, "call": self.call.to_json()}
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """The lz calls of one run of a model, in the order in which they first came."""
-
-    rows: tuple[Listed, ...]
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """What lz.solve and lz.tune take."""
-        return tuple(row.call for row in self.rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"calls": [row.to_json() for row in self.rows]}
-
-    def __str__(self) -> str:
-        lines = [f"{row.call.count:>5} x lz.{row.call.op:<18} {row.kernel or 'no kernel':<28} "
-                 f"{row.expected_us:10.2f} us ({row.source})  {row.shapes}{'  ' + row.note if row.note else ''}"
-                 for row in self.rows]
-        return "\n".join(lines) or "no lz call was made"
-
-
-def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
-    """Which kernel would serve each lz call of this model, without running any: tensors have shapes and no memory.
-
-    A model that looks at the values of tensors cannot be followed this way, and is refused.
-    """
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensorMode,
-    )
-    seen: dict[str, Listed] = {}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def without_memory(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, Tensor) else value
-
-    try:
-        with _recording(seen), mode:
-            args, kwargs = pytree.tree_map(without_memory, (args, kwargs))
-            if isinstance(model, torch.nn.Module):
-                state = {n: without_memory(t) for n, t in
-                         itertools.chain(model.named_parameters(), model.named_buffers())}
-                torch.func.functional_call(model, state, args, kwargs)
-            else:
-                model(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise DataError(f"lz.dry_run: the model looks at the values of a tensor ({e.func}), which has none here; run "
-                        "it in `with lz.recording(path)` instead and give the calls to lz.solve") from e
-    return DryRun(tuple(seen.values()))
-
-
-@contextmanager
-def _recording(seen: dict[str, Listed]) -> Iterator[None]:
-    def note(op: Op, values: dict[str, Any], facts: Mapping[str, Any], override: Override | None) -> Any:
-        told = {**tracing.seen_facts(facts), **assumed_alignment(values, facts)}
-        call = _call(op, values, told)
-        found = _listed(op, call, told, override, _shapes(op, values))
-        key = f"{found.kernel} {json.dumps(call.to_json())}"   # calls alike are counted, not listed again
-        old = seen.get(key)
-        seen[key] = found if old is None else replace(old, call=call.times(old.call.count + 1))
-        return _result(op, values, bool(facts["grad"]))
-
-    token = tracing.recorder.set(note)
-    try:
-        yield
-    finally:
-        tracing.recorder.reset(token)
-
-
-def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
-    """The same for calls that are written down, on this device or the accelerator that is here."""
-    kind = device or next((k for k in hardware.present() if k != "cpu"), "cpu")
-    rows = []
-    for i, call in enumerate(calls):
-        try:
-            op, facts = facts_of(call, worlds.current(), kind)
-        except InvalidCall as e:
-            raise DataError(f"call {i} ({call.name or call.op}) cannot be decided: {e}") from e
-        rows.append(_listed(op, call, facts, None, call.name or described(op, facts)))
-    return DryRun(tuple(rows))
-
-
-def _listed(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None, shapes: str) -> Listed:
-    plan = worlds.current().plan(op, facts, override, thorough=True)
-    said = f"from table {plan.table}" if plan.table else str(plan.missed or "")
-    if plan.steps:
-        first = plan.steps[0]
-        return Listed(call, first.kernel, first.score.total_us, first.score.source, shapes, said)
-    why = dict.fromkeys(reason.message for rejected in plan.rejected for reason in rejected.reasons)
-    return Listed(call, "", 0.0, "; ".join(why), shapes, said)
-
-
-def _call(op: Op, values: Mapping[str, Any], facts: Mapping[str, Any]) -> Call:
-    arguments: dict[str, Any] = {}
-    for p in op.params:
-        value = values[p.name]
-        if isinstance(value, Tensor):
-            strides = None if value.is_contiguous() else tuple(map(tracing.hint, value.stride()))
-            shape = tuple(map(tracing.hint, value.shape))
-            arguments[p.name] = TensorSpec(shape, reading.dtype_name(value.dtype), strides)
-        elif p.kind not in ("generator", "object") and (p.required or value != p.default):
-            arguments[p.name] = tracing.hint(value)
-    return Call(op.name, arguments, grad=bool(facts["grad"]))
-
-
-def _result(op: Op, values: Mapping[str, Any], grad: bool) -> Any:
-    """What the contract says the result looks like; it wants a gradient where the real one would."""
-    out = op.meta(**values)
-    if grad:
-        for t in pytree.tree_leaves(out):
-            if isinstance(t, Tensor) and t.is_floating_point() and not t.requires_grad:
-                t.requires_grad_()
-    return out
+    keywords = {k: argument(v) for k, v in call.kwargs.items()}
+    found = graph.call_function(call.fn, tuple(map(argument, call.args)), keywords)
+    if call.item is None and call.first is None:
+        return found
+    return graph.call_function(operator.getitem, (found, slice(call.first) if call.item is None else call.item))

@@ -47,7 +47,7 @@ def solve(calls: Iterable[Call] | Callable[..., Any], *example: Any, path: str |
     """
     listed: Iterable[Call]
     if callable(calls):
-        from .bake import dry_run
+        from .dryrun import dry_run
         listed = dry_run(calls, *example, **named).calls
     else:
         listed = calls

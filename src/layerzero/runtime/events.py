@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..spec.event import BackendUnavailable, Event, Fallback, HealthChanged, PolicyRejected
+from ..spec.event import (
+    BackendUnavailable,
+    CertificateRefused,
+    Event,
+    Fallback,
+    HealthChanged,
+    PolicyRejected,
+    StoreTrouble,
+)
 
 log = logging.getLogger("layerzero")
 Sink = Callable[[Event], None]
@@ -16,7 +24,7 @@ Sink = Callable[[Event], None]
 _sinks: tuple[Sink, ...] = ()
 _counts: Counter[tuple[str, str, str]] = Counter()
 _lock = threading.Lock()
-_LOUD = (BackendUnavailable, Fallback, HealthChanged, PolicyRejected)
+_LOUD = (BackendUnavailable, CertificateRefused, Fallback, HealthChanged, PolicyRejected, StoreTrouble)
 
 
 def emit(event: Event) -> None:

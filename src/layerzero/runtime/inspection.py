@@ -16,7 +16,7 @@ from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from . import catalog, context, events, hardware, loading, native
+from . import catalog, context, events, hardware, loading, measurements, native
 from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function, learn, refusal
@@ -222,6 +222,8 @@ def doctor(deep: bool = False) -> Diagnosis:
                         f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
     state = native.status()
     checks.append(Check("native fast path", state.ok or not state.wanted, state.text, state.hint))
+    kept = measurements.status()
+    checks.append(Check("measurements", kept.ok, kept.text, kept.hint))
     for refused in catalog.discover()[1]:
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
             checks.append(Check(f"plugin {refused.kernel}", False, refused.reason.message,
@@ -278,7 +280,8 @@ def get_config() -> dict[str, Any]:
     for layer in outer.layers if outer else ():
         policy = policy.with_layer(layer)
     source = {name: layer.name for layer in reversed(policy.layers) for name in layer.settings}
-    return {"settings": dict(policy.settings), "source": {n: source.get(n, "default") for n in policy.settings},
+    settings = {**policy.settings, "perfdb": measurements.shown(policy.setting("perfdb"))}     # without its password
+    return {"settings": settings, "source": {n: source.get(n, "default") for n in policy.settings},
             "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)}
                       for layer in policy.layers for r in layer.rules],
             "policy_hash": policy.hash, "policy_file": str(worlds.current().policy_file or "")}

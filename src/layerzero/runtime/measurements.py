@@ -26,7 +26,7 @@ from .builds import build_of
 from .machine import machine_id, state_of
 
 if TYPE_CHECKING:
-    from ..perf.store import CorruptStore, Store
+    from ..perf.interface import CorruptStore, Store
     from .world import World
 
 FILE = "perf.sqlite"
@@ -70,7 +70,7 @@ def store() -> Store:
 @contextmanager
 def using() -> Iterator[Store]:
     """The store, for a while. If it turns out to be damaged it is set aside and begun anew, and the error says so."""
-    from ..perf.store import CorruptStore, StoreError
+    from ..perf.interface import CorruptStore, StoreError
     from . import world as worlds
     where = location(worlds.current().policy)
     try:
@@ -102,7 +102,7 @@ def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Even
             return PerfView(), _works()
     except (LayerZeroError, OSError) as e:
         return PerfView(), _failed(shown(policy.setting("perfdb")), e, "measurements are kept in memory only")
-    from ..perf.store import CorruptStore, StoreError
+    from ..perf.interface import CorruptStore, StoreError
     days = policy.setting("perfdb_ttl")
     try:
         with opened(where, READ_SECONDS) as found:
@@ -164,7 +164,7 @@ def reload_measurements() -> None:
 
 
 def _filled(m: Measurement, world: World, now: float, environments: dict[str, dict[str, Any]]) -> Measurement:
-    from ..perf.store import environment_id
+    from ..perf.interface import environment_id
     kernel, named = world.catalog.by_id.get(m.kernel), m.environment
     if not named:
         kind = _kind_of(m.place)
@@ -191,7 +191,7 @@ def signature_of(place: str) -> str:
 
 def _kept(policy: Policy, rows: list[Measurement], environments: Mapping[str, Mapping[str, Any]],
           rates: Mapping[str, tuple[Rates, float]]) -> list[Event]:
-    from ..perf.store import CorruptStore, StoreError
+    from ..perf.interface import CorruptStore, StoreError
     told: list[Event] = []
     try:
         where = location(policy)
@@ -229,7 +229,8 @@ def _failed(name: str, error: Exception, action: str) -> list[Event]:
 
 def _rebuilt(where: Path | str, error: CorruptStore) -> list[Event]:
     """Put a damaged file aside and begin a new one."""
-    from ..perf.store import StoreError, set_aside
+    from ..perf.interface import StoreError
+    from ..perf.store import set_aside
     if not isinstance(where, Path):
         return _failed(shown(where), error, "choices are made without measurements")
     try:

@@ -190,8 +190,8 @@ def warmup(calls: Source, *, critical: Source | None = None, background: bool = 
     around = contextvars.copy_context()
     jobs = [_Job(report, i, where, progress, around) for i in range(len(report.outcomes))]
     urgent = jobs[:len(first)] if background else jobs
-    settling = _Settling(urgent, worlds.current().epoch)
-    _enqueue([*urgent, settling], jobs[len(urgent):], most_waiting)
+    settling = _Settling(urgent, worlds.current().epoch, done=not urgent)
+    _enqueue([*urgent, settling] if urgent else [], jobs[len(urgent):], most_waiting)
     try:
         with _turn:
             in_time = _turn.wait_for(lambda: settling.done and all(job.done for job in urgent), timeout)

@@ -165,21 +165,21 @@ def _gains(found: Overview) -> Html:
     rows = []
     for op, kinds in found.by_op().items():
         wins = Counter(kind.winner.kernel for kind in kinds).most_common()
-        rows.append((el("a", op, href=f"#op-{op}"), str(len(kinds)), *_gain_cells(gain_of(kinds)),
+        rows.append((el("a", op, href=f"#op-{op}"), *_gain_cells(gain_of(kinds), len(kinds)),
                      ", ".join(f"{kernel} ({n})" for kernel, n in wins)))
-    rows.append((el("b", "all"), str(len(found.kinds)), *_gain_cells(gain_of(found.kinds)), ""))
+    rows.append((el("b", "all"), *_gain_cells(gain_of(found.kinds), len(found.kinds)), ""))
+    numbers = ("geometric mean", "lowest", "highest", "compared")
     return join(
         el("p", "How many times faster the fastest kernel is than the one torch itself would run. 1.00x where torch's "
-           "own is the fastest; kinds where it was not timed are left out."),
-        _table("Gain per operation", ("operation", "kinds", "compared", "geometric mean", "lowest", "highest",
-                                      "fastest kernels (kinds)"), rows,
-               numbers=("kinds", "compared", "geometric mean", "lowest", "highest")))
+           "own is the fastest; kinds where it was not timed cannot be compared."),
+        _table("Gain per operation", ("operation", *numbers, "fastest kernels (kinds)"), rows, numbers))
 
 
-def _gain_cells(gain: Gain | None) -> tuple[str, ...]:
+def _gain_cells(gain: Gain | None, kinds: int) -> tuple[str, ...]:
     if gain is None:
-        return "0", "-", "-", "-"
-    return str(gain.kinds), ratio_text(gain.mean), ratio_text(gain.low), ratio_text(gain.high)
+        return "-", "-", "-", f"0 of {_count(kinds, 'kind')}"
+    numbers = (ratio_text(value) for value in (gain.mean, gain.low, gain.high))
+    return *numbers, f"{gain.kinds} of {_count(kinds, 'kind')}"
 
 
 # roofline
@@ -245,7 +245,7 @@ def _worst(regret: Regret) -> Html:
         f"All {_count(len(shown), 'call')}"
     failed = {(kernel, text) for row in regret.rows for kernel, text in row.failed.items()}
     return join(el("h3", title), _table(
-        title, ("call", "times", "chosen", "best", "regret", "over torch", "flip"), map(_replayed, shown),
+        title, ("call", "regret", "chosen", "best", "over torch", "times", "flip"), map(_replayed, shown),
         numbers=("times", "regret", "over torch")),
         *(el("p", f"{kernel} failed: {text}", class_="muted") for kernel, text in sorted(failed)))
 
@@ -255,8 +255,8 @@ def _replayed(row: Replayed) -> tuple[Content, ...]:
         return join(el("span", breakable(kernel), class_="name"), el("span", time_text(us), class_="sizes"))
 
     best = "the same" if row.best == row.chosen else timed(row.best, row.best_us)
-    return (row.label, str(row.count), timed(row.chosen, row.chosen_us), best, f"{row.regret:.1%}",
-            "-" if row.gain is None else ratio_text(row.gain), " then ".join(row.flip) or "no")
+    return (row.label, f"{row.regret:.1%}", timed(row.chosen, row.chosen_us), best,
+            "-" if row.gain is None else ratio_text(row.gain), str(row.count), " then ".join(row.flip) or "no")
 
 
 def _skipped(regret: Regret) -> Html | None:
@@ -274,13 +274,14 @@ def _rejected(refused: Sequence[Refused]) -> Html:
     groups: dict[str, list[Refused]] = {}
     for r in refused:
         groups.setdefault(r.why[0].code, []).append(r)
-    parts: list[Content] = [el("p", "These serve no call on this device. What a single call rules out depends on the "
-                                    "call: ", el("code", "lz explain"), " says it.")]
+    parts: list[Content] = [el("p", "These serve no call on this device, or none unasked. What a single call rules out "
+                                    "depends on the call: ", el("code", "lz explain"), " says it.")]
     for code, members in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
-        rows = [(el("span", breakable(r.kernel), class_="name"), r.op, "; ".join(w.message for w in r.why),
-                 "; ".join(dict.fromkeys(w.advice for w in r.why if w.advice)) or "-", r.note or "-") for r in members]
+        rows = [(el("span", breakable(r.kernel), class_="name"), "; ".join(w.message for w in r.why),
+                 "; ".join(dict.fromkeys(w.advice for w in r.why if w.advice)) or "-", r.op, r.note or "-")
+                for r in members]
         parts.append(el("details", el("summary", el("b", code), f" {_count(len(members), 'kernel')}"),
-                        _table(f"Kernels rejected: {code}", ("kernel", "operation", "why", "what to do", "note"), rows),
+                        _table(f"Kernels rejected: {code}", ("kernel", "why", "what to do", "operation", "note"), rows),
                         open=""))
     return join(*parts)
 

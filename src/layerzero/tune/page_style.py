@@ -69,12 +69,12 @@ tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--card); font-weight: 600; vertical-align: bottom; }
 th.num, td.num { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 td.wide { min-width: 14rem; overflow-wrap: anywhere; }
-td.kernel { min-width: 8.5rem; }
+td.kernel { min-width: 8.5rem; overflow-wrap: anywhere; }
 table.heat { width: auto; min-width: 100%; }
 table.heat th[scope=row] { position: sticky; left: 0; background: var(--page); font-weight: 400; min-width: 10rem;
   max-width: 48vw; border-right: 1px solid var(--line); overflow-wrap: anywhere; }
 table.heat thead th:first-child { position: sticky; left: 0; border-right: 1px solid var(--line); }
-table.heat thead th { max-width: 9rem; min-width: 4.75rem; }
+table.heat thead th { max-width: 9rem; min-width: 4.75rem; overflow-wrap: anywhere; }
 td.cell { text-align: center; white-space: nowrap; font-variant-numeric: tabular-nums; border: 1px solid var(--page); }
 td.best { font-weight: 700; }
 td.none { text-align: center; color: var(--muted); }

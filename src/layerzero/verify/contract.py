@@ -173,7 +173,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     with torch.no_grad():
         truth, eager, wanted = formula(op, upcast(values)), formula(op, values), results_of(op.meta(**values))
     complaints += [*_misshapen(first, wanted), *_aliases(outcome.results, values)]
-    if complaints:
+    if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
     judged = [judge(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts)
               for i, parts in enumerate(zip(first, second, truth, eager))]
@@ -368,4 +368,5 @@ def upcast(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unmoved(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same values with generators of their own, in the same state: every call draws the same numbers."""
-    return {name: v.clone_state() if isinstance(v, torch.Generator) else v for name, v in values.items()}
+    return {name: torch.Generator(v.device).set_state(v.get_state()) if isinstance(v, torch.Generator) else v
+            for name, v in values.items()}

@@ -1,0 +1,138 @@
+"""What every store of measurements can do.
+
+One row per (kernel, bucket, place, build): the bucket names dtype, switches and sizes, the place device, driver and
+toolkits, the build the library that was measured. A second measurement of the same row replaces the first if it is
+the newer one, but a noisy one never replaces a quiet one (`Measurement.supersedes`); so stores may be merged in any
+order and as often as one likes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..spec.errors import DataError
+from .record import Measurement, PerfView, Rates
+
+COLUMNS = Measurement._fields
+KEY = ("kernel", "bucket", "place", "build")
+
+
+class StoreError(DataError):
+    """A store that cannot be opened, read or written now."""
+
+
+class NewerStore(StoreError):
+    """Written by a later release. It is left as it is."""
+
+
+class CorruptStore(StoreError):
+    """Not a store, or a damaged one. `file` (device and inode) tells which one it was, even after it was renamed."""
+
+    def __init__(self, path: Path, what: str, file: tuple[int, int] | None) -> None:
+        super().__init__(f"{path}: {what}")
+        self.path, self.file = path, file
+
+
+def environment_id(environment: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Store(ABC):
+    """What was measured, kept. Use it from one thread, and close it, or use it in a `with`."""
+
+    name: str                                  # for messages
+
+    @abstractmethod
+    def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
+              rates: Mapping[str, tuple[Rates, float]]) -> None:
+        """All of it in one transaction. The time beside a rate says when it was measured."""
+
+    @abstractmethod
+    def get(self, kernel: str, bucket: str, place: str, build: str | None = None) -> Measurement | None:
+        """Of this build, or the newest."""
+
+    @abstractmethod
+    def _rows(self) -> Iterator[Measurement]: ...
+
+    @abstractmethod
+    def environments(self) -> dict[str, dict[str, Any]]: ...
+
+    @abstractmethod
+    def timed_rates(self) -> dict[str, tuple[Rates, float]]: ...
+
+    @abstractmethod
+    def view(self, builds: Mapping[str, str], since: float = 0.0) -> PerfView:
+        """The measurements of these builds (kernel -> build) that are not older than `since`."""
+
+    @abstractmethod
+    def delete(self, rows: Iterable[Measurement]) -> None:
+        """These rows, then environments that no row refers to any more."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def put(self, rows: Iterable[Measurement], environment: Mapping[str, Any] | None = None) -> None:
+        """Add measurements; `environment` is that of those that name none."""
+        found = {environment_id(environment): environment} if environment is not None else {}
+        own = next(iter(found), "")
+        self.write((m if m.environment else m._replace(environment=own) for m in rows), found, {})
+
+    def put_rates(self, rates: Mapping[str, Rates], at: float | None = None) -> None:
+        when = time.time() if at is None else at
+        self.write((), {}, {place: (r, when) for place, r in rates.items()})
+
+    def rates(self) -> dict[str, Rates]:
+        return {place: rates for place, (rates, _) in self.timed_rates().items()}
+
+    def rows(self, *, kernel: str = "*", op: str = "*", place: str = "*") -> Iterator[Measurement]:
+        """Those whose kernel, op and place match these patterns."""
+        for m in self._rows():
+            if fnmatchcase(m.kernel, kernel) and fnmatchcase(m.op, op) and fnmatchcase(m.place, place):
+                yield m
+
+    def prune(self, unwanted: Callable[[Measurement], bool] = lambda m: True, *, before: float | None = None) -> int:
+        """Remove the rows that are `unwanted`, or of those only the ones measured before a time. How many it was."""
+        rows = [m for m in self._rows() if (before is None or m.at < before) and unwanted(m)]
+        self.delete(rows)
+        return len(rows)
+
+    def merge(self, other: Store) -> int:
+        """Take over what another store has; of two measurements of the same row one is left. How many were offered."""
+        rows = list(other.rows())
+        self.write(rows, other.environments(), other.timed_rates())
+        return len(rows)
+
+    def export(self, path: str | os.PathLike[str]) -> int:
+        """Write everything as JSON lines; see perf/exchange.py."""
+        from .exchange import export_lines
+        return export_lines(self, Path(path))
+
+    def import_(self, path: str | os.PathLike[str]) -> int:
+        """Take over such a file, all of it or nothing."""
+        from .exchange import read_lines
+        rows, environments, rates = read_lines(Path(path))
+        self.write(rows, environments, rates)
+        return len(rows)
+
+
+def settled(rows: Iterable[Measurement]) -> list[Measurement]:
+    """As they may be kept: checked, and none from the future, which would be the newest for ever."""
+    now = time.time()
+    checked = (m.checked() for m in rows)
+    return [m._replace(at=min(m.at, now) if m.at else now) for m in checked]

@@ -1,0 +1,169 @@
+"""lz.dry_run: which kernels a model's lz calls would be served by, found with tensors that have no memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..runtime import facts as reading
+from ..runtime import hardware, tracing
+from ..runtime import world as worlds
+from ..runtime.context import Override
+from ..runtime.tables import described
+from ..spec.call import Call, TensorSpec
+from ..spec.errors import DataError, InvalidCall
+from ..spec.op import Op
+from .solver import assumed_alignment, facts_of
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One kind of call that a model makes, and what would serve it."""
+
+    call: Call
+    kernel: str                                # "": nothing can
+    expected_us: float
+    source: str                                # where the expectation comes from, or why there is no kernel
+    shapes: str
+    note: str = ""                             # from which table, or why not from the one in force
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": self.call.op, "count": self.call.count, "kernel": self.kernel, "expected_us": self.expected_us,
+                "source": self.source, "note": self.note, "call": self.call.to_json()}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The lz calls of one run of a model, in the order in which they first came."""
+
+    rows: tuple[Listed, ...]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """What lz.solve and lz.tune take."""
+        return tuple(row.call for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"calls": [row.to_json() for row in self.rows]}
+
+    def __str__(self) -> str:
+        lines = [f"{row.call.count:>5} x lz.{row.call.op:<18} {row.kernel or 'no kernel':<28} "
+                 f"{row.expected_us:10.2f} us ({row.source})  {row.shapes}{'  ' + row.note if row.note else ''}"
+                 for row in self.rows]
+        return "\n".join(lines) or "no lz call was made"
+
+
+def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
+    """Which kernel would serve each lz call of this model, without running any: tensors have shapes and no memory.
+
+    A model that looks at the values of tensors cannot be followed this way, and is refused.
+    """
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
+    seen: dict[str, Listed] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def without_memory(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    try:
+        with _recording(seen), mode:
+            args, kwargs = pytree.tree_map(without_memory, (args, kwargs))
+            if isinstance(model, torch.nn.Module):
+                state = {n: without_memory(t) for n, t in
+                         itertools.chain(model.named_parameters(), model.named_buffers())}
+                torch.func.functional_call(model, state, args, kwargs)
+            else:
+                model(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise DataError(f"lz.dry_run: the model looks at the values of a tensor ({e.func}), which has none here; run "
+                        "it in `with lz.recording(path)` instead and give the calls to lz.solve") from e
+    return DryRun(tuple(seen.values()))
+
+
+@contextmanager
+def _recording(seen: dict[str, Listed]) -> Iterator[None]:
+    def note(op: Op, values: dict[str, Any], facts: Mapping[str, Any], override: Override | None) -> Any:
+        told = {**tracing.seen_facts(facts), **assumed_alignment(values, facts)}
+        call = _call(op, values, told)
+        found = _listed(op, call, told, override, shapes(op, values))
+        key = f"{found.kernel} {json.dumps(call.to_json())}"   # calls alike are counted, not listed again
+        old = seen.get(key)
+        seen[key] = found if old is None else replace(old, call=call.times(old.call.count + 1))
+        return _result(op, values, bool(facts["grad"]))
+
+    token = tracing.recorder.set(note)
+    try:
+        yield
+    finally:
+        tracing.recorder.reset(token)
+
+
+def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
+    """The same for calls that are written down, on this device or the accelerator that is here."""
+    kind = device or next((k for k in hardware.present() if k != "cpu"), "cpu")
+    rows = []
+    for i, call in enumerate(calls):
+        try:
+            op, facts = facts_of(call, worlds.current(), kind)
+        except InvalidCall as e:
+            raise DataError(f"call {i} ({call.name or call.op}) cannot be decided: {e}") from e
+        rows.append(_listed(op, call, facts, None, call.name or described(op, facts)))
+    return DryRun(tuple(rows))
+
+
+def _listed(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None, shapes: str) -> Listed:
+    plan = worlds.current().plan(op, facts, override, thorough=True)
+    said = f"from table {plan.table}" if plan.table else str(plan.missed or "")
+    if plan.steps:
+        first = plan.steps[0]
+        return Listed(call, first.kernel, first.score.total_us, first.score.source, shapes, said)
+    why = dict.fromkeys(reason.message for rejected in plan.rejected for reason in rejected.reasons)
+    return Listed(call, "", 0.0, "; ".join(why), shapes, said)
+
+
+def _call(op: Op, values: Mapping[str, Any], facts: Mapping[str, Any]) -> Call:
+    arguments: dict[str, Any] = {}
+    for p in op.params:
+        value = values[p.name]
+        if isinstance(value, Tensor):
+            strides = None if value.is_contiguous() else tuple(map(tracing.hint, value.stride()))
+            shape = tuple(map(tracing.hint, value.shape))
+            arguments[p.name] = TensorSpec(shape, reading.dtype_name(value.dtype), strides)
+        elif p.kind not in ("generator", "object") and (p.required or value != p.default):
+            arguments[p.name] = tracing.hint(value)
+    return Call(op.name, arguments, grad=bool(facts["grad"]))
+
+
+def _result(op: Op, values: Mapping[str, Any], grad: bool) -> Any:
+    """What the contract says the result looks like; it wants a gradient where the real one would."""
+    out = op.meta(**values)
+    if grad:
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.is_floating_point() and not t.requires_grad:
+                t.requires_grad_()
+    return out
+
+
+def shapes(op: Op, values: Mapping[str, Any]) -> str:
+    """A call in a few words, without asking a symbol."""
+    told = []
+    for p in op.params:
+        value = values.get(p.name, p.default)
+        if isinstance(value, Tensor):
+            shape = "x".join(str(tracing.hint(n)) for n in value.shape)
+            told.append(f"{p.name}={shape}:{reading.dtype_name(value.dtype)}")
+        elif p.kind != "generator" and not p.required and value != p.default:
+            told.append(f"{p.name}={value}")
+    return " ".join(told)

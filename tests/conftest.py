@@ -18,7 +18,8 @@ for _name in [n for n in os.environ if n.startswith("LAYERZERO_") and n not in K
 
 # Nor must what was measured or proven on this machine, and a test must not add to it: a cache folder of its own, with
 # the compiled code of the real one.
-_real = Path(os.environ.get("LAYERZERO_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "layerzero")
+_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "layerzero")
+_real = Path(os.environ.get("LAYERZERO_CACHE_DIR") or _home)
 _own = tempfile.mkdtemp(prefix="layerzero-tests-")
 atexit.register(shutil.rmtree, _own, ignore_errors=True)
 (_real.expanduser() / "native").mkdir(parents=True, exist_ok=True)

@@ -44,9 +44,10 @@ if TYPE_CHECKING:
     from .ops.layer_norm import reference as layer_norm
     from .ops.rms_norm import reference as rms_norm
     from .ops.varlen_attention import reference as varlen_attention
-    from .plan.bake import bind, dry_run
+    from .plan.bake import bind
     from .plan.bake import compile_model as compile
     from .plan.block import plan_block
+    from .plan.dryrun import dry_run
     from .plan.force import use_table
     from .plan.solver import solve
     from .runtime.capabilities import use as use_capabilities
@@ -79,7 +80,8 @@ _LATER = {name: module for module, names in {
     "plan.table": ("Table",),
     "plan.force": ("table_in_force", "use_table"),
     "plan.lockfile": ("check_lockfile", "use_lockfile", "write_lockfile"),
-    "plan.bake": ("bind", "compile", "dry_run"),
+    "plan.bake": ("bind", "compile"),
+    "plan.dryrun": ("dry_run",),
     "plan.block": ("Block", "plan_block"),
     "tune.workload": ("calls_for",),
     "tune.regret": ("regret",),

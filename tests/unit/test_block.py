@@ -78,7 +78,8 @@ def _synthetic(costs_a, costs_b):
 
             return run
 
-        return Kernel(name, RMS_NORM, load, requires=(contiguous("x"),) if wants_rows else (), overhead_us=us, prior=1e9)
+        rules = (contiguous("x"),) if wants_rows else ()
+        return Kernel(name, RMS_NORM, load, requires=rules, overhead_us=us, prior=1e9)
 
     return [*(kernel(f"lib.a{i}", us, columns, False) for i, (us, columns) in enumerate(costs_a)),
             *(kernel(f"lib.b{i}", us, False, True) for i, us in enumerate(costs_b))]

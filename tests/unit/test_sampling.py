@@ -270,7 +270,8 @@ def test_a_seed_gives_the_same_tokens_in_any_split_of_the_batch(given: dict[str,
     assert not torch.equal(whole, lz.sample(logits, seed=78, **given))
     for size in (1, 7, 20):
         seeds = torch.arange(len(logits))
-        apart = [lz.sample(logits[i:i + size], seed_rows=seeds[i:i + size], **given) for i in range(0, len(logits), size)]
+        apart = [lz.sample(logits[i:i + size], seed_rows=seeds[i:i + size], **given)
+                 for i in range(0, len(logits), size)]
         assert torch.equal(torch.cat(apart), lz.sample(logits, seed_rows=seeds, **given))
 
 

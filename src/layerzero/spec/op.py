@@ -109,7 +109,7 @@ class Op:
     flops: str = "0"
     bytes: str = "0"
     differentiable: tuple[str, ...] = ()
-    autocast: str = ""                         # "lower": cast to autocast's dtype; "promote": to the widest of the inputs'
+    autocast: str = ""                         # "lower": cast to autocast's dtype; "promote": to the widest given
     canonical: Callable[[dict[str, Any]], Redirect | None] | None = None   # rewrites unusual calls (3-D, nested)
     extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None  # what rules cannot say
     adapt: Callable[[dict[str, Any]], Adaptation | None] | None = None     # a KV cache of another dtype, made to fit

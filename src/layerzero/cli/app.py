@@ -19,6 +19,7 @@ from ..spec.plan import Plan
 from . import demo as demonstration
 from . import perf, show, workload
 from . import plan as planning
+from . import report as reporting
 from . import tune as tuning
 from . import verify as verification
 from .arguments import parse_call
@@ -161,6 +162,7 @@ app.command()(planning.lock)
 app.command()(planning.diff)
 app.command("dry-run")(planning.dry_run)
 app.command("verify")(verification.command)
+app.command()(reporting.report)
 
 
 def show_plan(plan: Plan) -> None:

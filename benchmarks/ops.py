@@ -236,7 +236,7 @@ def main() -> None:
         with torch.no_grad():
             for shape, dtype in chosen(args):
                 part.append(measure(shape, dtype, args.device, 0.02 if args.quick else args.seconds))
-                print(part[-1], file=sys.stderr, flush=True)           # so that nothing is lost of a run that is stopped
+                print(part[-1], file=sys.stderr, flush=True)   # so that a run that is stopped has said something
         rows += part
         console.print(table(part, f"{args.device}, {threads} threads; * is what lz chose; x is how many times as fast"))
     lines = verdict(rows)

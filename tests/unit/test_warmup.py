@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from helpers import RMS_NORM, Fake, health_of, normed, of, only, register, rows,
 from torch.nn import Parameter
 
 import layerzero as lz
+from layerzero.cli import main
 from layerzero.runtime import jit, sizes
 from layerzero.runtime import warmup as warming
 from layerzero.runtime import world as worlds
@@ -511,3 +513,33 @@ def test_a_forked_child_waits_for_nothing_and_can_warm_up_itself(compiler):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     compiler.gate.set()
     assert report.wait(20) and report.ok
+
+
+# lz warmup
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
+
+
+def test_the_command_warms_up_and_says_what_is_ready(compiler, capsys, tmp_path):
+    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device", "cpu", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["ok"] and found["calls"][0]["kernel"] == compiler.id == which(40)
+    write_calls(tmp_path / "calls.jsonl", [norm(70), norm(200)])
+    code, out, _ = run(capsys, "warmup", "--calls", str(tmp_path / "calls.jsonl"), "--device", "cpu")
+    assert code == 0 and out.count(compiler.id) == 2 and "2 ready" in out
+
+
+def test_the_command_ends_with_1_where_something_is_not_ready(compiler, capsys):
+    compiler.fault = RuntimeError("no such instruction")
+    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device", "cpu")
+    assert code == 1 and "no such instruction" in out
+
+
+@pytest.mark.parametrize("words", [(), ("rms_norm", "--model", "llama-3-8b"), ("--calls", "missing.jsonl")])
+def test_a_wrong_question_is_one_message(words, capsys):
+    code, _, err = run(capsys, "warmup", *words)
+    assert code == 2 and err.startswith("error: ") and len(err.splitlines()) == 1

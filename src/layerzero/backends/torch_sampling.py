@@ -383,7 +383,8 @@ NO_TOP_K = (equals("top_k", 0), absent("top_k_rows.dtype"))
 KERNELS = (
     Kernel("torch.sample_sort", sample, _sort, prior=0.012, overhead_us=60.0, baseline=True,
            workspace="56 * batch * vocab"),
-    Kernel("torch.sample_topk", sample, _top_k, prior=0.8, overhead_us=90.0, workspace="8 * batch * vocab", requires=(
+    Kernel("torch.sample_topk", sample, _top_k, prior=0.8, overhead_us=90.0, baseline=True,
+           workspace="8 * batch * vocab", requires=(
         *NARROW, at_least("top_k", 1), at_most("top_k", 1024), absent("top_k_rows.dtype"))),
     Kernel("torch.sample_topk_rows", sample, _top_k_rows, prior=0.4, overhead_us=100.0, graph_safe=False,
            traceable=False, workspace="56 * batch * vocab", requires=(*NARROW, present("top_k_rows.dtype")),
@@ -392,11 +393,12 @@ KERNELS = (
            traceable=False, workspace="32 * batch * vocab", requires=(
                device("cpu"), *NARROW, *NO_TOP_K, at_least("vocab", 4096)),
            note="how far it looks depends on the logits"),
-    Kernel("torch.sample_cdf", sample, _cdf, prior=0.9, overhead_us=60.0, workspace="12 * batch * vocab", requires=(
+    Kernel("torch.sample_cdf", sample, _cdf, prior=0.9, overhead_us=60.0, baseline=True,
+           workspace="12 * batch * vocab", requires=(
         *NO_TOP_K, differs("temperature", 0.0), absent("temperature_rows.dtype"), equals("top_p", 1.0),
         absent("top_p_rows.dtype"), equals("min_p", 0.0), absent("min_p_rows.dtype"))),
-    Kernel("torch.sample_argmax", sample, _argmax, prior=0.8, overhead_us=20.0, workspace="4 * batch * vocab",
-           requires=GREEDY),
+    Kernel("torch.sample_argmax", sample, _argmax, prior=0.8, overhead_us=20.0, baseline=True,
+           workspace="4 * batch * vocab", requires=GREEDY),
     Kernel("torch.sample_greedy", sample, _greedy, prior=4.0, overhead_us=25.0, graph_safe=False, traceable=False,
            requires=(device("cpu"), *GREEDY), note="looks for NaN and infinity on the host"),
     Kernel("torch.speculative_verify", speculative_verify, _verify_chain, prior=4.0, overhead_us=80.0, baseline=True,

@@ -22,6 +22,7 @@ from . import plan as planning
 from . import report as reporting
 from . import tune as tuning
 from . import verify as verification
+from . import warmup as warming
 from .arguments import parse_call
 from .block import SIZES
 
@@ -162,6 +163,7 @@ app.command()(planning.lock)
 app.command()(planning.diff)
 app.command("dry-run")(planning.dry_run)
 app.command("verify")(verification.command)
+app.command()(warming.warmup)
 app.command()(reporting.report)
 
 

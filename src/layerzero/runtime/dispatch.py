@@ -252,8 +252,7 @@ class Dispatcher:
         def instead(values: tuple[Any, ...]) -> tuple[str, Any]:
             try:
                 if not cold:
-                    others = frozenset(w for w in world.warmed if w[0] != kernel.id)
-                    cold.append(self.entry(world.but(warmed=others), facts, override))
+                    cold.append(self.entry(jit.without(world, (kernel.id,)), facts, override))
                 served_by = cold[0].plan.steps[0].kernel
                 self.ledger.fell_back(served_by)
                 return served_by, self.serve(cold[0], values)

@@ -22,6 +22,7 @@ from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
 from . import events, faults
+from .world import World
 
 Form = tuple[Any, ...]
 MOST_TOLD = 64                                 # forms of one entry that each get an event; a counter has no end
@@ -63,6 +64,25 @@ def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
             return (-1, *strides)
         step *= max(shape[i], 1)
     return tuple(order)
+
+
+def entries(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> frozenset[Any]:
+    """What to add to the world's `warmed` once the kernel has served this call."""
+    kind = kind_to_compile(kernel.op, facts)
+    form = form_of(values, constant_axes(kernel.op, facts), facts["grad"])
+    return frozenset({(kernel.id, kind), (kernel.id, kind, form)})
+
+
+def as_seen(world: World, op: Op, facts: Mapping[str, Any], values: tuple[Any, ...]) -> World:
+    """The world as this very call finds it: a kernel that was warmed up for other forms only is not."""
+    unready = {k.id for k in world.kernels(op.name) if k.jit and k.id not in world.warmed
+               and not entries(k, facts, values) <= world.warmed}
+    return without(world, unready) if world.warmed and unready else world
+
+
+def without(world: World, kernels: Collection[str]) -> World:
+    """The world before these kernels were warmed up."""
+    return world.but(warmed=frozenset(w for w in world.warmed if w[0] not in kernels))
 
 
 def call(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> Any:

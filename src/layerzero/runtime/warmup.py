@@ -372,9 +372,8 @@ def _choice(found: Dispatcher, facts: Mapping[str, Any], left_out: Mapping[str, 
 def _compile(found: Dispatcher, kernel: Kernel, step: Step, facts: Mapping[str, Any],
              values: tuple[Any, ...]) -> str | None:
     """Load and call the kernel for this kind of call; None, or why it stays out."""
-    kind, constant, grad = kind_to_compile(found.op, facts), jit.constant_axes(found.op, facts), facts["grad"]
-    new: set[Any] = {(kernel.id, kind), (kernel.id, kind, jit.form_of(values, constant, grad))}
-    if new <= worlds.current().warmed or kernel.id in worlds.current().warmed:
+    kind, grad, new = kind_to_compile(found.op, facts), facts["grad"], jit.entries(kernel, facts, values)
+    if new <= worlds.current().warmed:
         return None
     began = time.perf_counter()
     try:
@@ -383,7 +382,7 @@ def _compile(found: Dispatcher, kernel: Kernel, step: Step, facts: Mapping[str, 
             _run(run, values, grad)
             for other in sizes.at_the_ends(found, facts, values, kind):
                 _run(run, other, grad)
-                new.add((kernel.id, kind, jit.form_of(other, constant, grad)))
+                new |= jit.entries(kernel, facts, other)
     except loading.LoadFailed as e:
         mark_unloadable(kernel, e.reason)
         return e.reason.message

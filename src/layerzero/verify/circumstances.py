@@ -68,7 +68,8 @@ class ChangedInPlace(Circumstance):
 
     def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
         tensors = {n: t for n, t in values.items() if isinstance(t, Tensor)}
-        if any(not isinstance(other[n], Tensor) or other[n].shape != t.shape for n, t in tensors.items()):
+        if any(not isinstance(other[n], Tensor) or other[n].shape != t.shape or (0 in t.stride() and t.numel() > 1)
+               for n, t in tensors.items()):
             return None
         for _ in range(2):
             call(kernel, values)

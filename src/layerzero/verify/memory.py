@@ -17,15 +17,19 @@ LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
     """The whole storage of every tensor, and its version. What is too large to copy is watched by its elements."""
-    return {name: (_watched(v).clone(), v._version) for name, v in values.items() if isinstance(v, Tensor)}
+    return {name: (_watched(v).clone(), _version(v)) for name, v in values.items() if isinstance(v, Tensor)}
 
 
 def changed(values: Mapping[str, Any], before: Mapping[str, tuple[Tensor, int]]) -> Iterator[str]:
     for name, (was, version) in before.items():
         if not torch.equal(_watched(values[name]), was):
             yield f"{name} was overwritten"
-        elif values[name]._version != version:
-            yield f"{name} was written to (its version went from {version} to {values[name]._version})"
+        elif _version(values[name]) != version:
+            yield f"{name} was written to (its version went from {version} to {_version(values[name])})"
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
 
 
 def _watched(t: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ from layerzero.plan.lockfile import (
     subtraction,
 )
 from layerzero.plan.table import Choice, Row, Span, Table
+from layerzero.runtime import certificates
 from layerzero.runtime import world as worlds
+from layerzero.runtime.builds import build_of
 from layerzero.spec.call import write_calls
 from layerzero.spec.errors import DataError
 from layerzero.spec.reason import Code
@@ -46,6 +48,10 @@ def lock(table) -> Lockfile:
 
 def row(kernel: str = "a.a", op: str = "rms_norm", when: tuple = (("dtype", "float32"),), **sizes: Span) -> Row:
     return Row(op, when, tuple(sizes.items()), (Choice(kernel),))
+
+
+def pin_of(kernel: str) -> Pin:
+    return Pin.of(worlds.current().catalog.by_id[kernel], worlds.current().device("cpu"))
 
 
 # the file
@@ -69,7 +75,7 @@ def test_nothing_of_the_machine_is_in_it_but_a_name(lock, table):
 
 def test_a_pin_says_package_version_and_build(lock):
     pins = {p.kernel: p for p in lock.pins}
-    torch_pin = Pin.of(worlds.current().catalog.by_id["torch.rms_norm"])
+    torch_pin = pin_of("torch.rms_norm")
     assert (torch_pin.package, torch_pin.version) == ("torch", torch.__version__) and torch_pin.build
     assert all(p.build and p.version for p in pins.values())
     certified = replace(lock, pins=tuple(replace(p, certificate="c-1") for p in lock.pins))
@@ -109,8 +115,8 @@ def test_a_kernel_that_is_not_here_or_not_installed_is_a_violation(world):
         lock.rows[0], choices=(Choice("gone.kernel"),)),))
     assert [v.kernel for v in lz.check_lockfile(gone)] == ["gone.kernel"]
     register(Fake("fake.absent", package="no_such_package_anywhere"))
-    pin = Pin.of(worlds.current().catalog.by_id["fake.absent"])
-    absent = replace(lock, pins=(pin,), rows=(replace(lock.rows[0], choices=(Choice("fake.absent"),)),))
+    row = replace(lock.rows[0], choices=(Choice("fake.absent"),))
+    absent = replace(lock, pins=(pin_of("fake.absent"),), rows=(row,))
     assert [v.reason.code for v in lz.check_lockfile(absent)] == [Code.NOT_INSTALLED]
 
 
@@ -130,11 +136,35 @@ def test_what_the_policy_forbids_is_a_violation(lock):
     assert {v.reason.code for v in lz.check_lockfile(lock)} == {Code.DENIED_BY_POLICY}
 
 
+@pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has the device that is to be absent")
+def test_a_device_that_is_not_here_is_a_violation_not_an_error(lock):
+    when = tuple((n, "xpu" if n == "device" else v) for n, v in lock.rows[0].when)
+    elsewhere = replace(lock, rows=tuple(replace(r, when=when) for r in lock.rows))
+    assert {v.reason.code for v in lz.check_lockfile(elsewhere)} == {Code.PLATFORM_MISMATCH}
+    with pytest.raises(DataError, match="xpu"):
+        lz.use_lockfile(elsewhere)
+
+
 def test_a_pinned_certificate_must_be_there(lock):
     pinned = replace(lock, pins=tuple(replace(p, certificate="c-1") for p in lock.pins))
     assert {v.reason.code for v in lz.check_lockfile(pinned)} == {Code.UNCERTIFIED}
     worlds.publish(lambda w: w.but(certified=frozenset(p.kernel for p in lock.pins)), "proven")
     assert lz.check_lockfile(pinned) == ()
+
+
+def test_a_certificate_is_pinned_by_what_it_proves(table, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    world, device = worlds.current(), worlds.current().device("cpu")
+    assert not any(p.certificate for p in Lockfile.of(table, world).pins)
+    for name in {row.kernel for row in table.rows}:
+        kernel = world.catalog.by_id[name]
+        proof = certificates.Certificate(name, "rms_norm", build_of(kernel), certificates.contract_of(kernel.op),
+                                         device.signature, device.name, 9, 0, ("float32",), "grid-1")
+        certificates.write(proof, device)
+    lock = Lockfile.of(table, world)
+    assert all(p.certificate for p in lock.pins) and lz.check_lockfile(lock) == ()
+    other = replace(lock, pins=tuple(replace(p, certificate="another") for p in lock.pins))
+    assert {v.reason.code for v in lz.check_lockfile(other)} == {Code.PLAN_DRIFT}
 
 
 def test_a_lockfile_that_holds_can_be_put_in_force(table):

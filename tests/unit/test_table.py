@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import random_calls
@@ -594,3 +598,19 @@ def test_only_named_kernels_are_in_a_table_under_a_lock(world):
     lz.use_table(table)
     plan = lz.explain("rms_norm", rows(4, 64), torch.ones(64))
     assert plan.locked == "lz.lock()" and plan.table == table.id
+
+
+def test_the_benchmark_runs_and_writes_what_it_promises(tmp_path):
+    out = tmp_path / "tables.json"
+    root = Path(__file__).parents[2]
+    words = ["--quick", "--device", "cpu", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(root / "benchmarks" / "tables.py"), *words], capture_output=True,
+                          text=True, timeout=240,
+                          env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    data = json.loads(out.read_text())
+    assert set(data["parts"]) == {"lookup", "kernel", "model", "a kernel that does nothing"}
+    names = [row["name"] for part in data["parts"].values() for row in part]
+    assert len(set(names)) == len(names) and "lowered: sizes -> row" in names and "lz.bind: nothing" in names
+    assert all(row["ns"]["median"] > 0 and (row["over"] is None) == (row["target"] == "")
+               for part in data["parts"].values() for row in part)

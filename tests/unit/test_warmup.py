@@ -137,6 +137,8 @@ def padded(n: int, hidden: int) -> torch.Tensor:
 def test_a_call_of_another_form_is_served_and_nothing_compiles(compiler, happened, args):
     warmup([norm(40)])
     compiler.threads.clear()
+    plan = lz.explain("rms_norm", *args)
+    assert plan.kernel != compiler.id and lz.Code.JIT_NOT_WARMED in [r.code for r in plan.why_not(compiler.id)]
     for _ in range(3):
         torch.testing.assert_close(lz.rms_norm(*args), RMS_NORM.reference(*args))
     assert not compiler.threads

@@ -14,11 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Union
 
+from ..runtime import certificates
 from ..runtime import world as worlds
 from ..runtime.builds import build_of
 from ..runtime.loading import installed_version
 from ..runtime.world import World
-from ..spec.errors import DataError
+from ..spec.device import Device
+from ..spec.errors import DataError, LayerZeroError
 from ..spec.kernel import Kernel
 from ..spec.reason import Code, Reason
 from .force import use_table
@@ -58,13 +60,22 @@ class Pin:
     certificate: str = ""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> Pin:
+    def of(cls, kernel: Kernel, device: Device) -> Pin:
         distribution = distribution_of(kernel)
-        return cls(kernel.id, distribution, installed_version(distribution) or "unknown", build_of(kernel))
+        return cls(kernel.id, distribution, installed_version(distribution) or "unknown", build_of(kernel),
+                   certificate_of(kernel, device))
 
     def to_json(self) -> dict[str, Any]:
         data = {"package": self.package, "version": self.version, "build": self.build}
         return {**data, "certificate": self.certificate} if self.certificate else data
+
+
+def certificate_of(kernel: Kernel, device: Device) -> str:
+    """What was proven of a kernel on this device, by name: its build, the contract, the cases; "" for nothing."""
+    found = certificates.standing([kernel], device)[kernel.id]
+    if not isinstance(found, certificates.Certificate):
+        return ""
+    return digest({"build": found.build, "contract": found.contract, "grid": found.grid})[:16]
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Lockfile:
         gone = [n for n in names if n not in known]
         if gone:
             raise DataError(f"{table}: {', '.join(gone)} is not here any more; run lz solve again")
-        return cls(table.stamp.device.name, tuple(Pin.of(known[n]) for n in names), rows)
+        return cls(table.stamp.device.name, tuple(Pin.of(known[n], table.stamp.device) for n in names), rows)
 
     @cached_property
     def id(self) -> str:
@@ -160,7 +171,7 @@ def use_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> Tabl
         raise DataError(f"lockfile {found.id} is refused: this machine does not hold to it\n" + "\n".join(lines)
                         + "\nInstall what it names, or make it again: lz solve, then lz lock",
                         [v.reason for v in violations])
-    kinds = {str(dict(row.when).get("device", "cpu")) for row in found.rows} or {"cpu"}
+    kinds = set(map(_kind, found.rows)) or {"cpu"}
     if len(kinds) > 1:
         raise DataError(f"lockfile {found.id} is for {', '.join(sorted(kinds))}; one device at a time can be in force")
     table = Table(Stamp.of(world, kinds.pop(), [p.kernel for p in found.pins]), found.rows)
@@ -170,28 +181,48 @@ def use_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> Tabl
 
 def _violations(lock: Lockfile, world: World) -> Iterator[Violation]:
     known, absent = world.catalog.by_id, world.availability()
+    homes = {row.kernel: _kind(row) for row in lock.rows}
+    devices = {kind: device for kind in set(homes.values()) if (device := _device(world, kind)) is not None}
     for pin in lock.pins:
         if pin.kernel not in known:
             yield Violation(pin.kernel, Reason(Code.PLAN_DRIFT, "such a kernel", "a catalog without it"))
             continue
         if (reason := absent.get(pin.kernel)) is not None:
             yield Violation(pin.kernel, reason)
-        here = Pin.of(known[pin.kernel])
+        kind = homes.get(pin.kernel, "cpu")
+        if kind not in devices:
+            yield Violation(pin.kernel, Reason(Code.PLATFORM_MISMATCH, kind, "a machine without it"))
+            continue
+        here = Pin.of(known[pin.kernel], devices[kind])
         for name in ("version", "build"):
             want, got = getattr(pin, name), getattr(here, name)
             if want != got:
                 label = f"{pin.package} {name}"
                 yield Violation(pin.kernel, Reason(Code.PLAN_DRIFT, f"{label} {want or 'none'}",
                                                    f"{label} {got or 'absent'}"))
-        if pin.certificate and pin.kernel not in world.certified:
+        if pin.certificate and not here.certificate and pin.kernel not in world.certified:
             yield Violation(pin.kernel, Reason(Code.UNCERTIFIED))
+        elif here.certificate and pin.certificate not in ("", here.certificate):
+            yield Violation(pin.kernel, Reason(Code.PLAN_DRIFT, f"certificate {pin.certificate}",
+                                               f"certificate {here.certificate}"))
     for row in lock.rows:
-        if row.kernel in known and row.kernel not in absent:
+        if row.kernel in known and row.kernel not in absent and _kind(row) in devices:
             yield from _cannot_serve(row, known[row.kernel], world)
 
 
+def _kind(row: Row) -> str:
+    return str(dict(row.when).get("device", "cpu"))
+
+
+def _device(world: World, kind: str) -> Device | None:
+    try:
+        return world.device(kind)
+    except LayerZeroError:                     # there is none of that kind here
+        return None
+
+
 def _cannot_serve(row: Row, kernel: Kernel, world: World) -> Iterator[Violation]:
-    op, kind = world.catalog.ops.get(row.op), str(dict(row.when).get("device", "cpu"))
+    op, kind = world.catalog.ops.get(row.op), _kind(row)
     if op is None or kernel.op.name != row.op:
         drift = Reason(Code.PLAN_DRIFT, f"a kernel of {row.op}", f"one of {kernel.op.name}")
         yield Violation(kernel.id, drift, str(row))

@@ -246,7 +246,7 @@ class Dispatcher:
         """One that compiles on first use: only in forms it was warmed up for, unless a name or a policy allows more."""
         facts, free = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("allow_jit")
         if free or plan.locked or kernel.id in world.warmed:
-            return jit.timed(kernel, run, lambda fault: compile_failed(kernel, fault))
+            return jit.timed(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault))
         cold: list[Entry] = []
 
         def instead(values: tuple[Any, ...]) -> tuple[str, Any]:

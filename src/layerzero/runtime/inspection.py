@@ -16,7 +16,7 @@ from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from . import catalog, context, events, hardware, loading, measurements, native
+from . import catalog, context, events, hardware, jit, loading, measurements, native
 from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function, learn, refusal
@@ -71,6 +71,8 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     world = _imagining(worlds.current(), on)
     if on is not None:
         facts = {**facts, "device": on.type}
+    else:
+        world = jit.as_seen(world, found.op, facts, values)
     plan = world.plan(found.op, facts, override, thorough=True)
     if on is not None:
         return plan

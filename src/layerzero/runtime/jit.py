@@ -25,7 +25,9 @@ from . import events, faults
 from .world import World
 
 Form = tuple[Any, ...]
-MOST_TOLD = 64                                 # forms of one entry that each get an event; a counter has no end
+MOST_TOLD = 64                                 # forms of one entry that each get an event
+PLAIN = frozenset((bool, int, float, str, type(None)))
+MOST_KNOWN = 4096                              # signatures of one entry; a counter that is passed has no end
 
 
 def constant_axes(op: Op, facts: Mapping[str, Any]) -> tuple[frozenset[int], ...]:
@@ -36,15 +38,34 @@ def constant_axes(op: Op, facts: Mapping[str, Any]) -> tuple[frozenset[int], ...
                  for t in tokens)
 
 
+def signature(values: tuple[Any, ...], grad: bool) -> Form:
+    """Finer than the form and quicker to read: calls that share it share their form."""
+    parts: list[Any] = [*_state()]
+    for v in values:
+        kind = type(v)
+        if kind in PLAIN:
+            parts += (kind, v)
+        elif isinstance(v, Tensor):
+            parts += (v.dtype, v.device, v.shape, v.stride(), v.is_cpu or v.data_ptr() % 16)
+            if grad:
+                parts += (kind, v.requires_grad, v.is_inference())
+        else:
+            parts.append(kind)
+    return tuple(parts)
+
+
+def _state() -> Form:
+    """What holds for the whole process and is compiled in."""
+    return (torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision())
+
+
 def form_of(values: tuple[Any, ...], constant: tuple[frozenset[int], ...], grad: bool) -> Form:
     """All that a compiler may look at besides the sizes: of those, which are equal, and which are 0 or 1."""
     sizes: list[int] = []
     parts = [_part(v, axes, grad, sizes) if isinstance(v, Tensor) else
-             (type(v), v) if v is None or isinstance(v, (bool, int, float, str)) else type(v)
-             for v, axes in zip(values, constant)]
-    state = (torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
-             torch.get_float32_matmul_precision())
-    return (state, tuple([sizes.index(n) for n in sizes]), *parts)
+             (type(v), v) if type(v) in PLAIN else type(v) for v, axes in zip(values, constant)]
+    return (_state(), tuple([sizes.index(n) for n in sizes]), *parts)
 
 
 def _part(t: Tensor, constant: frozenset[int], grad: bool, sizes: list[int]) -> Form:
@@ -114,14 +135,21 @@ def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], w
             instead: Callable[[tuple[Any, ...]], tuple[str, Any]]) -> Callable[..., Any]:
     """`run` for the forms it was compiled for. Any other call goes to `instead`, which gives (kernel, result)."""
     kind, constant, grad = kind_to_compile(kernel.op, facts), constant_axes(kernel.op, facts), facts["grad"]
+    known: dict[Form, bool] = {}
     told: set[Form] = set()
 
     def ready(*values: Any) -> Any:
-        form = form_of(values, constant, grad)
-        if (kernel.id, kind, form) in warmed:
+        raw = signature(values, grad)
+        fits, form = known.get(raw), None
+        if fits is None:
+            form = form_of(values, constant, grad)
+            if len(known) >= MOST_KNOWN:
+                known.clear()
+            known[raw] = fits = (kernel.id, kind, form) in warmed
+        if fits:
             return call(run, values, grad)
         served_by, out = instead(values)
-        if form not in told and len(told) < MOST_TOLD:
+        if form is not None and form not in told and len(told) < MOST_TOLD:
             told.add(form)
             events.emit(Fallback(kernel.op.name, kernel.id, served_by, Reason(Code.JIT_NOT_WARMED)))
         return out
@@ -129,16 +157,17 @@ def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], w
     return ready
 
 
-def timed(kernel: Kernel, run: Callable[..., Any], failed: Callable[[BaseException], object]) -> Callable[..., Any]:
+def timed(kernel: Kernel, run: Callable[..., Any], grad: bool,
+          failed: Callable[[BaseException], object]) -> Callable[..., Any]:
     """The first call may compile for seconds: an event says so, that no such wait goes unexplained."""
     first = threading.Lock()
 
     def compiling(*values: Any) -> Any:
         if not first.acquire(blocking=False):  # never released: there is one first call
-            return run(*values)
+            return call(run, values, grad)
         began = time.perf_counter()
         try:
-            out = run(*values)
+            out = call(run, values, grad)
         except faults.FAULTS as fault:
             if faults.classify(fault) == "kernel":
                 failed(fault)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .runtime.readiness import readiness_check
     from .runtime.recording import recording
     from .runtime.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
+    from .runtime.warmup import warmup
     from .spec.call import Call
     from .tune.regret import replay as regret
     from .tune.workload import calls_for
@@ -73,6 +74,7 @@ _LATER = {name: module for module, names in {
     "runtime.settings": (
         "configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock"),
     "runtime.recording": ("recording",),
+    "runtime.warmup": ("WarmupReport", "warmup"),
     "runtime.readiness": ("readiness_check",),
     "runtime.capabilities": ("use_capabilities",),
     "spec.call": ("Call", "TensorSpec", "read_calls", "write_calls"),
@@ -179,5 +181,5 @@ __all__ = [
     "get_config", "get_locks", "layer_norm", "list_kernels", "load_config", "lock", "op", "plan_block", "prefer",
     "readiness_check", "recording", "register", "regret", "reload", "rms_norm", "select", "solve", "stats",
     "subscribe", "tune", "unlock", "unregister", "use_capabilities", "use_table", "validate", "varlen_attention",
-    "which",
+    "warmup", "which",
 ]

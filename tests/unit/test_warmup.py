@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -50,11 +51,16 @@ class Compiler(Fake):
         assert self.gate.wait(20)
 
 
-@pytest.fixture
-def compiler(world, monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def folders(monkeypatch, tmp_path):
+    """A warm-up says in the environment where compiled code goes."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     for variable in warming.CACHES:
         monkeypatch.setenv(variable, str(tmp_path))
+
+
+@pytest.fixture
+def compiler(world):
     fake = Compiler()
     register(fake)
     yield fake
@@ -479,12 +485,15 @@ def test_the_callers_policy_holds_in_the_background_too(compiler):
 
 
 def test_caches_are_ours_unless_the_user_says_where(monkeypatch, tmp_path):
-    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere/else")
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TRITON_CACHE_DIR")
     warming.share_caches()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/else"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    for torchs_own in ("", os.path.join(tempfile.gettempdir(), "torchinductor_somebody")):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", torchs_own)
+        warming.share_caches()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
 
 
 def test_without_a_folder_to_lock_in_it_goes_on(compiler, monkeypatch, tmp_path, caplog):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
+import torch
+
+from ..runtime import jit
 from ..runtime import world as worlds
 from ..runtime.calls import values
 from ..runtime.inspection import dispatcher_of
@@ -62,14 +66,23 @@ def check(table: Table, world: World) -> None:
                         + "\nRun lz solve again on this machine", reasons)
 
 
-def _warmed(table: Table) -> frozenset[str]:
-    """Make the calls that the table's compiling kernels are to be compiled for."""
-    wanted = [a for a in table.jit if a.kernel not in worlds.current().warmed]
-    for artefact in wanted:
+def _warmed(table: Table) -> frozenset[Any]:
+    """Make the calls that the table's compiling kernels are to be compiled for: what is warm after that."""
+    warm: set[Any] = set()
+    for artefact in table.jit:
+        world = worlds.current()
+        if artefact.kernel in world.warmed:
+            continue
         found = dispatcher_of(artefact.call.op)
         try:
-            found.public(**values(found.op, artefact.call, table.stamp.device.type), backend=artefact.kernel)
+            with torch.set_grad_enabled(artefact.call.grad):
+                made = values(found.op, artefact.call, table.stamp.device.type)
+                given = tuple(made[name] for name in found.names)
+                ready = jit.entries(world.catalog.by_id[artefact.kernel], found.facts(given, world), given)
+                if not ready <= world.warmed:
+                    found.public(**made, backend=artefact.kernel)
+            warm |= ready
         except LayerZeroError as e:
             raise DataError(f"{table}: {artefact.kernel} cannot be compiled for {artefact.call.name or found.op.name}: "
                             f"{e}. Run lz solve again, or give warm=False to do without it") from e
-    return frozenset(a.kernel for a in wanted)
+    return frozenset(warm)

@@ -219,7 +219,7 @@ def share_caches() -> None:
     """Compiled code outlives the process, in our cache folder unless the user says where."""
     torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")     # which torch sets itself, where nobody did
     for variable, name in CACHES.items():
-        if os.environ.get(variable, torchs_own).startswith(torchs_own):
+        if (os.environ.get(variable) or torchs_own).startswith(torchs_own):
             os.environ[variable] = str(config.cache_dir() / name)
 
 

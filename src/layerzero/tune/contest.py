@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..perf.record import Measurement, Rates, kind_of
-from ..runtime import builds, context, faults, loading
+from ..runtime import builds, context, faults, jit, loading
 from ..runtime import world as worlds
 from ..runtime.binding import permutation
 from ..runtime.dispatch import Dispatcher, blame, mark_unloadable
@@ -60,8 +60,10 @@ class Contest:
         for step in self.plan.steps:
             kernel, race = self.world.catalog.by_id[step.kernel], self.race
             try:
-                run = self.dispatcher.binding(kernel, step, self.facts, fixed).run
+                run = self.dispatcher.binding(kernel, step, self.facts, {} if kernel.jit else fixed).run
                 inputs = prepared(self.op, step, self.values, self.facts)
+                if kernel.jit:                 # as a request will call it, with the look at its form
+                    run = jit.guarded(kernel, run, self.facts, jit.entries(kernel, self.facts, inputs), _unreachable)
             except loading.LoadFailed as e:
                 mark_unloadable(kernel, e.reason)
                 self.failed[kernel.id] = e.reason
@@ -170,7 +172,6 @@ class Contest:
 
         return tuple(level(m) if m.kernel in group else m for m in rows)
 
-
     def _heeded(self, rows: tuple[Measurement, ...], group: list[str]) -> tuple[tuple[Measurement, ...], str]:
         """The rows, and what selection makes of them.
 
@@ -184,6 +185,10 @@ class Contest:
             if chosen in group or chosen not in timed or max(m.spread for m in rows) < 1e-6:
                 return rows, chosen
             rows = tuple(m._replace(spread=m.spread / 2) for m in rows)
+
+
+def _unreachable(values: tuple[Any, ...]) -> tuple[str, Any]:
+    raise AssertionError("a call came in another form than the one it was compiled for")
 
 
 def hopeless(timings: Timings, running: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..perf.record import Kind, Measurement, Rates, kind_of
-from ..runtime import builds, context, hardware, measurements
+from ..runtime import builds, context, hardware, jit, measurements
 from ..runtime import world as worlds
 from ..runtime.calls import values as make_values
 from ..runtime.dispatch import Dispatcher, dispatchers, function
@@ -228,7 +228,9 @@ class Tuner:
                            or "no kernel may serve it")
         found = contest.verdict(self.rates)
         self.save(found.measurements, None)
-        compiled = frozenset(t.kernel for t in found.kernels if contest.world.catalog.by_id[t.kernel].jit)
+        timed = (contest.world.catalog.by_id[t.kernel] for t in found.kernels)
+        with _mode(job.call):
+            compiled = frozenset().union(*(jit.entries(k, facts, values) for k in timed if k.jit))
         if not compiled <= worlds.current().warmed:
             worlds.publish(lambda w: w.but(warmed=w.warmed | compiled), "warmed")
         return found

@@ -25,7 +25,8 @@ import layerzero as lz
 from layerzero.plan.lower import module
 from layerzero.plan.table import Span
 from layerzero.runtime import world as worlds
-from layerzero.runtime.dispatch import Dispatcher, loaded
+from layerzero.runtime.dispatch import Dispatcher
+from layerzero.runtime.incidents import loaded
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.grid import bucket_top
 

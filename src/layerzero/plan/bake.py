@@ -23,7 +23,8 @@ from ..runtime import facts as reading
 from ..runtime import world as worlds
 from ..runtime.binding import Binding
 from ..runtime.binding import bind as bind_step
-from ..runtime.dispatch import Dispatcher, dispatchers, learn, loaded, mark_unloadable, refusal
+from ..runtime.dispatch import Dispatcher, dispatchers
+from ..runtime.incidents import learn, loaded, mark_unloadable, refusal
 from ..runtime.inspection import dispatcher_of
 from ..runtime.tables import described
 from ..spec.errors import ConfigError

@@ -20,30 +20,25 @@ import torch
 
 from ..select.key import KeyProgram, fixed_by_key
 from ..select.predicates import compile_verdicts
-from ..spec.errors import DeviceLost, InvalidCall, KernelFailed, LayerZeroError, NamedKernelRefused, NoKernel
-from ..spec.event import Adapted, BackendUnavailable, Evicted, Fallback, HealthChanged, PlanMissed, Selected
+from ..spec.errors import InvalidCall, KernelFailed, LayerZeroError
+from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
 from ..spec.kernel import Kernel
 from ..spec.op import Adaptation, Op
 from ..spec.plan import Plan, Step, Transform
 from ..spec.reason import Code, Reason
-from . import clock, context, events, faults, health, hotpath, jit, loading, native, tracing
+from . import clock, context, events, faults, health, hotpath, incidents, jit, loading, native, tracing
 from . import facts as reading
 from . import world as worlds
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
+from .incidents import ProbeBusy, blame, change_health, compile_failed, learn, loaded, mark_unloadable, refusal
 from .world import World
 
 _MAX_BINDINGS = 1024
 
 dispatchers: dict[str, Dispatcher] = {}
-_loaded: dict[str, Any] = {}
-_loading: dict[str, threading.RLock] = {}      # kernel -> held while it is loaded
 _probes: dict[str, threading.Lock] = {}        # held while a half-open kernel is tried
-
-
-class _ProbeBusy(RuntimeError):
-    """Another call is probing a half-open breaker; this one goes to the next kernel."""
 
 
 class _Settled(RuntimeError):
@@ -230,7 +225,7 @@ class Dispatcher:
         def run(*values: Any) -> Any:
             token = _probes.setdefault(kernel.health, threading.Lock()) if probing else None
             if token is not None and not token.acquire(blocking=False):
-                raise _ProbeBusy(f"{kernel.id} is being probed")
+                raise ProbeBusy(f"{kernel.id} is being probed")
             try:
                 out = binding.run(*values)
             finally:
@@ -403,90 +398,6 @@ class Dispatcher:
         return self.ledger.totals()
 
 
-def loaded(kernel: Kernel) -> Any:
-    """Loaded once, and without making the loading of others wait: it may take minutes."""
-    run = _loaded.get(kernel.id)
-    if run is None or run[0] is not kernel:
-        with _loading.setdefault(kernel.id, threading.RLock()):
-            run = _loaded.get(kernel.id)
-            if run is None or run[0] is not kernel:
-                run = _loaded[kernel.id] = (kernel, loading.load(kernel))
-    return run[1]
-
-
-def compile_failed(kernel: Kernel, fault: BaseException) -> Reason:
-    """Compiling takes seconds and fails the same way again: the kernel is out for the rest of the process."""
-    text = faults.reason_of(fault, "kernel").got
-    reason = Reason(Code.KERNEL_FAILED, None, f"compiling failed: {text}")
-    change_health(kernel.id, lambda old: health.disabled(reason))
-    return reason
-
-
-def learn(override: Override | None) -> None:
-    """Numbers that an override compares must be in the key before it is used."""
-    if override is None:
-        return
-    leaves = {leaf for layer in override.layers for rule in layer.rules for test in rule.when for leaf in test.leaves()}
-    if not leaves <= worlds.current().extra_leaves:
-        worlds.publish(lambda w: w.but(extra_leaves=w.extra_leaves | leaves), "override")
-
-
-def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
-    events.emit(BackendUnavailable(kernel.op.name, kernel.id, reason))
-    return worlds.publish(lambda w: w.but(unloadable={**w.unloadable, kernel.id: reason}), f"unloadable:{kernel.id}")
-
-
-def change_health(group: str, change: Callable[[health.Health | None], health.Health | None]) -> None:
-    """Replace the health of `group` by `change` of it; in one step, so that no fault is lost among threads."""
-    before = after = None
-
-    def apply(world: World) -> World:
-        nonlocal before, after
-        before = world.health.get(group)
-        after = change(before)
-        rest = {k: h for k, h in world.health.items() if k != group}
-        return world if after == before else world.but(health=rest if after is None else {**rest, group: after})
-
-    worlds.publish(apply, f"health:{group}")
-    state = after.state if after else "closed"
-    if (before.state if before else "closed") != state:
-        events.emit(HealthChanged(kernel=group, state=state, reason=after.reason if after else None))
-
-
-def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[tuple[str, Reason]],
-          op: str) -> None:
-    """Record what went wrong and count it against the kernel if it was the kernel."""
-    if kernel is None:
-        failures.append(("(unregistered)", faults.reason_of(fault, "kernel")))
-        return
-    kind = faults.classify(fault)
-    reason = faults.reason_of(fault, kind)
-    failures.append((kernel.id, reason))
-    if kind == "sticky":
-        change_health(kernel.health, lambda old: health.disabled(reason))
-        raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}.", [reason]) from fault
-    if kind in ("kernel", "timeout") and not isinstance(fault, _ProbeBusy):
-        threshold, cooldown = map(world.policy.setting, ("breaker_threshold", "breaker_cooldown"))
-        now = time.monotonic()
-        change_health(kernel.health, lambda old: health.failed(old, reason, now, threshold, cooldown))
-
-
-def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernel:
-    """The error for a call nothing can serve: every kernel, every reason."""
-    plan: Plan = world.plan(op, facts, override, thorough=True)
-    reasons = [r for rejected in plan.rejected for r in rejected.reasons]
-    if plan.locked:
-        lock = world.surroundings(facts["device"], override).policy.lock(op.name, facts)
-        patterns = lock.kernels if lock else ()
-        ours = [r for r in plan.rejected if lock and lock.covers(r.kernel)]
-        lines = [f"  {r.kernel}: {'; '.join(map(str, r.reasons))}" for r in ours] or [
-            f"  no kernel of lz.{op.name} matches; there are {', '.join(k.id for k in world.kernels(op.name))}"]
-        return NamedKernelRefused(
-            f"lz.{op.name}: {', '.join(patterns)} was asked for by {plan.locked} and cannot serve this call:\n"
-            + "\n".join(lines), [x for r in ours for x in r.reasons])
-    return NoKernel(f"lz.{op.name}: no kernel can serve this call\n{plan}", reasons)
-
-
 def function(op: Op) -> Callable[..., Any]:
     """The public function of an op; made once."""
     found = dispatchers.get(op.name)
@@ -509,7 +420,7 @@ worlds.listen(_follow)
 
 def _after_fork() -> None:
     """In the child: threads that held a lock, made an entry or probed a kernel are gone."""
-    _loading.clear()
+    incidents.after_fork()
     _probes.clear()
     for dispatcher in dispatchers.values():
         dispatcher.cache.after_fork()

@@ -19,7 +19,8 @@ from ..spec.reason import Reason
 from . import catalog, context, events, hardware, jit, loading, measurements, native
 from . import facts as reading
 from . import world as worlds
-from .dispatch import Dispatcher, dispatchers, function, learn, refusal
+from .dispatch import Dispatcher, dispatchers, function
+from .incidents import learn, refusal
 
 
 def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:

@@ -13,7 +13,7 @@ from ..spec.errors import ConfigError
 from . import config, context
 from . import world as worlds
 from .context import Override
-from .dispatch import learn
+from .incidents import learn
 from .world import World
 
 PREFERENCE = 1e6       # a preferred kernel that can serve goes first, whatever was measured

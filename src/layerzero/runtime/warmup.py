@@ -33,8 +33,9 @@ from ..spec.reason import Code, Reason
 from . import config, context, events, faults, hardware, health, jit, loading, sizes
 from . import world as worlds
 from .calls import values as make_values
-from .dispatch import Dispatcher, change_health, compile_failed, mark_unloadable
+from .dispatch import Dispatcher
 from .filelock import alone
+from .incidents import change_health, compile_failed, mark_unloadable
 from .inspection import dispatcher_of
 
 MOST_WAITING = 256                             # calls in the background queue; more are skipped, with an event

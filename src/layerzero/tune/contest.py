@@ -16,7 +16,8 @@ from ..perf.record import Measurement, Rates, kind_of
 from ..runtime import builds, context, faults, jit, loading
 from ..runtime import world as worlds
 from ..runtime.binding import permutation
-from ..runtime.dispatch import Dispatcher, blame, mark_unloadable
+from ..runtime.dispatch import Dispatcher
+from ..runtime.incidents import blame, mark_unloadable
 from ..runtime.world import World
 from ..select.key import fixed_by_key
 from ..spec.call import Call

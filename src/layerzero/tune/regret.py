@@ -22,7 +22,8 @@ from ..perf.record import kind_of
 from ..runtime import calls as written
 from ..runtime import context, faults, loading
 from ..runtime import world as worlds
-from ..runtime.dispatch import Dispatcher, refusal
+from ..runtime.dispatch import Dispatcher
+from ..runtime.incidents import refusal
 from ..runtime.inspection import dispatcher_of
 from ..select.key import fixed_by_key
 from ..spec.call import Call

@@ -22,6 +22,9 @@ HAS_TORCH := -c 'import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.
 
 run: setup $(VENV)/.native
 	@$(BIN)/lz demo
+	@echo "==> measuring the calls of a small model: guesses give way to what is fastest here (25 seconds)"
+	@$(BIN)/lz tune --model smollm2-135m --prompt 128 --context 1024 --seconds 25 --no-compile
+	@$(BIN)/lz report --out layerzero-report.html
 
 test: setup $(VENV)/.native lint
 	@echo "==> pytest"

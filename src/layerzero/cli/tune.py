@@ -41,6 +41,8 @@ def tune(
     again: Annotated[bool, typer.Option("--again", help="also what was measured before")] = False,
     cold: Annotated[bool | None, typer.Option(
         "--cold/--warm", help="overwrite the last cache before each call; default: on a GPU only")] = None,
+    compiling: Annotated[bool, typer.Option(
+        "--compile/--no-compile", help="also kernels that have to be compiled first")] = True,
     rounds: Annotated[int, typer.Option(help="the most samples of one kernel in one kind of call")] = tuner.ROUNDS,
     dtype: Annotated[str, typer.Option(help="of the shapes, the cases or the model")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the accelerator, else the CPU")] = None,
@@ -64,7 +66,7 @@ def tune(
         found = calls_for(op or calls or model or "standard", dtype=dtype, batch=batch, prompt=prompt, context=context)
     with _progress() as progress:
         report = tuner.tune(found, device=device, seconds=seconds, rounds=rounds, again=again, flush=cold,
-                            progress=progress)
+                            compile=compiling, progress=progress)
     show.as_json(report.to_json()) if as_json else _show(report)
     if report.stopped == "interrupted":
         raise typer.Exit(130)

@@ -34,9 +34,9 @@ CALL_SECONDS = 3.0                             # for the rounds of one kind of c
 HOPELESS_AT_ONCE, HOPELESS = 10.0, 3.0         # times slower than the best: after two calls, after the first look
 
 
-def eligible(world: World, op: Op, facts: Mapping[str, Any]) -> Plan:
+def eligible(world: World, op: Op, facts: Mapping[str, Any], compile: bool = True) -> Plan:
     """The plan if everything that compiles were compiled, which tuning does, and no table had chosen ahead."""
-    compiled = frozenset(k.id for k in world.kernels(op.name) if k.jit)
+    compiled = frozenset(k.id for k in world.kernels(op.name) if k.jit and compile)
     free = world.but(warmed=world.warmed | compiled, table=None)
     return free.plan(op, facts, context.current.get(), thorough=True)
 
@@ -45,10 +45,10 @@ class Contest:
     """One call with its tensors. Everything must happen in the gradient mode of the call."""
 
     def __init__(self, call: Call, dispatcher: Dispatcher, values: tuple[Any, ...], facts: Mapping[str, Any],
-                 watch: Watch) -> None:
+                 watch: Watch, compile: bool = True) -> None:
         self.call, self.dispatcher, self.op, self.values, self.facts = call, dispatcher, dispatcher.op, values, facts
         self.world = worlds.current()
-        self.plan = eligible(self.world, self.op, facts)
+        self.plan = eligible(self.world, self.op, facts, compile)
         self.scores = {step.kernel: step.score for step in self.plan.steps}
         self.race = Race(watch, faults.FAULTS)
         self.compile_us: dict[str, float] = {}

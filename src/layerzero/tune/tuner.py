@@ -43,8 +43,8 @@ Save = Callable[[Sequence[Measurement], Mapping[str, Rates] | None], Any]
 
 
 def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None, seconds: float | None = None,
-         rounds: int = ROUNDS, again: bool = False, flush: bool | None = None, progress: Progress | None = None,
-         save: Save | None = None) -> TuneReport:
+         rounds: int = ROUNDS, again: bool = False, flush: bool | None = None, compile: bool = True,
+         progress: Progress | None = None, save: Save | None = None) -> TuneReport:
     """Time the kernels that may serve these calls, and choose by what was measured from then on.
 
     calls     some, or what they come from: an operation, a model, a file of calls
@@ -53,12 +53,13 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     rounds    the most samples of one kernel in one kind of call
     again     also what was measured before
     flush     with cold caches; by default on a GPU only
+    compile   also kernels that have to be compiled first, which takes seconds each
     progress  called with (done, total, what) before each kind of call
     save      called with the measurements of each kind, instead of keeping them where all others are
     """
     began = time.perf_counter()
     target = hardware.probe(device).type if device else next((k for k in hardware.present() if k != "cpu"), "cpu")
-    tuner = Tuner(rounds, flush, None if seconds is None else began + seconds, save or measurements.record)
+    tuner = Tuner(rounds, flush, None if seconds is None else began + seconds, save or measurements.record, compile)
     say = progress or (lambda done, total, what: None)
     jobs, skipped = survey(_calls(calls), target)
     tuned: list[Tuned] = []
@@ -70,7 +71,7 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
                 stopped = "out of time"
                 break
             say(done, len(jobs), str(job))
-            if not again and measured(worlds.current(), job):
+            if not again and measured(worlds.current(), job, compile):
                 already.append(job.call)
                 continue
             found = tuner.tune(job)
@@ -184,9 +185,9 @@ def _mode(call: Call) -> AbstractContextManager[Any]:
     return torch.enable_grad() if call.grad else torch.no_grad()
 
 
-def measured(world: World, job: Job) -> bool:
+def measured(world: World, job: Job, compile: bool = True) -> bool:
     """Was every kernel that may serve measured, in the build that is here?"""
-    steps, place = eligible(world, job.op, job.facts).steps, world.place(job.device)
+    steps, place = eligible(world, job.op, job.facts, compile).steps, world.place(job.device)
     rows = [(step.kernel, world.perf.get(step.kernel, job.kind.bucket, place)) for step in steps]
     return bool(rows) and all(
         m is not None and m.build in ("", builds.build_of(world.catalog.by_id[kernel])) for kernel, m in rows)
@@ -198,8 +199,8 @@ def measured(world: World, job: Job) -> bool:
 class Tuner:
     """Times one kind of call after another, and saves after each."""
 
-    def __init__(self, rounds: int, flush: bool | None, deadline: float | None, save: Save) -> None:
-        self.rounds, self.flush, self.deadline, self.save = rounds, flush, deadline, save
+    def __init__(self, rounds: int, flush: bool | None, deadline: float | None, save: Save, compile: bool) -> None:
+        self.rounds, self.flush, self.deadline, self.save, self.compile = rounds, flush, deadline, save, compile
         self.rates: dict[str, Rates] = {}
         self._watches: dict[str, Watch] = {}
 
@@ -220,7 +221,7 @@ class Tuner:
                 facts = dispatcher.facts(values, worlds.current())
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, _first_line(e))
-            contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device))
+            contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device), self.compile)
             contest.enter()
             contest.run(self.rounds, self.deadline)
         if not contest.race.timings.rounds:

@@ -120,7 +120,7 @@ def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
 def _kernel(op: Op, prior: float, *requires: Condition, devices: tuple[str, ...] = ("cpu", "cuda"),
             untested: bool = False) -> Kernel:
     rules: list[Condition] = [device(*devices), plain_tensors()]
-    if "float32" in op.dtypes and op is not dequantize:        # whose main tensor holds codes
+    if op is not dequantize:                   # whose main tensor holds codes
         rules.append(dtypes("float16", "bfloat16", "float32"))
     variants = tuple(op.patterns) if op.variant else ()
     return Kernel(f"torch.compiled_{op.name}", op, _loader(op), (*rules, *requires), prior=prior,
@@ -142,7 +142,7 @@ KERNELS = (
     # torch's own loses digits in the half types on a GPU; on the CPU it is four times as fast.
     _kernel(group_norm, 4.0, at_least("batch", 1, Code.EMPTY_INPUT), devices=("cuda",), untested=True),
     _kernel(rope, 4.0, at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq", 1, Code.EMPTY_INPUT)),
-    _kernel(cross_entropy, 4.0, SOME_ROWS),
-    _kernel(dequantize, 3.0, at_least("rows", 1, Code.EMPTY_INPUT),
+    _kernel(cross_entropy, 2.7, SOME_ROWS),
+    _kernel(dequantize, 6.0, SOME_ROWS,
             one_of("format", "int8", "fp8_e4m3", "fp8_e5m2", code=Code.QUANT_FORMAT_UNSUPPORTED)),
 )

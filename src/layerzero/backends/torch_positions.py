@@ -13,7 +13,7 @@ from ..ops.rope import OP as rope
 from ..ops.rope_formulas import per_token
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ..spec.rules import equals, plain_tensors
+from ..spec.rules import at_most, equals, plain_tensors, present
 
 
 def _rope_with(turn: Callable[[Tensor, Tensor, Tensor, str], Tensor]) -> Callable[..., Any]:
@@ -41,13 +41,27 @@ def _pairs(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _rope() -> Callable[..., Any]:
-    def turn(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-        first, second = _pairs(x, style)
-        turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-        return torch.stack(turned, -1).flatten(-2) if style == "interleaved" else torch.cat(turned, -1)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    first, second = _pairs(x, style)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.stack(turned, -1).flatten(-2) if style == "interleaved" else torch.cat(turned, -1)
 
-    return _rope_with(turn)
+
+def _rope() -> Callable[..., Any]:
+    return _rope_with(_turned)
+
+
+def _rope_joint() -> Callable[..., Any]:
+    """Queries and keys as the heads of one tensor: half the launches, for one more copy."""
+    alone = _rope_with(_turned)
+
+    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
+            style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+        heads = -3 if layout == "bhsd" else -2
+        both = alone(torch.cat((q, k), heads), None, cos, sin, position_ids, style=style, layout=layout)
+        return both.split((q.shape[heads], k.shape[heads]), heads)
+
+    return run
 
 
 def _rope_buffered() -> Callable[..., Any]:
@@ -92,7 +106,11 @@ def _alibi() -> Callable[..., Any]:
 KERNELS = (
     Kernel("torch.rope", rope, _rope, prior=1.3, overhead_us=15.0, baseline=True,
            workspace="12 * batch * heads * seq * head_dim"),
-    Kernel("torch.rope_buffered", rope, _rope_buffered, prior=1.8, overhead_us=16.0, differentiable=False,
+    Kernel("torch.rope_joint", rope, _rope_joint, prior=1.3, overhead_us=10.0,
+           workspace="16 * batch * heads * seq * head_dim",
+           requires=(present("k.dtype", Code.FEATURE_UNSUPPORTED), at_most("seq", 16, Code.SEQ_LEN_UNSUPPORTED)),
+           note="both results are views of one tensor"),
+    Kernel("torch.rope_buffered", rope, _rope_buffered, prior=1.8, overhead_us=30.0, differentiable=False,
            traceable=False, requires=(plain_tensors(),), workspace="8 * batch * heads * seq * head_dim",
            note="writes both halves of the result in place, so it keeps nothing for a backward"),
     Kernel("torch.rope_complex", rope, _rope_complex, prior=4.0, overhead_us=12.0, traceable=False,

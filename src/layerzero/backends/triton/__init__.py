@@ -1,0 +1,185 @@
+"""Our own GPU kernels, written in Triton and compiled by it on first use; one file for each family.
+
+This file declares them. Triton itself is imported when a kernel is first loaded. They read raw memory, so they take
+plain tensors only, and have no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...ops.add_rms_norm import OP as add_rms_norm
+from ...ops.attention import OP as attention
+from ...ops.linear import OP as linear
+from ...ops.mlp import OP as mlp
+from ...ops.paged_attention import OP as paged_attention
+from ...ops.quantize import OP as quantize
+from ...ops.quantized_linear import OP as quantized_linear
+from ...ops.rms_norm import OP as rms_norm
+from ...ops.rope import OP as rope
+from ...ops.sample import OP as sample
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ...spec.reason import Code
+from ...spec.rules import (
+    Condition,
+    absent,
+    aligned,
+    any_of,
+    at_least,
+    at_most,
+    contiguous,
+    device,
+    differs,
+    dtypes,
+    equals,
+    multiple_of,
+    on,
+    one_of,
+    plain_tensors,
+    present,
+    sm,
+    unit_stride,
+    vendor,
+    when,
+)
+
+# What a test in Triton's interpreter, on the CPU, does without.
+HARDWARE: tuple[Condition, ...] = (device("cuda"), vendor("nvidia"), sm(at_least=80))
+HALF = dtypes("float16", "bfloat16")
+FLOATS = dtypes("float16", "bfloat16", "float32")
+MOST_GRID = 65535          # programs along the second and third axis
+
+
+def _attention() -> Callable[..., Any]:
+    from .decode import attention_decode
+    return attention_decode
+
+
+def _paged_attention() -> Callable[..., Any]:
+    from .decode import paged_attention_decode
+    return paged_attention_decode
+
+
+def _rms_norm() -> Callable[..., Any]:
+    from .norm import rms_norm
+    return rms_norm
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    from .norm import add_rms_norm
+    return add_rms_norm
+
+
+def _linear() -> Callable[..., Any]:
+    from .gemv import linear
+    return linear
+
+
+def _quantized_linear() -> Callable[..., Any]:
+    from .gemv import quantized_linear
+    return quantized_linear
+
+
+def _sample() -> Callable[..., Any]:
+    from .sampling import sample
+    return sample
+
+
+def _rope() -> Callable[..., Any]:
+    from .rotary import rope
+    return rope
+
+
+def _mlp() -> Callable[..., Any]:
+    from .gated import mlp
+    return mlp
+
+
+def _quantize() -> Callable[..., Any]:
+    from .codes import quantize
+    return quantize
+
+
+def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
+            *requires: Condition, **more: Any) -> Kernel:
+    return Kernel(f"triton.{name}", op, load, (*HARDWARE, plain_tensors(), *requires), package="triton", prior=prior,
+                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True, **more)
+
+
+def _few_rows(tokens: str) -> tuple[Condition, ...]:
+    """At most 64 query rows for a KV head, the group counted as the next power of two: rules read one fact each."""
+    return (at_most(tokens, 64, Code.SEQ_LEN_UNSUPPORTED), at_most("group", 64),
+            *(when(at_least("group", 64 // (2 * most) + 1), at_most(tokens, most, Code.SEQ_LEN_UNSUPPORTED))
+              for most in (32, 16, 8, 4, 2, 1)))
+
+
+POSITIVE_SCALE = at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
+HEADS: tuple[Condition, ...] = (
+    at_least("head_dim", 1, Code.EMPTY_INPUT), at_most("head_dim", 256), at_most("head_dim_v", 256),
+    at_least("head_dim_v", 1, Code.EMPTY_INPUT), at_most("kv_heads", MOST_GRID), at_most("batch", MOST_GRID))
+
+
+def _cache(name: str) -> tuple[Condition, ...]:
+    """What is stored must be exact in the query's dtype."""
+    small = ("float8_e4m3fn", "float8_e5m2", "int8")
+    return (unit_stride(name, repair=False),
+            when(equals("dtype", "float16"), one_of(f"{name}.dtype", "float16", *small,
+                                                    code=Code.KV_CACHE_DTYPE_MISMATCH)),
+            when(equals("dtype", "bfloat16"), one_of(f"{name}.dtype", "bfloat16", "float16", *small,
+                                                     code=Code.KV_CACHE_DTYPE_MISMATCH)),
+            any_of(one_of(f"{name}.dtype", "float16", "bfloat16", "float8_e5m2", "int8"), sm(at_least=89)))
+
+
+NORM: tuple[Condition, ...] = (
+    FLOATS, unit_stride("x"), unit_stride("weight"), at_most("hidden", 1 << 15),
+    one_of("weight.dtype", None, "float16", "bfloat16", "float32", code=Code.DTYPE_UNSUPPORTED))
+
+FEW: tuple[Condition, ...] = (HALF, at_least("rows", 1, Code.EMPTY_INPUT), at_most("rows", 16), unit_stride("x"))
+
+KERNELS = (
+    _kernel("attention_decode", attention, _attention, 8.0, 25.0, HALF, *_few_rows("seq_q"), *HEADS, POSITIVE_SCALE,
+            at_most("group", 16),              # with all heads on one KV head, merging the parts takes too long
+            at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq_q", 1, Code.EMPTY_INPUT),
+            at_least("kv_heads", 1, Code.EMPTY_INPUT), unit_stride("query"), unit_stride("key"), unit_stride("value"),
+            unit_stride("alibi_slopes"), absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
+            equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), variants=("bhsd", "bshd"),
+            workspace="264 * 4 * 64 * (head_dim_v + 1)",
+            note="reads each key and value once for all query heads and tokens that share it; one launch"),
+    _kernel("paged_attention_decode", paged_attention, _paged_attention, 8.0, 25.0, HALF, *_few_rows("max_seqlen_q"),
+            *HEADS, POSITIVE_SCALE, at_least("batch", 1, Code.EMPTY_INPUT), at_most("group", 64),
+            any_of(absent("cu_seqlens_q.dtype"), present("max_seqlen_q", Code.MISSING_METADATA)),
+            unit_stride("query"), *_cache("key_cache"), *_cache("value_cache"), unit_stride("block_table"),
+            unit_stride("context_lens"), unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
+            workspace="264 * 4 * 64 * (head_dim_v + 1)",
+            note="reads each page once for all query heads and tokens that share it; no length is read on the host"),
+    _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM),
+    _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM, unit_stride("residual")),
+    _kernel("linear_gemv", linear, _linear, 1.2, 14.0, *FEW, unit_stride("weight"), absent("activation"),
+            at_least("in_features", 16), at_least("out_features", 1, Code.EMPTY_INPUT),
+            note="for as few rows as a decode step has: reading the weight is all the time there is"),
+    _kernel("quantized_linear_gemv", quantized_linear, _quantized_linear, 8.0, 16.0, *FEW,
+            equals("activations", "none"), contiguous("weight_q"), aligned("weight_q", 16), contiguous("scales"),
+            contiguous("zeros"), multiple_of("in_features", 32), equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
+            one_of("group_size", 0, 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
+            any_of(one_of("format", "int8", "int4"), sm(at_least=89)),
+            note="dequantizes in registers: the codes are all that is read"),
+    _kernel("sample", sample, _sample, 4.0, 90.0, FLOATS, unit_stride("logits"), at_most("vocab", 1 << 20),
+            at_most("batch", MOST_GRID), equals("top_k", 0), equals("top_p", 1.0), absent("temperature_rows.dtype"),
+            absent("top_k_rows.dtype"), absent("top_p_rows.dtype"), absent("min_p_rows.dtype"),
+            differs("temperature", 0.0), workspace="batch * (49152 + vocab // 64)",
+            note="for top-k and top-p its searches are slower than torch's on an H200, so it is not given them"),
+    _kernel("rope", rope, _rope, 6.0, 20.0, FLOATS, unit_stride("q"), unit_stride("k"), unit_stride("cos"),
+            unit_stride("sin"), at_most("heads", MOST_GRID), at_most("half", 1024), variants=("bhsd", "bshd"),
+            note="q and k in one launch; an id outside the table gives NaN"),
+    _kernel("mlp", mlp, _mlp, 1.1, 20.0, FLOATS, at_most("rows", MOST_GRID),
+            one_of("activation", "swiglu", "geglu", "geglu_tanh", "reglu"), workspace="3 * itemsize * rows * inner",
+            note="torch's matrix products; activation and product between them in one pass"),
+    _kernel("quantize", quantize, _quantize, 6.0, 15.0, FLOATS, unit_stride("x"), on("symmetric"),
+            one_of("format", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
+            one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),
+            any_of(equals("granularity", "block"), at_most("width", 1 << 15)), at_most("block_size", 4096),
+            at_most("block_rows", 256),
+            one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), absent("zeros.dtype")),
+)

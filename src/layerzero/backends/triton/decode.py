@@ -1,0 +1,155 @@
+"""How decode_kernel is launched: for K and V as tensors, and for a cache of pages."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .decode_attention import decode_kernel
+from .machine import counters, size_of
+
+MOST_ROWS = 64             # of one tile: query heads that share a KV head times their tokens
+MOST_SPLITS = 32           # the last program of a KV head merges them all: more take longer than they save
+PREFETCH = False           # ask for the first keys and values before the queries have come: an experiment
+
+
+class Config(NamedTuple):
+    block_n: int
+    warps: int
+    stages: int
+    splits: int
+
+
+@lru_cache(maxsize=4096)
+def config(rows: int, homes: int, tiles_of_64: int, stage_bytes_of_64: int, paged: bool,
+           device: torch.device) -> Config:
+    """`homes` is batch x KV heads. A split has a tile at least; on an H200 one program for each multiprocessor was
+    fastest, and two where each tile waits for the table of pages first."""
+    processors, shared = size_of(device)
+    block_n, warps = (64, 4) if rows <= 16 else (128, 8)
+    stages = max(1, min(4 if block_n == 64 else 3, (shared - (16 << 10)) // (stage_bytes_of_64 * (block_n // 64))))
+    tiles = max(1, tiles_of_64 * 64 // block_n)
+    splits = max(1, min((2 if paged else 1) * processors // homes, MOST_SPLITS))
+    return Config(block_n, warps, stages, min(splits, tiles))
+
+
+def launch(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, shape: tuple[int, ...],
+    q_strides: tuple[int, int, int], k_strides: tuple[int, int, int], v_strides: tuple[int, int, int],
+    out_strides: tuple[int, int, int], lse_strides: tuple[int, int, int], scale: float, softcap: float, left: int,
+    right: int, bottom: bool, slopes: Tensor | None = None, table: Tensor | None = None, lengths: Tensor | None = None,
+    starts: Tensor | None = None, page: int = 0, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    chosen: Config | None = None, prefetch: bool | None = None,
+) -> None:
+    """`shape`: batch, heads, kv_heads, room (queries per head), keys, dim, dim_v. Strides: batch, head, token."""
+    batch, heads, kv_heads, room, keys, dim, dim_v = shape
+    group = heads // kv_heads
+    rows = max(16, triton.next_power_of_2(group * room))
+    seen = keys if left < 0 else min(keys, left + room + 63)
+    made = chosen or config(rows, batch * kv_heads, -(-seen // 64),
+                            64 * (dim * key.element_size() + dim_v * value.element_size()), page > 0, query.device)
+    splits = made.splits
+    parts = stats = count = query                  # not read where there is one split
+    if splits > 1:
+        parts = torch.empty(batch * heads * room * splits * dim_v, dtype=torch.float32, device=query.device)
+        stats = torch.empty(batch * heads * room * splits, dtype=torch.float32, device=query.device)
+        count = counters(query.device, batch * kv_heads)
+    decode_kernel[(splits, kv_heads, batch)](
+        query, key, value, out, query if lse is None else lse, parts, stats, count, query if table is None else table,
+        query if lengths is None else lengths, query if starts is None else starts,
+        query if slopes is None else slopes, query if k_scale is None else k_scale,
+        query if v_scale is None else v_scale,
+        *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, 0 if table is None else table.stride(0),
+        _per_head(k_scale), _per_head(v_scale), scale, softcap, left, right, keys, room, splits,
+        GROUP=group, ROWS=rows, BLOCK_N=made.block_n, DIM=dim, DIM_V=dim_v,
+        DIM_POW=max(16, triton.next_power_of_2(dim)), DIM_V_POW=max(16, triton.next_power_of_2(dim_v)),
+        PAGE=page, LENGTHS=lengths is not None, STARTS=starts is not None, K_SCALE=k_scale is not None,
+        V_SCALE=v_scale is not None, BOTTOM=bottom, LEFT=left >= 0, RIGHT=right >= 0, ALIBI=slopes is not None,
+        SOFTCAP=softcap > 0.0, LSE=lse is not None, MERGE=min(16, triton.next_power_of_2(splits)),
+        CHUNK=min(2048, triton.next_power_of_2(group * room * dim_v)), STAGES=made.stages,
+        PREFETCH=(PREFETCH if prefetch is None else prefetch) and query.is_cuda, num_warps=made.warps)
+
+
+def _per_head(scale: Tensor | None) -> int:
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+def attention_decode(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
+    causal_align: str | None = None, window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd",
+) -> Any:
+    return dense(query, key, value, is_causal, scale, causal_align, window_left, window_right, alibi_slopes, softcap,
+                 return_lse, layout)
+
+
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
+    causal_align: str | None = None, window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd", chosen: Config | None = None,
+    prefetch: bool | None = None,
+) -> Any:
+    """`chosen` and `prefetch` are for measuring."""
+    head, seq = (1, 2) if layout == "bhsd" else (2, 1)
+    sizes = query.shape
+    batch, heads, room, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
+    kv_heads, keys, dim_v = key.shape[head], key.shape[seq], value.shape[3]
+    out = torch.empty((*sizes[:3], dim_v), dtype=query.dtype, device=query.device)
+    lse = torch.empty((batch, heads, room), dtype=torch.float32, device=query.device) if return_lse else None
+    bottom = causal_align == "bottom_right"
+    right = 0 if is_causal else window_right
+    if bottom and room == 1:
+        right = -1                                 # the one query sits at the last key: nothing is to its right
+
+    def strides(t: Tensor) -> tuple[int, int, int]:
+        return t.stride(0), t.stride(head), t.stride(seq)
+
+    launch(query, key, value, out, lse, (batch, heads, kv_heads, room, keys, dim, dim_v), strides(query), strides(key),
+           strides(value), strides(out), (heads * room, room, 1), dim ** -0.5 if scale is None else scale, softcap,
+           window_left, right, bottom, alibi_slopes, chosen=chosen, prefetch=prefetch)
+    return out if lse is None else (out, lse)
+
+
+def paged_attention_decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
+    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD",
+) -> Any:
+    return paged(query, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, is_causal, scale, window_left,
+                 softcap, key_scale, value_scale, max_seqlen_q, return_lse, kv_layout)
+
+
+def paged(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, window_left: int = -1,
+    softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
+    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD", chosen: Config | None = None,
+) -> Any:
+    tokens, heads, dim = query.shape
+    slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    page, kv_heads, dim_v = key_cache.shape[slot], key_cache.shape[head], value_cache.shape[3]
+    batch, pages = block_table.shape
+    room = 1 if cu_seqlens_q is None else int(max_seqlen_q or 0)
+    out = torch.empty((tokens, heads, dim_v), dtype=query.dtype, device=query.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if return_lse else None
+    if room and batch:
+        # A packed row of queries is a batch of one token each, or begins where cu_seqlens_q says.
+        packed = cu_seqlens_q is not None
+
+        def strides(t: Tensor) -> tuple[int, int, int]:
+            return (0 if packed else t.stride(0)), t.stride(1), t.stride(0)
+
+        def pool(t: Tensor) -> tuple[int, int, int]:
+            return t.stride(0), t.stride(head), t.stride(slot)
+
+        launch(query, key_cache, value_cache, out, lse, (batch, heads, kv_heads, room, pages * page, dim, dim_v),
+               strides(query), pool(key_cache), pool(value_cache), strides(out),
+               (0 if packed else heads, 1, heads), dim ** -0.5 if scale is None else scale, softcap, window_left,
+               0 if is_causal and room > 1 else -1, True, None, block_table, context_lens, cu_seqlens_q, page,
+               key_scale, value_scale, chosen)
+    return out if lse is None else (out, lse)

@@ -1,0 +1,279 @@
+"""Linear layers for few rows of x: the weight is read once, at the speed of memory, whatever it is stored as.
+
+One row: every thread reads 16 bytes of each of several rows of the weight, multiplies in float32, and the threads of a
+program add up at the end. No shared memory, no tensor cores, and eight loads of each thread are on their way at once.
+
+Two to sixteen rows: tensor cores, with the weight as the tall side. Where there are too few rows of the weight to
+occupy the device, several programs share the inputs; the last one to finish adds up their parts, always in the same
+order.
+
+Four-bit codes are not converted one by one. Put into the mantissa of a float whose exponent is fixed, code n reads
+2048 + n or 128 + n, depending on where its four bits lie in the word; what is too much is taken off once for all rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .machine import counters, size_of
+
+MOST_ROWS = 16
+
+
+@triton.jit
+def _wanted(x_ptr, column, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(x_ptr + column).to(tl.float32)
+    return tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _two(word, x_low, x_high, total):
+    """total + the products of two codes, each with its offset; they lie in bits 12 to 15 and 16 to 19."""
+    low = ((word & 0xF000) | 0x45000000).to(tl.float32, bitcast=True)          # 2048 + n
+    high = ((word & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)        # 128 + n
+    return total + low * x_low[None, :] + high * x_high[None, :]
+
+
+@triton.jit
+def _finish(total, row, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: tl.constexpr, BIAS: tl.constexpr):
+    inside = row < n
+    if BY_ROW:
+        total *= tl.load(scales_ptr + row * scale_row, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def one_row_kernel(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, w_row, scale_row,
+    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
+):
+    """The weight as numbers, or as codes of one byte. GROUP: inputs that share a scale, 0 where the whole row does."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    source = tl.minimum(row, n - 1).to(tl.int64)           # rows past the end are read again, and not written
+    block: tl.constexpr = LANES * VEC
+    even: tl.constexpr = K % block == 0
+    lane = tl.arange(0, LANES)
+    column = lane[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    total = tl.zeros((BLOCK_N, LANES), tl.float32)
+    for first in tl.range(0, K, block, num_stages=STAGES):
+        place = w_ptr + source[:, None, None] * w_row + (first + column)[None, :, :]
+        if even:
+            w = tl.load(place, eviction_policy="evict_first")
+        else:
+            w = tl.load(place, mask=(first + column)[None, :, :] < K, other=0.0, eviction_policy="evict_first")
+        x = _wanted(x_ptr, first + column, K, even)
+        part = tl.sum(w.to(tl.float32) * x[None, :, :], 2)
+        if GROUP > 0 or ZEROS:
+            near = first + lane * VEC < K
+            at = source[:, None] * scale_row
+            if GROUP > 0:
+                at += ((first + lane * VEC) // GROUP)[None, :]
+            if ZEROS:
+                zero = tl.load(zeros_ptr + at, mask=near[None, :], other=0).to(tl.float32)
+                part -= zero * tl.sum(x, 1)[None, :]
+            if GROUP > 0:
+                part *= tl.load(scales_ptr + at, mask=near[None, :], other=0.0).to(tl.float32)
+        total += part
+    _finish(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+
+
+@triton.jit(do_not_specialize=["n"])
+def one_row_int4_kernel(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, scale_row,
+    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Eight codes in a word, the first in its lowest bits."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    source = tl.minimum(row, n - 1).to(tl.int64)
+    words: tl.constexpr = K // 8
+    even: tl.constexpr = words % WORDS == 0
+    total = tl.zeros((BLOCK_N, WORDS), tl.float32)
+    for first in tl.range(0, words, WORDS, num_stages=STAGES):
+        word = first + tl.arange(0, WORDS)
+        place = w_ptr + source[:, None] * words + word[None, :]
+        if even:
+            w = tl.load(place, eviction_policy="evict_first")
+        else:
+            w = tl.load(place, mask=word[None, :] < words, other=0, eviction_policy="evict_first")
+        x0 = _wanted(x_ptr, word * 8, K, even)
+        x1 = _wanted(x_ptr, word * 8 + 1, K, even)
+        x2 = _wanted(x_ptr, word * 8 + 2, K, even)
+        x3 = _wanted(x_ptr, word * 8 + 3, K, even)
+        x4 = _wanted(x_ptr, word * 8 + 4, K, even)
+        x5 = _wanted(x_ptr, word * 8 + 5, K, even)
+        x6 = _wanted(x_ptr, word * 8 + 6, K, even)
+        x7 = _wanted(x_ptr, word * 8 + 7, K, even)
+        low, high = x0 + x2 + x4 + x6, x1 + x3 + x5 + x7
+        excess = low * 2048.0 + high * 128.0
+        if not ZEROS:
+            excess += (low + high) * 8.0
+        part = tl.zeros((BLOCK_N, WORDS), tl.float32) - excess[None, :]
+        part = _two(w << 12, x0, x1, part)
+        part = _two(w << 4, x2, x3, part)
+        part = _two(w >> 4, x4, x5, part)
+        part = _two(w >> 12, x6, x7, part)
+        at = source[:, None] * scale_row
+        if GROUP > 0:
+            at += (word * 8 // GROUP)[None, :]
+        near = word[None, :] < words
+        if ZEROS:
+            part -= tl.load(zeros_ptr + at, mask=near, other=0).to(tl.float32) * (low + high)[None, :]
+        if GROUP > 0:
+            if even:
+                part *= tl.load(scales_ptr + at).to(tl.float32)
+            else:
+                part *= tl.load(scales_ptr + at, mask=near, other=0.0).to(tl.float32)
+        total += part
+    _finish(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
+
+
+@triton.jit
+def _product(w, x, acc, scale):
+    """acc + w x^T, the codes of w in x's dtype, times the scale of each row of w."""
+    return acc + tl.dot(w.to(x.dtype), x) * scale[:, None]
+
+
+@triton.jit(do_not_specialize=["rows", "n", "splits"])
+def few_rows_kernel(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, n, splits, x_row, w_row,
+    scale_row,
+    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    INT4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Codes of four bits: BLOCK_K bytes at a time, whose low halves meet the even inputs and high halves the odd."""
+    block, split = tl.program_id(0), tl.program_id(1)
+    row = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    source = tl.minimum(row, n - 1).to(tl.int64)
+    m = tl.arange(0, ROWS)
+    width: tl.constexpr = K // 2 if INT4 else K
+    each: tl.constexpr = 2 if INT4 else 1                  # inputs of a stored column
+    even: tl.constexpr = width % BLOCK_K == 0
+    stretch = tl.cdiv(tl.cdiv(width, BLOCK_K), splits) * BLOCK_K
+    acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for first in tl.range(split * stretch, tl.minimum((split + 1) * stretch, width), BLOCK_K, num_stages=STAGES):
+        column = first + tl.arange(0, BLOCK_K)
+        place = w_ptr + source[:, None] * w_row + column[None, :]
+        x_place = x_ptr + m[None, :] * x_row + column[:, None] * each
+        x_mask = (m[None, :] < rows) & (column[:, None] < width)
+        w = tl.load(place) if even else tl.load(place, mask=column[None, :] < width, other=0)
+        x = tl.load(x_place, mask=x_mask, other=0.0)
+        scale = tl.full((BLOCK_N,), 1.0, tl.float32)
+        if GROUP > 0:
+            scale = tl.load(scales_ptr + source * scale_row + first * each // GROUP).to(tl.float32)
+        if INT4:
+            zero = tl.full((BLOCK_N,), 8.0, tl.float32)
+        if ZEROS:
+            at = source * scale_row + (first * each // GROUP if GROUP > 0 else 0)
+            zero = tl.load(zeros_ptr + at).to(tl.float32)
+        if INT4:
+            x_odd = tl.load(x_place + 1, mask=x_mask, other=0.0)
+            low, high = (w & 15).to(tl.float32) - zero[:, None], (w >> 4).to(tl.float32) - zero[:, None]
+            acc = _product(low.to(x.dtype), x, acc, scale)
+            acc = _product(high.to(x.dtype), x_odd, acc, scale)
+        elif ZEROS:
+            acc = _product((w.to(tl.float32) - zero[:, None]).to(x.dtype), x, acc, scale)
+        elif GROUP > 0:
+            acc = _product(w, x, acc, scale)
+        else:
+            acc = tl.dot(w.to(x.dtype), x, acc)
+    if splits > 1:
+        part = (tl.program_id(0).to(tl.int64) * splits + split) * BLOCK_N * ROWS
+        inner = tl.arange(0, BLOCK_N)[:, None] * ROWS + m[None, :]
+        tl.store(part_ptr + part + inner, acc)
+        tl.debug_barrier()
+        done = tl.atomic_add(count_ptr + block, 1, sem="acq_rel")
+        if done == splits - 1:
+            tl.store(count_ptr + block, 0)
+            acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+            for s in range(splits):                        # in order, so that the sum is always the same
+                part = (tl.program_id(0).to(tl.int64) * splits + s) * BLOCK_N * ROWS
+                acc += tl.load(part_ptr + part + inner, cache_modifier=".cg")
+            _write(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+    else:
+        _write(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+
+
+@triton.jit
+def _write(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: tl.constexpr, BIAS: tl.constexpr):
+    inside = row < n
+    if BY_ROW:
+        acc *= tl.load(scales_ptr + row * scale_row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if BIAS:
+        acc += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    tl.store(out_ptr + m[None, :].to(tl.int64) * n + row[:, None], acc.to(out_ptr.dtype.element_ty),
+             mask=inside[:, None] & (m[None, :] < rows))
+
+
+class Config(NamedTuple):
+    block_n: int
+    block_k: int               # of one row: lanes of 16 bytes; of few: columns of the weight
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+def config(rows: int, n: int, width: int, group: int, device: torch.device) -> Config:
+    """`width`: bytes or numbers in a row of the weight; `group`: of them, how many share a scale, 0 for all."""
+    processors, _ = size_of(device)
+    if rows == 1:
+        return Config(8 if n >= 8 * 4 * processors else 4 if n >= 4 * 4 * processors else 2, 128, 4, 1)
+    block_n = 64 if n >= 64 * processors else 32
+    block_k = min(128, max(16, triton.next_power_of_2(width)), group or 128)
+    programs = -(-n // block_n)
+    splits = max(1, min(2 * processors // programs, width // (4 * block_k)))
+    return Config(block_n, block_k, 4, 4, splits)
+
+
+def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None, bias: Tensor | None, format: str,
+           group_size: int, chosen: Config | None = None) -> Tensor:
+    """`format`: that of the codes, or "" where the weight is stored as it is."""
+    k, n = x.shape[-1], weight.shape[0]
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    flat = x.reshape(-1, k)
+    rows = flat.shape[0]
+    int4 = format == "int4"
+    group = 0 if group_size >= k else group_size
+    by = (x if scales is None else scales, x if zeros is None else zeros, x if bias is None else bias)
+    scale_row = 0 if scales is None else scales.stride(0)
+    if not out.numel():
+        return out
+    made = chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, x.device)
+    options: dict[str, Any] = {"K": k, "GROUP": group, "ZEROS": zeros is not None, "BIAS": bias is not None,
+                               "BLOCK_N": made.block_n, "STAGES": made.stages, "num_warps": made.warps}
+    grid = (-(-n // made.block_n),)
+    if rows == 1 and int4:
+        one_row_int4_kernel[grid](flat, weight.view(torch.int32), *by, out, n, scale_row, **options,
+                                  WORDS=min(4 * made.block_k, triton.next_power_of_2(k // 8)))
+    elif rows == 1:
+        vec = 16 // weight.element_size()
+        one_row_kernel[grid](flat, weight, *by, out, n, weight.stride(0), scale_row, **options,
+                             SCALED=scales is not None, VEC=vec,
+                             LANES=min(made.block_k, triton.next_power_of_2(-(-k // vec))))
+    else:
+        parts = count = x
+        if made.splits > 1:
+            parts = torch.empty(grid[0] * made.splits * made.block_n * MOST_ROWS, dtype=torch.float32, device=x.device)
+            count = counters(x.device, grid[0])
+        few_rows_kernel[(grid[0], made.splits)](
+            flat, weight, *by, out, parts, count, rows, n, made.splits, flat.stride(0), weight.stride(0), scale_row,
+            **options, SCALED=scales is not None, INT4=int4, BLOCK_K=made.block_k, ROWS=MOST_ROWS)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return launch(x, weight, None, None, bias, "", 0)
+
+
+def quantized_linear(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
+                     bias: Tensor | None = None, *, format: str, group_size: int = 0) -> Tensor:
+    return launch(x, weight_q, scales, zeros, bias, format, group_size)

@@ -1,0 +1,462 @@
+"""lz.sample without a sort: where the filters cut is searched for, not ranked for.
+
+A row is cut into chunks, one program each, and every step is one launch over all chunks; the last program of a row to
+finish looks at what all of them found, decides, and leaves the decision for the next launch.
+
+peak     the largest value, which scores are relative to
+narrow   how much mass, and how many tokens, lie in each of eight ranges of scores: one of them holds the cut. Three
+         of these leave some hundred candidates of 128,000
+draw     the candidates are collected and the cut is found among them exactly; then the token is drawn: first its
+         chunk, then its place in the chunk
+
+Tokens rank by (score, id) as one integer: the bits of a float of one sign are in the order of its size, and the id
+breaks ties. A cut is one such integer, the last that is kept. Sums are in float64, as the contract says, and the
+exponential is the one torch uses, so the tokens are those of every other kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import libdevice
+
+from ...ops.sampling_formulas import GOLDEN, Penalties, mix_int, penalised, per_row, random_numbers, signed
+from .machine import counters
+
+CHUNK = 16384              # tokens of one program; 255 x 256 at most
+MOST_LISTED = 4096         # candidates that the last step can hold
+MOST_K = 1024
+NARROWINGS = 3
+BINS = tl.constexpr(8)
+ID_BITS = tl.constexpr(20)
+ID_MASK = tl.constexpr((1 << 20) - 1)
+LIST = tl.constexpr(MOST_LISTED)
+TILE = 4096                # tokens of a program that are in registers at a time
+
+
+@triton.jit
+def _clean(value, PROBS: tl.constexpr):
+    """NaN is impossible; of logits, what is infinite counts as the largest number."""
+    value = value.to(tl.float32)
+    if PROBS:
+        return tl.where((value > 0.0) & (value < float("inf")), value, 0.0)
+    value = tl.where(value == value, value, float("-inf"))
+    return tl.minimum(value, 3.4028234663852886e38)
+
+
+@triton.jit
+def _read(
+    logits_ptr, id, vocab, peak, divisor, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr,
+):
+    """(rank key, weight) of the tokens `id`. Keys rise as scores fall; the impossible have the largest key."""
+    inside = id < vocab
+    value = _clean(tl.load(logits_ptr + id, mask=inside, other=0.0 if PROBS else float("-inf")), PROBS)
+    if PROBS:
+        return 0x7FFFFFFF - value.to(tl.int32, bitcast=True), value
+    score = value - tl.maximum(peak, -3.4028234663852886e38)
+    if SCALE == 1:                                 # as torch divides by one number on a GPU
+        score = score * divisor
+    elif SCALE == 2:
+        score = tl.div_rn(score, divisor)
+    weight = libdevice.exp(score) if LIBDEVICE else tl.exp(score)
+    return score.to(tl.int32, bitcast=True) & 0x7FFFFFFF, weight
+
+
+@triton.jit
+def _is_last(count_ptr, row, chunks):
+    """Is this the last program of its row? What the others stored before is then there to be read."""
+    tl.debug_barrier()
+    last = tl.atomic_add(count_ptr + row, 1, sem="acq_rel") == chunks - 1
+    if last:
+        tl.store(count_ptr + row, 0)
+    return last
+
+
+@triton.jit(do_not_specialize=["limit"])
+def peak_kernel(
+    logits_ptr, part_ptr, peak_ptr, whole_ptr, mass_ptr, listed_ptr, count_ptr, row_stride, vocab, limit,
+    PROBS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+):
+    """The largest value of each row. Starts the search: whole = (lo, hi, above, inside), mass = (above, total)."""
+    row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    logits_ptr += row.to(tl.int64) * row_stride
+    most = tl.full((TILE,), 0.0 if PROBS else float("-inf"), tl.float32)
+    for first in tl.static_range(0, CHUNK, TILE):
+        id = chunk * CHUNK + first + tl.arange(0, TILE)
+        value = tl.load(logits_ptr + id, mask=id < vocab, other=0.0 if PROBS else float("-inf"))
+        most = tl.maximum(most, _clean(value, PROBS))
+    tl.store(part_ptr + row * chunks + chunk, tl.max(most, 0))
+    if _is_last(count_ptr, row, chunks):
+        c = tl.arange(0, CHUNKS)
+        parts = tl.load(part_ptr + row * chunks + c, mask=c < chunks, other=float("-inf"), cache_modifier=".cg")
+        tl.store(peak_ptr + row, tl.max(parts, 0))
+        tl.store(whole_ptr + row * 4, 0)
+        tl.store(whole_ptr + row * 4 + 1, limit)
+        tl.store(whole_ptr + row * 4 + 2, 0)
+        tl.store(whole_ptr + row * 4 + 3, vocab)
+        tl.store(mass_ptr + row * 2, 0.0)
+        tl.store(mass_ptr + row * 2 + 1, 0.0)
+        tl.store(listed_ptr + row, 0)
+
+
+@triton.jit
+def _in_bin(bin, WHICH: tl.constexpr, wide):
+    return tl.sum(tl.sum(tl.where(bin == WHICH, wide, 0.0), 2), 0)
+
+
+@triton.jit
+def _keep_bin(mass_ptr, count_ptr, WHICH: tl.constexpr, mass, many):
+    tl.store(mass_ptr + WHICH, tl.sum(mass, 0))
+    tl.store(count_ptr + WHICH, tl.sum((many >> (8 * WHICH)) & 255, 0).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def narrow_kernel(
+    logits_ptr, peak_ptr, bin_mass_ptr, bin_count_ptr, whole_ptr, mass_ptr, count_ptr, row_stride, vocab, divisor,
+    top_k, top_p: tl.float64,
+    FIRST: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, TILE: tl.constexpr,
+):
+    """One of eight parts of [lo, hi) holds the cut: that part becomes [lo, hi). top_k > 0 cuts by number, else by mass.
+
+    The first time the parts are powers of two of the key, where scores of interest are: all below 1/8, then up to
+    1/4, 1/2, 1, 2, 4, 8, and all beyond. Of probabilities, where the key falls as they rise, likewise by their halves.
+    """
+    row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
+    above, inside = tl.load(whole_ptr + row * 4 + 2), tl.load(whole_ptr + row * 4 + 3)
+    listed = inside + (above if top_k > 0 else 0)
+    if FIRST or ((listed > LIST) & (hi - lo > 1)):
+        peak = tl.load(peak_ptr + row)
+        # Bins are powers of two wide, for the sake of a shift: the eighth part of what [lo, hi) fits into.
+        power = ((hi - lo - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        shift = tl.maximum(power - 2, 0)
+        start = lo
+        if FIRST:
+            shift = lo * 0 + 23
+            start = lo * 0 + (123 << 23)
+            if PROBS:                              # from the binade of the largest on
+                start = 0x7FFFFFFF - (peak.to(tl.int32, bitcast=True) | 0x7FFFFF)
+        # Tiles of three dimensions, so that most of a sum is within a thread: (steps, threads, a vector of four).
+        threads: tl.constexpr = TILE // 4 if TILE <= 1024 else 256
+        steps: tl.constexpr = TILE // (4 * threads)
+        inner = (tl.arange(0, steps)[:, None, None] * threads + tl.arange(0, threads)[None, :, None]) * 4 \
+            + tl.arange(0, 4)[None, None, :]
+        none = tl.zeros((threads,), tl.float64)
+        m0, m1, m2, m3, m4, m5, m6, m7 = none, none, none, none, none, none, none, none
+        many = tl.zeros((threads,), tl.int64)      # how many in each bin, a byte for each
+        for begin in range(0, CHUNK, TILE):
+            key, weight = _read(logits_ptr + row.to(tl.int64) * row_stride, chunk * CHUNK + begin + inner, vocab, peak,
+                                divisor, PROBS, SCALE, LIBDEVICE)
+            bin = tl.where(key < start, 0, tl.minimum((key - start) >> shift, BINS - 1))
+            near = (key >= lo) & (key < hi)
+            one = tl.where(near, tl.full(key.shape, 1, tl.int64) << (8 * bin).to(tl.int64), 0)
+            many += tl.sum(tl.sum(one, 2), 0)
+            bin = tl.where(near, bin, BINS)
+            wide = weight.to(tl.float64)
+            m0 += _in_bin(bin, 0, wide)
+            m1 += _in_bin(bin, 1, wide)
+            m2 += _in_bin(bin, 2, wide)
+            m3 += _in_bin(bin, 3, wide)
+            m4 += _in_bin(bin, 4, wide)
+            m5 += _in_bin(bin, 5, wide)
+            m6 += _in_bin(bin, 6, wide)
+            m7 += _in_bin(bin, 7, wide)
+        at = (row * chunks + chunk) * BINS
+        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 0, m0, many)
+        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 1, m1, many)
+        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 2, m2, many)
+        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 3, m3, many)
+        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 4, m4, many)
+        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 5, m5, many)
+        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 6, m6, many)
+        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 7, m7, many)
+        if _is_last(count_ptr, row, chunks):
+            b, c = tl.arange(0, BINS), tl.arange(0, CHUNKS)
+            at_all = (row * chunks + c[:, None]) * BINS + b[None, :]
+            real = c[:, None] < chunks
+            mass_of = tl.sum(tl.load(bin_mass_ptr + at_all, mask=real, other=0.0, cache_modifier=".cg"), 0)
+            count_of = tl.sum(tl.load(bin_count_ptr + at_all, mask=real, other=0, cache_modifier=".cg"), 0)
+            mass = tl.load(mass_ptr + row * 2)
+            if FIRST:
+                tl.store(mass_ptr + row * 2 + 1, tl.sum(mass_of, 0))
+                total = tl.sum(mass_of, 0)
+            else:
+                total = tl.load(mass_ptr + row * 2 + 1)
+            up_to_mass, up_to_count = mass + tl.cumsum(mass_of, 0), above + tl.cumsum(count_of, 0)
+            open = tl.where(top_k > 0, up_to_count < top_k, up_to_mass < top_p * total)
+            cut = tl.minimum(tl.sum(open.to(tl.int32), 0), BINS - 1)           # the first bin that reaches it
+            before = b < cut
+            low_end = tl.where(cut == 0, lo, start + (cut.to(tl.int64) << shift))
+            high_end = tl.where(cut == BINS - 1, hi, start + ((cut + 1).to(tl.int64) << shift))
+            tl.store(whole_ptr + row * 4, tl.minimum(tl.maximum(low_end, lo), hi).to(tl.int32))
+            tl.store(whole_ptr + row * 4 + 1, tl.minimum(high_end, hi).to(tl.int32))
+            tl.store(whole_ptr + row * 4 + 2, above + tl.sum(tl.where(before, count_of, 0), 0))
+            tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(b == cut, count_of, 0), 0))
+            tl.store(mass_ptr + row * 2, mass + tl.sum(tl.where(before, mass_of, 0.0), 0))
+
+
+@triton.jit
+def _last_kept(place, weight, real, lo, hi, above, target):
+    """The largest place in [lo, hi) before which less than `target` lies; `above` lies before them all."""
+    while hi - lo > 1:
+        middle = lo + (hi - lo) // 2
+        if above + tl.sum(tl.where(real & (place < middle), weight, 0.0), 0) < target:
+            lo = middle
+        else:
+            hi = middle
+    return lo
+
+
+@triton.jit
+def _among_listed(
+    list_ptr, weight_ptr, listed, by_tile, c, tiles, begin, end, mass, total, top_k, top_p, least,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TILE: tl.constexpr,
+):
+    """(the last place kept, the mass of each tile) from the candidates. With TOP_K nothing is kept but candidates."""
+    i = tl.arange(0, LIST)
+    real = i < listed
+    place = tl.load(list_ptr + i, mask=real, other=0, cache_modifier=".cg")
+    weight = tl.load(weight_ptr + i, mask=real, other=0.0, cache_modifier=".cg").to(tl.float64)
+    cut = end - 1
+    if TOP_K:
+        one = tl.full((LIST,), 1.0, tl.float64)
+        cut = _last_kept(place, one, real, begin, end, mass * 0.0, top_k.to(tl.float64))
+        mass = mass * 0.0
+        total = tl.sum(tl.where(real & (place <= cut), weight, 0.0), 0)
+    if TOP_P:
+        cut = _last_kept(place, weight, real, begin, cut + 1, mass, top_p * total)
+    kept = real & (place <= cut)
+    if MIN_P:
+        kept = kept & (weight >= least)
+    home = ((place & ID_MASK) // TILE).to(tl.int32)
+    for n in range(tiles):
+        by_tile += tl.where(c == n, tl.sum(tl.where(kept & (home == n), weight, 0.0), 0), 0.0)
+    return cut, by_tile
+
+
+@triton.jit
+def _mass_of_tile(
+    logits_ptr, tile, vocab, peak, divisor, last, least, COUNT: tl.constexpr, MIN_P: tl.constexpr,
+    PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
+):
+    """What a tile holds up to the place `last`: mass, or with COUNT how many."""
+    id = tile * TILE + tl.arange(0, TILE)
+    key, weight = _read(logits_ptr, id, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
+    wide = weight.to(tl.float64)
+    near = (((key.to(tl.int64) << ID_BITS) | id) <= last) & (id < vocab)
+    if MIN_P:
+        near = near & (wide >= least)
+    if COUNT:
+        wide = tl.full((TILE,), 1.0, tl.float64)
+    return tl.sum(tl.where(near, wide, 0.0), 0)
+
+
+@triton.jit
+def _last_kept_of_all(
+    logits_ptr, vocab, peak, divisor, tiles, lo, hi, target, COUNT: tl.constexpr, PROBS: tl.constexpr,
+    SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
+):
+    while hi - lo > 1:
+        middle = lo + (hi - lo) // 2
+        reached = target * 0.0
+        for n in range(tiles):
+            reached += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, middle - 1, target, COUNT, False, PROBS,
+                                      SCALE, LIBDEVICE, TILE)
+        if reached < target:
+            lo = middle
+        else:
+            hi = middle
+    return lo
+
+
+@triton.jit
+def _among_all(
+    logits_ptr, vocab, peak, divisor, c, tiles, begin, end, total, top_k, top_p, least,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr,
+    LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
+):
+    """The same from the whole row, for one with thousands of equal scores: slow, and always right."""
+    cut = end - 1
+    if TOP_K:
+        cut = _last_kept_of_all(logits_ptr, vocab, peak, divisor, tiles, begin, end, top_k.to(tl.float64), True,
+                                PROBS, SCALE, LIBDEVICE, TILE)
+        total = total * 0.0
+        for n in range(tiles):
+            total += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, False, PROBS, SCALE,
+                                    LIBDEVICE, TILE)
+    if TOP_P:
+        cut = _last_kept_of_all(logits_ptr, vocab, peak, divisor, tiles, begin, cut + 1, top_p * total, False, PROBS,
+                                SCALE, LIBDEVICE, TILE)
+    by_tile = (c * 0).to(tl.float64)
+    for n in range(tiles):
+        mass = _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, MIN_P, PROBS, SCALE, LIBDEVICE,
+                              TILE)
+        by_tile = tl.where(c == n, mass, by_tile)
+    return cut, by_tile
+
+
+@triton.jit
+def _uniform(uniform_ptr, row, word, SEEDED: tl.constexpr):
+    """The row's random number: given, or draw 0 of SplitMix64 at `word` + row * GOLDEN, as sampling_formulas has it."""
+    if not SEEDED:
+        return tl.load(uniform_ptr + row)
+    x = word + row.to(tl.int64) * -7046029254386353131
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+    return ((x >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit(do_not_specialize=["top_k", "word"])
+def draw_kernel(
+    logits_ptr, peak_ptr, whole_ptr, mass_ptr, list_ptr, list_weight_ptr, listed_ptr, sure_ptr, count_ptr, uniform_ptr,
+    token_ptr, chosen_ptr, total_ptr, row_stride, vocab, divisor, top_k, top_p: tl.float64,
+    min_p: tl.float64, word: tl.int64,
+    SEARCH: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, SEEDED: tl.constexpr,
+    PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Collects what lies in [lo, hi), finds the cut, draws. With TOP_K all that may be kept is collected."""
+    row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
+    above, inside = tl.load(whole_ptr + row * 4 + 2), tl.load(whole_ptr + row * 4 + 3)
+    peak = tl.load(peak_ptr + row)
+    logits_ptr += row.to(tl.int64) * row_stride
+    first = lo
+    if TOP_K:
+        first = lo * 0
+        inside += above
+    tiles = tl.cdiv(vocab, TILE)
+    largest = peak.to(tl.float64) if PROBS else tl.where(peak == float("-inf"), 0.0, 1.0).to(tl.float64)
+    least = min_p * largest
+    for tile in range(chunk * (CHUNK // TILE), tl.minimum((chunk + 1) * (CHUNK // TILE), tiles)):
+        id = tile * TILE + tl.arange(0, TILE)
+        key, weight = _read(logits_ptr, id, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
+        sure = weight.to(tl.float64)
+        if MIN_P:
+            sure = tl.where(sure >= least, sure, 0.0)
+        if SEARCH:
+            sure = tl.where(key < first, sure, 0.0)
+        tl.store(sure_ptr + row * tiles + tile, tl.sum(sure, 0))
+        if SEARCH:
+            listed = (key >= first) & (key < hi)
+            many = tl.sum(listed.to(tl.int32), 0)
+            if (many > 0) & (inside <= LIST):
+                at = tl.atomic_add(listed_ptr + row, many) + tl.cumsum(listed.to(tl.int32), 0) - 1
+                tl.store(list_ptr + row * LIST + at, (key.to(tl.int64) << ID_BITS) | id, mask=listed)
+                tl.store(list_weight_ptr + row * LIST + at, weight, mask=listed)
+
+    if _is_last(count_ptr, row, chunks):
+        t = tl.arange(0, TILES)
+        by_tile = tl.load(sure_ptr + row * tiles + t, mask=t < tiles, other=0.0, cache_modifier=".cg")
+        cut = (hi.to(tl.int64) << ID_BITS) - 1                                 # the last place that is kept
+        if SEARCH:
+            begin, end = first.to(tl.int64) << ID_BITS, hi.to(tl.int64) << ID_BITS
+            mass, total = tl.load(mass_ptr + row * 2), tl.load(mass_ptr + row * 2 + 1)
+            if inside > LIST:
+                cut, by_tile = _among_all(
+                    logits_ptr, vocab, peak, divisor, t, tiles, begin, end, total, top_k, top_p, least, TOP_K, TOP_P,
+                    MIN_P, PROBS, SCALE, LIBDEVICE, TILE)
+            else:
+                cut, by_tile = _among_listed(
+                    list_ptr + row * LIST, list_weight_ptr + row * LIST, inside, by_tile, t, tiles, begin, end, mass,
+                    total, top_k, top_p, least, TOP_K, TOP_P, MIN_P, TILE)
+        whole = tl.sum(by_tile, 0)
+        goal = _uniform(uniform_ptr, row, word, SEEDED) * whole
+        goal = tl.minimum(goal, whole * 0.99999999999999988897769753748)       # times the number next below one
+        picked = tl.min(tl.where((tl.cumsum(by_tile, 0) > goal) & (by_tile > 0), t, TILES), 0)
+        if picked == TILES:                                                    # by rounding: the last that has any
+            picked = tl.max(tl.where(by_tile > 0, t, 0), 0)
+        goal -= tl.sum(tl.where(t < picked, by_tile, 0.0), 0)
+        spot = picked * TILE + tl.arange(0, TILE)
+        its_key, its_weight = _read(logits_ptr, spot, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
+        wide = its_weight.to(tl.float64)
+        if MIN_P:
+            wide = tl.where(wide >= least, wide, 0.0)
+        wide = tl.where((((its_key.to(tl.int64) << ID_BITS) | spot) <= cut) & (spot < vocab), wide, 0.0)
+        token = tl.min(tl.where((tl.cumsum(wide, 0) > goal) & (wide > 0), spot, 0x7FFFFFFF), 0)
+        if token == 0x7FFFFFFF:
+            token = tl.max(tl.where(wide > 0, spot, 0), 0)
+        tl.store(token_ptr + row, tl.where(whole > 0, token, -1).to(tl.int64))
+        tl.store(chosen_ptr + row, tl.sum(tl.where(spot == token, wide, 0.0), 0))
+        tl.store(total_ptr + row, whole)
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: Tensor | None,
+           word: int, from_probs: bool, chunk: int = 0, tile: int = TILE, warps: int = 8,
+           narrowings: int = NARROWINGS) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, its weight, the weight of all that are kept) of each row."""
+    batch, vocab = logits.shape
+    device = logits.device
+    token = torch.empty(batch, dtype=torch.int64, device=device)
+    chosen, total = torch.empty((2, batch), dtype=torch.float64, device=device)
+    if not batch:
+        return token, chosen, total
+    if temperature == 0.0 or top_p == 0.0:
+        top_k = 1
+    top_k = top_k if top_k < vocab else 0
+    by_mass = top_p < 1.0 and top_k != 1
+    search = top_k > 0 or by_mass
+    tile = min(tile, max(16, triton.next_power_of_2(vocab)))
+    chunk = max(tile, min(chunk or (CHUNK if batch > 16 else TILE), triton.next_power_of_2(vocab)))
+    chunks, tiles = -(-vocab // chunk), -(-vocab // tile)
+    scaled, divisor = 0, 1.0
+    if temperature not in (0.0, 1.0) and not from_probs:
+        # torch multiplies by the reciprocal on a GPU and divides on the CPU.
+        scaled = 1 if logits.is_cuda else 2
+        divisor = float(1.0 / torch.tensor(temperature)) if scaled == 1 else temperature
+    floats = torch.empty(batch * (chunks + 1), dtype=torch.float32, device=device)
+    peaks, parts = floats[:batch], floats[batch:]
+    integers = torch.empty(batch * (5 + 8 * chunks), dtype=torch.int32, device=device)
+    whole, listed, bin_counts = integers[:4 * batch], integers[4 * batch:5 * batch], integers[5 * batch:]
+    doubles = torch.empty(batch * (2 + tiles + 8 * chunks), dtype=torch.float64, device=device)
+    mass, sure, bin_masses = doubles[:2 * batch], doubles[2 * batch:(2 + tiles) * batch], doubles[(2 + tiles) * batch:]
+    count = counters(device, batch)
+    shared: dict[str, Any] = {"PROBS": from_probs, "CHUNK": chunk, "TILE": tile, "num_warps": warps}
+    reading: dict[str, Any] = {**shared, "SCALE": scaled, "LIBDEVICE": logits.is_cuda}
+    grid, step = (chunks, batch), logits.stride(0)
+    limit = 0x7FFFFFFF if from_probs else 0x7F800000
+    peak_kernel[grid](logits, parts, peaks, whole, mass, listed, count, step, vocab, limit,
+                      CHUNKS=triton.next_power_of_2(chunks), **shared)
+    listing = places = logits
+    if search:
+        places = torch.empty(batch * MOST_LISTED, dtype=torch.int64, device=device)
+        listing = torch.empty(batch * MOST_LISTED, dtype=torch.float32, device=device)
+        for i in range(narrowings):
+            narrow_kernel[grid](logits, peaks, bin_masses, bin_counts, whole, mass, count, step, vocab, divisor, top_k,
+                                top_p, FIRST=i == 0, CHUNKS=triton.next_power_of_2(chunks), **reading)
+    draw_kernel[grid](logits, peaks, whole, mass, places, listing, listed, sure, count,
+                      logits if uniform is None else uniform, token, chosen, total, step, vocab, divisor, top_k, top_p,
+                      min_p, word, SEARCH=search, TOP_K=top_k > 0, TOP_P=by_mass, MIN_P=min_p > 0.0,
+                      SEEDED=uniform is None, TILES=triton.next_power_of_2(tiles), **reading)
+    return token, chosen, total
+
+
+def sample(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, *,
+    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+    history: Tensor | None = None, token_counts: Tensor | None = None, repetition_penalty_rows: Tensor | None = None,
+    presence_penalty_rows: Tensor | None = None, frequency_penalty_rows: Tensor | None = None,
+    uniforms: Tensor | None = None, seed: int | None = None, seed_rows: Tensor | None = None, offset: int = 0,
+    generator: torch.Generator | None = None, from_probs: bool = False, return_logprobs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    uniform, word = None, 0
+    if uniforms is None and seed is not None and seed_rows is None:
+        word = signed(mix_int(mix_int(seed) + offset * GOLDEN) + GOLDEN)
+    else:
+        uniform = random_numbers(len(logits), 1, logits.device, uniforms, seed, seed_rows, offset,
+                                 generator).contiguous()
+    if history is not None or token_counts is not None:
+        logits = penalised(logits, history, token_counts, Penalties(
+            per_row(repetition_penalty, repetition_penalty_rows), per_row(presence_penalty, presence_penalty_rows),
+            per_row(frequency_penalty, frequency_penalty_rows)))
+    token, chosen, total = choose(logits, temperature, top_k, top_p, min_p, uniform, word, from_probs)
+    if not return_logprobs:
+        return token
+    return token, torch.where(total > 0, chosen.log() - total.log(), -torch.inf).to(wide)

@@ -1,0 +1,82 @@
+"""Runs our Triton kernels in Triton's interpreter against the contracts of their ops; prints one JSON line for each.
+
+    python cases.py KERNEL:DTYPE:EVERY ...     every n-th case of the op, and those of our own
+    python cases.py crowded                    sampling from a row of thousands of equal scores
+
+A process of its own: the interpreter is chosen by TRITON_INTERPRET=1 before Triton is first imported, for good.
+It runs on CPU tensors, so the rules about the device are lifted. What it computes with bfloat16 in a matrix
+product is wrong, so that dtype is left to the device tests.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from layerzero.backends.triton import HARDWARE, KERNELS
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.rules import Condition, Rule
+from layerzero.verify.contract import check_case
+
+# What the op's own cases do not reach: several splits and rows, long stretches, the other ways through a kernel.
+OURS: dict[str, tuple[dict[str, Any], ...]] = {
+    "triton.attention_decode": (
+        {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 1500, "d": 64, "lse": True},
+        {"b": 1, "hq": 8, "hkv": 2, "sq": 8, "sk": 700, "d": 32, "causal": True, "align": "bottom_right"},
+        {"b": 1, "hq": 4, "hkv": 1, "sq": 3, "sk": 600, "window": (100, 0), "align": "bottom_right", "d": 32},
+        {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 300, "causal": True, "align": "top_left", "d": 32}),
+    "triton.paged_attention_decode": (
+        {"context": (900, 3), "hq": 8, "hkv": 2, "lse": True},
+        {"context": (400, 90), "lengths_q": (3, 2), "hq": 8, "hkv": 2, "window": 70},
+        {"context": (300,), "stored": "float8_e4m3fn", "scales": "head", "layout": "HND"}),
+    "triton.linear_gemv": ({"rows": (1,), "k": 1536, "n": 70}, {"rows": (3,), "k": 600, "n": 40}),
+    "triton.quantized_linear_gemv": (
+        {"format": "int4", "rows": (1,), "k": 1536, "n": 20, "group": 128},
+        {"format": "int4", "rows": (1,), "k": 256, "n": 20, "group": 64, "symmetric": False, "bias": True},
+        {"format": "int8", "rows": (1,), "k": 2112, "n": 20}, {"format": "fp8_e4m3", "rows": (1,), "k": 64, "n": 9},
+        {"format": "int8", "rows": (1,), "k": 256, "n": 20, "group": 32, "symmetric": False},
+        {"format": "int4", "rows": (9,), "k": 1024, "n": 40, "group": 32}),
+}
+
+
+def interpretable(kernel: Kernel) -> Kernel:
+    """The same kernel on the CPU, and for the dtype the interpreter can."""
+    def about_hardware(rule: Condition) -> bool:
+        return any(leaf.fact == "sm" or (leaf.fact == "dtype" and isinstance(rule, Rule)) for leaf in rule.leaves())
+
+    return kernel.constrained(tuple(r for r in kernel.requires if r not in HARDWARE and not about_hardware(r)))
+
+
+def say(name: str, status: str, text: str) -> None:
+    print(json.dumps({"kernel": name, "status": status, "text": text}), flush=True)
+
+
+def contract(name: str, dtype: str, every: str) -> None:
+    kernel = interpretable(next(k for k in KERNELS if k.id == name))
+    for case in (*kernel.op.cases[::int(every)], *OURS.get(name, ())):
+        result = check_case(kernel, case, dtype)
+        say(name, result.status, str(result))
+
+
+def crowded() -> None:
+    """More ties than the last step can list: it must go through the whole row, and find the same token."""
+    from layerzero.backends.triton.sampling import MOST_LISTED, sample
+    from layerzero.ops.sample import reference
+
+    logits = torch.zeros(1, MOST_LISTED + 500)
+    logits[:, ::30], logits[:, 7] = -1.0, 2.0
+    uniforms = torch.tensor([0.73], dtype=torch.float64)
+    for given in ({"top_p": 0.6}, {"top_k": 900}, {"top_k": 900, "top_p": 0.5, "min_p": 0.1}):
+        got, want = (f(logits, **given, uniforms=uniforms) for f in (sample, reference))
+        say("crowded", "passed" if torch.equal(got, want) else "failed", f"{given}: {got} instead of {want}")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for task in sys.argv[1:]:
+        crowded() if task == "crowded" else contract(*task.split(":"))

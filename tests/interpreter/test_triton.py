@@ -1,0 +1,43 @@
+"""Our Triton kernels, run by Triton's own interpreter on the CPU, keep their contracts. See cases.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.correctness,
+              pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")]
+
+# The dtype, and every how many of its op's cases: the interpreter takes a tenth of a second or more for each.
+RUNS = {
+    "triton.attention_decode": "float16:4", "triton.paged_attention_decode": "float16:4",
+    "triton.rms_norm": "bfloat16:2", "triton.add_rms_norm": "bfloat16:2", "triton.rope": "float32:4",
+    "triton.mlp": "float32:3", "triton.quantize": "float32:3", "triton.linear_gemv": "float16:4",
+    "triton.quantized_linear_gemv": "float16:5", "triton.sample": "float32:7"}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[dict[str, str]]]:
+    """One process for all of them: most of its time would be imports."""
+    tasks = [f"{name}:{how}" for name, how in RUNS.items()]
+    done = subprocess.run([sys.executable, str(Path(__file__).parent / "cases.py"), *tasks, "crowded"],
+                          capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, list[dict[str, str]]] = {}
+    for line in done.stdout.splitlines():
+        result = json.loads(line)
+        found.setdefault(result["kernel"], []).append(result)
+    return found
+
+
+@pytest.mark.parametrize("name", [*RUNS, "crowded"])
+def test_kernel_keeps_the_contract_in_the_interpreter(name: str, results: dict[str, list[dict[str, str]]]) -> None:
+    ran = [r for r in results[name] if r["status"] != "skipped"]
+    assert len(ran) >= 3, results[name]
+    assert all(r["status"] == "passed" for r in ran), "\n".join(r["text"] for r in ran if r["status"] != "passed")

@@ -17,6 +17,7 @@ from ..spec.device import Device
 from ..spec.errors import ConfigError, DataError, NoKernel
 from ..spec.plan import Plan
 from . import demo as demonstration
+from . import generate as generation
 from . import perf, show, workload
 from . import plan as planning
 from . import report as reporting
@@ -165,6 +166,7 @@ app.command("dry-run")(planning.dry_run)
 app.command("verify")(verification.command)
 app.command()(warming.warmup)
 app.command()(reporting.report)
+app.command()(generation.generate)
 
 
 def show_plan(plan: Plan) -> None:

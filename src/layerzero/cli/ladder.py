@@ -82,9 +82,9 @@ def show_rung(rung: Rung, verbose: bool = False) -> None:
             _table(name, [r for r in rows if not r.what.startswith("top-1 at") or not r.ok])
     elif rung.level == 5:
         for name, rows in rung.tables.items():
-            last = rows[-1].what.rpartition(" after ")[2]
+            last = next(r.what.rpartition(" after ")[2] for r in reversed(rows) if " after " in r.what)
             if name.endswith("separate"):
-                _table(name, [r for r in rows if r.what.endswith(f" after {last}") or not r.ok])
+                _table(name, [r for r in rows if r.what.endswith((f" after {last}", "curve", "trend")) or not r.ok])
     if rung.kernels:
         by_op: dict[str, list[str]] = {}
         for (op, kernel), n in rung.kernels.items():

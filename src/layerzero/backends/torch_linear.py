@@ -188,6 +188,8 @@ KERNELS = (
                      any_of(device("cuda"), at_most("rows", 64)))),
     Kernel("torch.mlp_prepacked", mlp, _mlp_prepacked, prior=7.8, overhead_us=15.0, differentiable=False,
            traceable=False, workspace="itemsize * (hidden * wide + inner * out)",
-           requires=(*PREPACKED, at_least("out", 1, Code.EMPTY_INPUT)),
+           # Small float32 weights are in the cache: what is fetched before each product costs what it gains.
+           requires=(*PREPACKED, at_least("out", 1, Code.EMPTY_INPUT),
+                     any_of(dtypes("bfloat16"), at_least("hidden", 1024))),
            note="keeps a second copy of the weights, arranged for oneDNN"),
 )

@@ -102,6 +102,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True}, {"hkv": 2}, {"hkv": 1, "causal": True}, {"lse": True}, {"lse": True, "hkv": 2},
     {"sq": 1, "sk": 257, "hkv": 2}, {"sq": 1, "sk": 1}, {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
     {"sq": 1, "sk": 129, "hq": 8, "hkv": 2, "causal": True, "align": "bottom_right", "lse": True},
+    {"sq": 8, "sk": 90, "hkv": 2, "causal": True, "align": "bottom_right"},        # drafted tokens, verified at once
     {"sq": 5, "sk": 9, "causal": True, "align": "top_left"},
     {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
     {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"sq": 192, "sk": 192, "causal": True},

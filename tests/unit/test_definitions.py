@@ -713,7 +713,7 @@ def test_the_command_writes_tests_and_refuses_two_questions(run, tmp_path):
     assert "READING = 1 " in (tmp_path / "test_rope_pairs_d16_r8.py").read_text()     # as the reference computes
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(command)
-    with pytest.raises(lz.ConfigError, match="wants one of --definition, --op-type, --all"):
+    with pytest.raises(lz.ConfigError, match="wants one of --level, --definition, --op-type, --all"):
         app(args=["--definition", "a", "--op-type", "b"], standalone_mode=False)
     with pytest.raises(lz.ConfigError, match="--size must be one of"):
         app(args=["--definition", "a", "--size", "tiny"], standalone_mode=False)

@@ -223,7 +223,7 @@ def test_without_room_the_answer_is_the_same(shared):
     x, weight = torch.randn(8, 64), torch.randn(32, 64)
     torch.testing.assert_close(lz.linear(x, weight, activation="silu", backend="torch.linear_prepacked"),
                                F.silu(F.linear(x, weight)))
-    gate_up, down = torch.randn(48, 64), torch.randn(64, 24)
+    x, gate_up, down = torch.randn(8, 1024), torch.randn(48, 1024) / 32, torch.randn(64, 24)
     torch.testing.assert_close(lz.mlp(x, gate_up, down, backend="torch.mlp_prepacked"),
                                lz.mlp(x, gate_up, down, backend="torch.mlp"))
     assert packed_weights().weights == 0

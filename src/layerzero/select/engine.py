@@ -297,5 +297,6 @@ def _rank(op: Op, fit: Sequence[tuple[Kernel, tuple[Transform, ...], int]], fact
         worth = score(guesses[kernel.id] * scale, measured.get(kernel.id), transforms, boost, rates,
                       kernel.new_size_us / reuse)
         steps.append(Step(kernel.id, worth, transforms, workspace, "untested on hardware" if kernel.untested else ""))
-    steps.sort(key=lambda s: (s.score.total_us, s.kernel))
+    own = {kernel.id for kernel, _, _ in fit if kernel.baseline}
+    steps.sort(key=lambda s: (s.score.total_us, s.kernel not in own, s.kernel))
     return tuple(steps)

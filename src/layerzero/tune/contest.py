@@ -31,6 +31,7 @@ from .report import Timed, Tuned
 
 LOOK, LEAST, BETWEEN_LOOKS = 3, 10, 5          # rounds: before the hopeless leave, before a verdict, between two
 CALL_SECONDS = 3.0                             # for the rounds of one kind of call, once each kernel had its first look
+BEHIND_DEFAULT = 1.005                         # how a tie with torch's own default is written down for the others
 HOPELESS_AT_ONCE, HOPELESS = 10.0, 3.0         # times slower than the best: after two calls, after the first look
 
 
@@ -159,16 +160,21 @@ class Contest:
             for name, s in found)
 
     def _levelled(self, rows: tuple[Measurement, ...], group: list[str], costs: Timings) -> tuple[Measurement, ...]:
-        """What cannot be told apart is written down as equal, so that noise does not choose anew in every run."""
+        """What cannot be told apart is written down as equal, so that noise does not choose anew in every run.
+
+        Where torch's own default is among them it gets the call: the others have nothing to offer over it.
+        """
         if len(group) == 1:
             return rows
         shared = statistics.median(us for name in group for us in costs.rounds[name])
         alike = [m for m in rows if m.kernel in group]
         spread, samples = max(m.spread for m in alike), min(m.samples for m in alike)
+        own = {k for k in group if self.world.catalog.by_id[k].baseline}
 
         def level(m: Measurement) -> Measurement:
             score = self.scores[m.kernel]
-            us = shared * score.boost - score.transform_us - score.setup_us
+            total = shared if not own or m.kernel in own else shared * BEHIND_DEFAULT
+            us = total * score.boost - score.transform_us - score.setup_us
             return m._replace(median_us=us if us > 0 else m.median_us, spread=spread, samples=samples)
 
         return tuple(level(m) if m.kernel in group else m for m in rows)

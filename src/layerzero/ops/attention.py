@@ -9,6 +9,7 @@ A query row that may see no key at all gives zeros, and -inf as its log-sum-exp.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -82,10 +83,16 @@ def inputs(
     if extreme:
         q, k = q * 30, k * 3
     shape = {"bool": (b, 1, sq, sk), "bool2d": (sq, sk), "float": (b, 1, sq, sk), "float2d": (sq, sk),
-             "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk), "dead_rows": (b, 1, sq, sk)}.get(mask)
+             "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk), "dead_rows": (b, 1, sq, sk),
+             "minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk)}.get(mask)
     attn_mask = None
     if shape and mask in ("float", "float2d", "full"):
         attn_mask = rand(*shape)
+    elif shape and mask in ("minus_inf", "lowest"):        # as models write them: 0, and what hides a key
+        hides = -math.inf if mask == "minus_inf" else torch.finfo(dtype).min
+        attn_mask = torch.where(torch.rand(shape, generator=gen) > 0.3, 0.0, hides)
+        attn_mask[..., 0] = 0.0
+        attn_mask = attn_mask.to(device=device, dtype=dtype)
     elif shape:
         attn_mask = (torch.rand(shape, generator=gen) > 0.3).to(device)
         if mask == "dead_rows":

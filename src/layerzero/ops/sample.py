@@ -134,6 +134,8 @@ def inputs(
         given["uniforms"] = rand(0.0, 1.0)
     elif random == "seed_rows":
         given["seed_rows"] = torch.arange(batch, device=device) + 17
+    elif random == "generator":
+        given["generator"] = torch.Generator(device).manual_seed(seed + 99)
     else:
         given |= {"seed": 1234 + seed, "offset": 5}
     return given

@@ -77,17 +77,23 @@ def read(values: dict[str, Any]) -> dict[str, Any]:
             "padded": shape.pad is not None, "truncated": shape.limit is not None}
 
 
+_PIECES = ("the", " ", "hell", "o", "\n", "é", "日本", "👩\u200d👧", "e\u0301", "12", "'s", "<s>",
+           "  ", "\u00a0", "Ω", "\t", "and")
 _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>hello</s> <name>",
           "naïve 日本 👩\u200d👧 e\u0301", "\0 nul", "the hell " * 80)
 
 
 def inputs(
-    *, text: int | tuple[int, ...] = 2, template: bool = False, pad: bool = False, seed: int = 0,
+    *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False, seed: int = 0,
     dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Texts by their number, and a small tokenizer."""
+    """Texts by their number, or so many random ones, and a small tokenizer."""
     tokenizer = from_json(json.dumps(tiny_tokenizer(template, pad)), "tiny_tokenizer")
     given = _TEXTS[text] if isinstance(text, int) else [_TEXTS[i] for i in text]
+    if random:
+        gen = torch.Generator().manual_seed(seed)
+        given = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
+                 for n in range(random)]
     return {"text": given, "tokenizer": tokenizer, **options}
 
 

@@ -45,7 +45,29 @@ class Spread(Circumstance):
         t = values[self.tensor]
         if not isinstance(t, Tensor) or not t.is_floating_point() or t.dim() < 2 or t.shape[0] < 2 or not t.numel():
             return None
+        if t.dtype.itemsize == 1 or not bool(t[0].isfinite().all()):       # a page may have slots out of use
+            return None
         return {**values, self.tensor: t[:1].expand_as(t)}
+
+
+class Filled(Circumstance):
+    """The main tensor with numbers that are not like the usual ones: all zero, all of one sign, one of them loud."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.name, self.even = how, f"filled with {how}", how != "one loud number"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values.get(op.main_tensor)
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1 or not t.numel():
+            return None
+        if self.how == "zeros":
+            filled = torch.zeros_like(t)
+        elif self.how == "one sign":
+            filled = t.abs() + 1
+        else:
+            filled = t.clone()
+            filled[(0,) * t.dim()] = 300.0
+        return {**values, op.main_tensor: filled}
 
 
 class Same(Circumstance):
@@ -104,6 +126,12 @@ class Autocast(Circumstance):
 class InferenceMode(Circumstance):
     name = "in inference mode"
 
+    def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+        made: dict[int, Tensor] = {}           # by inference itself, as activations are
+        return {n: made.setdefault(id(v), torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+                                   .copy_(v)) if isinstance(v, Tensor) and 0 not in v.stride() else v
+                for n, v in values.items()}
+
     def around(self, device: str) -> Any:
         return torch.inference_mode()
 
@@ -145,14 +173,14 @@ def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     yield from (ChangedInPlace(), AfterOthers(), Autocast(), InferenceMode(), WantingGradients(), Repeated())
     if op.read is not None:
         return
+    yield from (Filled(how) for how in ("zeros", "one sign", "one loud number"))
     floats = [p.name for p in op.params if p.kind == "tensor"]
     layouts = LAYOUTS if lane != "quick" else ("sparse", "transposed")
     yield from (LaidOut(name, layout) for name in floats for layout in layouts)
     main = op.same_dtype or op.differentiable or (op.main_tensor,)
     yield from (Same(a, b) for i, a in enumerate(main) for b in main[i + 1:])
     yield from (Spread(name) for name in main)
-    if lane != "quick":
-        yield from (FarApart(name) for name in main)
+    yield from (FarApart(name) for name in (main if lane != "quick" else (op.main_tensor,)))
 
 
 @contextmanager
@@ -161,6 +189,42 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+DROPPED = 0.3
+
+
+def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0) -> CaseResult:
+    """Of lz.attention. With the identity for values the result is the weights: each is zero, or 1 / (1 - p) times
+    what it was."""
+    op = kernel.op
+    case = {"b": 2, "hq": 4, "hkv": 4, "sq": 32, "sk": 64, "d": 16, "dv": 64, "scale": 0.05}
+    values = {**case_values(op, case, dtype, device, seed), "dropout_p": DROPPED}
+    values["value"] = torch.eye(64, device=device, dtype=values["value"].dtype).expand(2, 4, 64, 64).contiguous()
+    told: dict[str, Any] = {"circumstance": f"dropout {DROPPED}", "seed": seed}
+    reasons = refusals(kernel, values)
+    if reasons:
+        return CaseResult(kernel.id, case, dtype, "skipped", reasons, **told)
+    with torch.no_grad(), torch.random.fork_rng(enabled=True):
+        torch.manual_seed(seed)
+        whole = op.reference(**{**upcast(values), "dropout_p": 0.0}) / (1 - DROPPED)
+        try:
+            first, second = (call(kernel, values).double() for _ in range(2))
+        except FAULTS as e:
+            return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))),
+                              kinds=("fault",), **told)
+    gone = first == 0
+    off = float(torch.where(gone, 0.0, (first - whole).abs() / whole).max())
+    share, spread = float(gone.double().mean()), (DROPPED * (1 - DROPPED) / gone.numel()) ** 0.5
+    wrong = []
+    if abs(share - DROPPED) > 6 * spread:
+        wrong.append(f"{share:.3f} of the weights were dropped, not {DROPPED}")
+    if off > max(64 * torch.finfo(values["query"].dtype).eps, 1e-5):
+        wrong.append(f"what is left of a weight is off by up to {off:.3g} of it")
+    if not wrong and torch.equal(first, second):
+        wrong.append("two calls dropped the same weights")
+    return CaseResult(kernel.id, case, dtype, "failed" if wrong else "passed", detail="; ".join(wrong),
+                      kinds=("distribution",) if wrong else (), **told)
 
 
 def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0,

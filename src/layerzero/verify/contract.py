@@ -4,12 +4,17 @@ A kernel passes a case when, for every result:
 - shape and dtype are those of the op's meta function, and it shares no memory with an input, with the result of
   another call or with itself;
 - it is finite where the reference is, and equal to it where that is infinite;
-- its error is at most `times_eager` x the error of the eager formula at the same dtype, plus a few roundings
-  (not for float64, where the reference is no more exact than the kernel);
-- its error lies inside the op's table (rtol, atol), unless the eager formula at that dtype does not either;
+- its error is at most `times_eager` x the error of the eager formula at the same dtype, plus a few roundings; in
+  float32, and where a result is wider than the inputs, a quarter of the op's table is always allowed (in float64 the
+  whole table decides: there the reference is no more exact than the kernel);
+- its error lies inside the op's table (rtol, atol), unless the eager formula's does not, or only just;
 - a second run gives the same, over fresh memory full of NaN and with NaN on both sides of every input: so nothing was
   left unwritten, read before it was written, or read beside an input;
 and no input has changed, not even the parts of its storage outside the view, nor torch's global state.
+
+An error is the largest of many roundings, and so is the eager one it is compared with. A case that is just outside (by
+less than a factor of two, or of many where a result has few elements) is asked again with other numbers: it fails if
+it is outside again, and the largest errors of all runs do not compare better.
 
 A case may be run under a `Circumstance` (circumstances.py): inputs laid out otherwise, changed in place after an
 earlier call, under autocast. What it changes beforehand, this file does not know.
@@ -39,6 +44,9 @@ from ..spec.reason import Reason
 from .memory import ambient, changed, guarded, poisoned_memory, snapshot
 
 ROUNDINGS = 4.0            # of the largest result, that a kernel may differ by however exact eager was
+JUST_OUTSIDE = 2.0         # times what is allowed: asked again with so many other seeds
+FEW_ELEMENTS, FAR_OUTSIDE = 64, 32.0           # the error of a few elements is a matter of luck
+AGAIN = 6
 
 
 class Complaint(NamedTuple):
@@ -121,6 +129,7 @@ class Circumstance:
 
     name = ""
     runs = 2                                   # the second over poisoned and guarded memory, others as the first
+    even = True                                # no number is much louder than the others
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         """The values in this circumstance; None where it does not apply."""
@@ -138,7 +147,7 @@ PLAIN = Circumstance()
 
 
 def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0,
-               circumstance: Circumstance = PLAIN) -> CaseResult:
+               circumstance: Circumstance = PLAIN, again: bool = True) -> CaseResult:
     """Run one case and judge it. Only the kernel's own faults become a failure; a mistake in the case raises."""
     op = kernel.op
 
@@ -151,6 +160,8 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if altered is None:
         return result("skipped", detail="does not apply")
     values = altered
+    if not kernel.differentiable and any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
+        return result("skipped", detail="declares no backward")
     reasons = refusals(kernel, values)
     if reasons:
         return result("skipped", reasons)
@@ -175,14 +186,38 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     complaints += [*_misshapen(first, wanted), *_aliases(outcome.results, values)]
     if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
-    judged = [judge(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts)
+    judged = [judge(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts, even=circumstance.even)
               for i, parts in enumerate(zip(first, second, truth, eager))]
     if kernel.deterministic:
         complaints += _unsteady(outcome.results)
     complaints += [c for j in judged for c in j.complaints]
     errors = (max(j.error for j in judged), max(j.eager_error for j in judged), max(j.ratio for j in judged))
+    if complaints and again and all(c.kind == "error" for c in complaints):
+        if maybe_luck(first, errors[2]):
+            others = [check_case(kernel, case, dtype, device, seed + 1000 + i, circumstance, False)
+                      for i in range(AGAIN)]
+            if _bad_luck(op, errors, others):
+                return result("passed", detail=f"just outside once: {complaints[0].text}", errors=(*errors[:2], 1.0))
     notes = "; ".join(n for j in judged for n in j.notes)
     return result("failed", (), complaints, "", errors) if complaints else result("passed", (), (), notes, errors)
+
+
+def maybe_luck(results: Sequence[Any], ratio: float) -> bool:
+    """May an error of `ratio` times what is allowed be a matter of luck?"""
+    few = any(isinstance(t, Tensor) and t.is_floating_point() and t.numel() < FEW_ELEMENTS for t in results)
+    return ratio <= JUST_OUTSIDE or (few and ratio <= FAR_OUTSIDE)
+
+
+def _bad_luck(op: Op, errors: tuple[float, float, float], others: Sequence[CaseResult]) -> bool:
+    """Was it outside for these numbers only? Or does it compare well where all runs are taken together?"""
+    if any(o.status == "failed" and set(o.kinds) != {"error"} for o in others):
+        return False
+    if errors[2] <= JUST_OUTSIDE and sum(o.status == "failed" for o in others) < 2:
+        return True
+    runs = [errors, *((o.error, o.eager_error, o.ratio) for o in others)]
+    rounding = max((e / r - op.tolerance.times_eager * eager for e, eager, r in runs if r > 0), default=0.0)
+    allowed = op.tolerance.times_eager * max(eager for _, eager, _ in runs) + max(rounding, 0.0)
+    return max(e for e, _, _ in runs) <= allowed
 
 
 class _Outcome(NamedTuple):
@@ -257,18 +292,23 @@ class Judged:
     notes: tuple[str, ...] = ()
 
 
-def judge(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor, eager: Tensor) -> Judged:
+def judge(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor, eager: Tensor,
+          even: bool = True) -> Judged:
+    """One result. `even`: its elements are of like size, so that each one alone can be held to the op's table."""
     if not first.numel():
         return Judged(0.0, 0.0, 0.0)
     first, second, eager = map(_codes, (first, second, eager))
     if not first.is_floating_point():          # tokens, codes and counts: those of the formula at the same dtype
         wrong = [when for out, when in ((first, ""), (second, " over poisoned memory")) if not torch.equal(out, eager)]
-        return Judged(float(bool(wrong)), 0.0, float(bool(wrong)), tuple(Complaint("error",
+        return Judged(float(bool(wrong)), 0.0, math.inf if wrong else 0.0, tuple(Complaint("error",
             f"{name}{when}: differs from the formula at {worst_indices(first, eager)}") for when in wrong))
     finite = truth.isfinite()
     rtol, atol = op.tolerance.of(dtype)
     eager_error, size = _error(eager, truth, finite), _largest(truth[finite].abs())
     bound = op.tolerance.times_eager * eager_error + ROUNDINGS * torch.finfo(first.dtype).eps * size
+    wider = first.dtype.itemsize > getattr(torch, dtype).itemsize
+    if dtype == "float32" or wider:            # a long sum in another order is no mistake, however lucky eager was
+        bound = max(bound, (atol + rtol * size) / 4)
     if dtype == "float64":
         bound = atol + rtol * size
     error = max(_error(first, truth, finite), _error(second, truth, finite))
@@ -284,14 +324,19 @@ def judge(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: T
         complaints.append(Complaint(
             "error", f"{name}: error {error:.3g} exceeds {op.tolerance.times_eager:g} x eager {eager_error:.3g} + "
             f"rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
-    if not complaints and _outside(first, truth, finite, rtol, atol) > 0:
-        if _outside(eager, truth, finite, rtol, atol) > 0:
-            notes.append(f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is the eager formula ({eager_error:.3g})")
+    ratio = error / bound if bound else float(error > 0)
+    outside = _outside(first, truth, finite, rtol, atol)
+    if not complaints and even and outside > 1:
+        also = _outside(eager, truth, finite, rtol, atol)
+        if also > 1 or outside <= op.tolerance.times_eager * also:
+            notes.append(f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is or nearly is the eager formula "
+                         f"({eager_error:.3g})")
         else:
+            ratio = max(ratio, outside)
             complaints.append(Complaint(
-                "error", f"{name}: outside rtol {rtol:g}, atol {atol:g}, worst at {worst_indices(first, truth)}; "
-                "the eager formula is inside"))
-    return Judged(error, eager_error, error / bound if bound else 0.0, tuple(complaints), tuple(notes))
+                "error", f"{name}: {outside:.2g} times rtol {rtol:g}, atol {atol:g}, worst at "
+                f"{worst_indices(first, truth)}; the eager formula {also:.2g} times"))
+    return Judged(error, eager_error, ratio, tuple(complaints), tuple(notes))
 
 
 def _error(out: Tensor, truth: Tensor, finite: Tensor) -> float:
@@ -300,8 +345,9 @@ def _error(out: Tensor, truth: Tensor, finite: Tensor) -> float:
 
 
 def _outside(out: Tensor, truth: Tensor, finite: Tensor, rtol: float, atol: float) -> float:
-    gap = (out.double() - truth).abs() - (atol + rtol * truth.abs())
-    return _largest(gap[finite])
+    """How many times the table's limit the worst element is off."""
+    gap, limit = (out.double() - truth).abs()[finite], (atol + rtol * truth.abs())[finite]
+    return _largest(torch.where(gap == 0, 0.0, gap / limit))
 
 
 def _largest(t: Tensor) -> float:

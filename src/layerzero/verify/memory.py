@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 MARGIN = 4096                                  # bytes on either side of a guarded tensor
+LARGE = 1 << 28
 LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
 
@@ -33,7 +34,7 @@ def _version(t: Tensor) -> int:
 
 
 def _watched(t: Tensor) -> Tensor:
-    if t.untyped_storage().nbytes() > 1 << 28:
+    if t.untyped_storage().nbytes() > LARGE:
         return t.detach().contiguous().reshape(-1).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
@@ -59,12 +60,13 @@ def poisoned_memory() -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     was, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    switch: Any = torch._C._set_deterministic_algorithms       # the public one imports torch's compiler
+    switch(True, warn_only=True)
     memory.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was, warn_only=only_warned)
+        switch(was, warn_only=only_warned)
         memory.fill_uninitialized_memory = filled
 
 
@@ -72,7 +74,7 @@ def guarded(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same values with the same strides, each tensor in memory of its own between margins of NaN (integers: -1).
 
     Gaps between elements hold NaN too. What reads beside an input then shows in the result, what writes beside it in
-    the snapshot. A tensor that is passed twice stays one.
+    the snapshot. A tensor that is passed twice stays one; what reaches over gigabytes stays where it is.
     """
     made: dict[int, Tensor] = {}
     return {name: made.setdefault(id(v), _guarded(v)) if isinstance(v, Tensor) else v for name, v in values.items()}
@@ -80,8 +82,10 @@ def guarded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _guarded(t: Tensor) -> Tensor:
     aligned = max(64 // t.element_size(), 1)
-    margin = MARGIN // t.element_size() + t.storage_offset() % aligned     # as aligned as it was
+    margin = MARGIN // t.element_size() + int(t.storage_offset()) % aligned        # as aligned as it was
     span = _span(t)
+    if span > LARGE:
+        return t
     storage = _filled(span + 2 * margin, t)
     view = storage.as_strided(t.shape, t.stride(), margin)
     if 0 in t.stride() and t.numel() > 1:      # spread: several indices are one element
@@ -92,7 +96,8 @@ def _guarded(t: Tensor) -> Tensor:
 
 
 def _span(t: Tensor) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+    """Elements of memory from the first to the last."""
+    return 1 + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride())) if t.numel() else 0
 
 
 def _filled(size: int, like: Tensor) -> Tensor:

@@ -1,0 +1,116 @@
+"""Certificates from verdicts, and the command that makes them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import Fake, happened, register, world
+
+import layerzero as lz
+from layerzero.cli.verify_levels import chosen_kernels, level_one
+from layerzero.runtime import certificates, hardware
+from layerzero.runtime import world as worlds
+from layerzero.runtime.certificates import Certificate
+from layerzero.verify.certify import certify, certify_all
+
+__all__ = ["happened", "world"]
+HERE = hardware.probe("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch, world):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+
+
+class Doubles(Fake):
+    """Right once, then twice the truth."""
+
+    def _load(self):
+        right = super()._load()
+
+        def run(x, weight=None, eps=1e-6, *, offset=0.0):
+            return right(x, weight, eps, offset=offset) * 2
+
+        return run
+
+
+def by_id(kernel: str):
+    return worlds.current().catalog.by_id[kernel]
+
+
+def test_a_certificate_says_what_was_shown():
+    verdict = certify(by_id("torch.rms_norm"))
+    made = verdict.certificate
+    assert verdict.status == "passed" and made is not None and verdict.diagnosis is None
+    assert made.cases == verdict.ran > 100 and made.skipped == len(verdict.results) - verdict.ran
+    assert made.dtypes == ("bfloat16", "float16", "float32") and made.gradients > 10
+    assert 0 < made.worst <= 1 and made.worst_over_eager > 0
+    assert made.deterministic and made.writes_all and made.nan_propagates and made.graph_safe is None
+    assert made.void(by_id("torch.rms_norm"), HERE) is None
+
+
+def test_the_grid_is_the_same_for_the_same_seed_and_another_for_another():
+    one, same, other = (certify(by_id("reference.detokenize"), seeds=s) for s in ((0,), (0,), (3,)))
+    grids = [v.certificate.grid for v in (one, same, other) if v.certificate]
+    assert len(grids) == 3 and grids[0] == grids[1] != grids[2]
+
+
+def test_passing_writes_one_failing_takes_it_away():
+    good, bad = Fake("fake.good", prior=1e6), Doubles("fake.bad", prior=1e7)
+    register(good, bad)
+    stale = certify(by_id("fake.good")).certificate
+    assert stale is not None
+    path = certificates.write(Certificate(**{**stale.__dict__, "kernel": "fake.bad"}), HERE)
+    seen = []
+    for verdict in certify_all([by_id("fake.good"), by_id("fake.bad")]):
+        seen.append((verdict.kernel, verdict.status, (path.parent / f"{verdict.kernel}.json").exists()))
+    assert seen == [("fake.good", "passed", True), ("fake.bad", "failed", False)]
+    assert certificates.certified([by_id("fake.good"), by_id("fake.bad")], HERE) == {"fake.good"}
+
+
+def test_interrupted_it_keeps_what_it_has():
+    fakes = [Fake(f"fake.n{i}") for i in range(3)]
+    register(*fakes)
+    walk = certify_all([f.kernel for f in fakes])
+    next(walk)
+    walk.close()
+    assert certificates.certified([f.kernel for f in fakes], HERE) == {"fake.n0"}
+
+
+def test_what_is_not_here_is_skipped_with_its_reason():
+    verdict = certify(by_id("flash_attn.v2"))
+    assert verdict.status == "skipped" and verdict.certificate is None and "flash" in verdict.refusal
+
+
+def test_the_command_certifies_and_selection_sees_it(capsys):
+    register(Fake("fake.good", prior=1e6), Doubles("fake.bad", prior=1e7))
+    lz.configure(require_certificates=True)
+    x = lz.op("rms_norm").inputs()["x"]
+    assert lz.which("rms_norm", x) == "reference.rms_norm"
+    assert level_one(backend="fake") == 1
+    out = capsys.readouterr().out
+    assert "ok  1/2 fake.good" in out and "1 passed, 1 failed" in out
+    for word in ("likely class:", "what to do:", "worst at", "float32"):
+        assert word in out.split("fake.bad")[1]
+    assert lz.which("rms_norm", x) == "fake.good"
+
+
+def test_the_command_as_json(capsys):
+    assert level_one(kernel="torch.alib?", op="alibi", as_json=True) in (0, 1)
+    told = json.loads(capsys.readouterr().out)
+    assert told["level"] == 1 and [k["kernel"] for k in told["kernels"]] == ["torch.alibi"]
+    assert told["kernels"][0]["cases"] > 50
+
+
+@pytest.mark.parametrize(("asked", "word"), [
+    ({"backend": "torhc"}, "--backend"), ({"kernel": "torch.nothing"}, "--kernel"), ({"op": "attentoin"}, "attention"),
+    ({"backend": "torch", "kernel": "reference.*"}, "no kernel")])
+def test_a_name_that_fits_nothing_is_an_error(asked, word):
+    with pytest.raises(lz.ConfigError, match=word):
+        chosen_kernels(**asked)
+
+
+def test_an_unknown_lane_is_an_error():
+    with pytest.raises(lz.ConfigError, match="quick, full, stress"):
+        level_one("fast")

@@ -22,7 +22,7 @@ from layerzero.spec.reason import Category
 from layerzero.verify.contract import case_values, check_case, check_kernel, refusals, worst_indices
 
 ALSO_FLOAT64 = ("reference.", "torch.sdpa_math", "torch.sdpa_flash", "torch.rms_norm", "torch.layer_norm")
-# A compiling kernel takes seconds per case: enough of them to meet every feature once. LAYERZERO_TEST_JIT=all runs
+# A compiling kernel takes seconds per case: enough of them to meet every feature once. LZ_TEST_JIT=all runs
 # the whole grid of the compiled formulas too, which takes half an hour.
 JIT_CASES: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
     "attention": (
@@ -37,7 +37,7 @@ JIT_CASES: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
     "cross_entropy": (({"ignored": "some", "smoothing": 0.1}, "float32"),),
     "dequantize": (({"symmetric": False, "granularity": "block", "block_size": 16}, "bfloat16"),),
 }
-ALL_JIT_CASES = os.environ.get("LAYERZERO_TEST_JIT") == "all"
+ALL_JIT_CASES = os.environ.get("LZ_TEST_JIT") == "all"
 
 
 def here(kernel: Kernel) -> str:

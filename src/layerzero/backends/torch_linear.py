@@ -26,6 +26,7 @@ from ..spec.rules import (
     any_of,
     at_least,
     at_most,
+    contiguous,
     cpu_isa,
     device,
     dtypes,
@@ -179,7 +180,8 @@ KERNELS = (
     Kernel("torch.linear", linear, _linear, prior=6.0, overhead_us=2.0, baseline=True),
     Kernel("torch.linear_prepacked", linear, _linear_prepacked, prior=7.5, overhead_us=5.0, differentiable=False,
            traceable=False, workspace="itemsize * in_features * out_features",
-           requires=(*PREPACKED, at_least("in_features", 1, Code.EMPTY_INPUT),
+           # oneDNN's entry reads the bias as if it were contiguous.
+           requires=(*PREPACKED, contiguous("bias"), at_least("in_features", 1, Code.EMPTY_INPUT),
                      at_least("out_features", 1, Code.EMPTY_INPUT)),
            note="keeps a second copy of the weight, arranged for oneDNN"),
     Kernel("torch.mlp", mlp, _mlp, prior=6.0, overhead_us=8.0, baseline=True),
@@ -189,7 +191,8 @@ KERNELS = (
     Kernel("torch.mlp_prepacked", mlp, _mlp_prepacked, prior=7.8, overhead_us=15.0, differentiable=False,
            traceable=False, workspace="itemsize * (hidden * wide + inner * out)",
            # Small float32 weights are in the cache: what is fetched before each product costs what it gains.
-           requires=(*PREPACKED, at_least("out", 1, Code.EMPTY_INPUT),
+           requires=(*PREPACKED, *map(contiguous, ("bias_in", "bias_up", "bias_down")),
+                     at_least("out", 1, Code.EMPTY_INPUT),
                      any_of(dtypes("bfloat16"), at_least("hidden", 1024))),
            note="keeps a second copy of the weights, arranged for oneDNN"),
 )

@@ -302,7 +302,9 @@ KERNELS = (
            differentiable=False,
            requires=(*GROUPED, multiple_of("k", 8), multiple_of("n", 8), contiguous("x"), aligned("x", 16),
                      at_least("rows", 1, Code.EMPTY_INPUT),
-                     any_of(at_least("weights.stride_last", 2), aligned("weights", 16))),
+                     any_of(at_least("weights.stride_last", 2), aligned("weights", 16)),
+                     # whole, or a whole one seen transposed: k and n are multiples of 8
+                     any_of(at_least("weights.stride_last", 8), contiguous("weights", repair=False))),
            note="its backward refuses gradients that were broadcast, such as those of a sum"),
     Kernel("torch.grouped_bmm", grouped_gemm, _padded, prior=2.0, overhead_us=40.0, graph_safe=False, traceable=False,
            workspace="itemsize * groups * rows * (k + n)", note="pads every group to the largest"),

@@ -97,8 +97,9 @@ def _alibi() -> Callable[..., Any]:
         row = wide[:, None] * -distance.abs()
         if is_causal:
             row = row.masked_fill(distance > 0, -torch.inf)
-        row = row.to(slopes.dtype)
-        return row[:, None] if seq_q == 1 else row.unfold(1, seq_k, 1).flip(1)
+        if not slopes.requires_grad:           # its gradient is a sum over all rows, and must be summed wide
+            row = row.to(slopes.dtype)
+        return (row[:, None] if seq_q == 1 else row.unfold(1, seq_k, 1).flip(1)).to(slopes.dtype)
 
     return run
 

@@ -280,7 +280,7 @@ KERNELS = (
            requires=WEIGHT_ONLY, workspace="8 * in_features * out_features"),
     Kernel("torch.int8_linear", quantized_linear, _int8_in_place, prior=9.0, overhead_us=5.0, differentiable=False,
            requires=(*WEIGHT_ONLY, *ON_CPU, one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
-                     *ONE_SCALE_PER_ROW, dtypes("bfloat16"), at_most("rows", 16),
+                     *ONE_SCALE_PER_ROW, contiguous("scales"), dtypes("bfloat16"), at_most("rows", 16),
                      # it reads whole vectors: the process dies on rows of other lengths
                      multiple_of("in_features", 32))),
     Kernel("torch.int4_linear", quantized_linear, _int4_packed, prior=10.0, overhead_us=8.0, differentiable=False,

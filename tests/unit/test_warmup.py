@@ -329,7 +329,9 @@ def test_critical_calls_are_never_dropped(compiler):
     assert report.ok and len(report.ready) == 3
 
 
-def test_an_interrupt_ends_the_waiting_and_begins_nothing_more(compiler):
+def test_an_interrupt_ends_the_waiting_and_begins_nothing_more(compiler, request):
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell's background job is born deaf to it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, was))
     compiler.gate.clear()
     timer = threading.Thread(target=lambda: (
         compiler.entered.wait(20), signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)))

@@ -181,5 +181,6 @@ KERNELS = (
             one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),
             any_of(equals("granularity", "block"), at_most("width", 1 << 15)), at_most("block_size", 4096),
             at_most("block_rows", 256),
-            one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), absent("zeros.dtype")),
+            one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), absent("zeros.dtype"),
+            absent("global_scale.dtype")),
 )

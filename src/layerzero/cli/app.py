@@ -26,6 +26,7 @@ from . import verify as verification
 from . import warmup as warming
 from .arguments import parse_call
 from .block import SIZES
+from .options import DeviceKind, Json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="LayerZero: which kernel serves a call on this machine, and why.")
@@ -33,10 +34,7 @@ app.add_typer(perf.app, name="perf")
 
 OpName = Annotated[str, typer.Argument(metavar="OP", help="an operation, such as attention")]
 Words = Annotated[list[str], typer.Argument(metavar="SHAPE...", help="query=1x32x1x128 is_causal=true ...")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 Dtype = Annotated[str, typer.Option(help="dtype of the tensors; one tensor's own: mask=8x8:bool")]
-DeviceKind = Annotated[str | None, typer.Option(
-    "--device", help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")]
 Backend = Annotated[str | None, typer.Option("--backend", help="ask for this kernel or library by name")]
 On = Annotated[Path | None, typer.Option(
     "--on", help="a device as JSON, one of `devices` in lz doctor --json: answers for that machine")]
@@ -194,7 +192,7 @@ def _kind(device: str | None) -> str:
     """The kind asked for, if it is here; else an accelerator before the CPU."""
     if device is not None:
         return hardware.probe(device).type
-    return next((kind for kind in hardware.present() if kind != "cpu"), "cpu")
+    return hardware.main_kind()
 
 
 def _device_file(path: Path) -> Device:

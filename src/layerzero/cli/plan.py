@@ -18,20 +18,16 @@ from ..spec.call import Call
 from ..spec.errors import ConfigError, DataError, InvalidCall
 from ..tune.workload import calls_for
 from . import show
+from .options import CallsFile, DeviceKind, Json, Model, OpCases
 
-Calls = Annotated[Path | None, typer.Option("--calls", help="a file of calls, as lz record writes it")]
-Model = Annotated[str | None, typer.Option("--model", help="a model that lz knows, such as llama-3-8b")]
-OpName = Annotated[str | None, typer.Option("--op", help="the contract's own cases of an operation")]
 Program = Annotated[str | None, typer.Option(
     "--program", help="module:function, which gives a model and its example arguments as one tuple")]
 Dtype = Annotated[str, typer.Option(help="of --model and --op")]
-DeviceKind = Annotated[str | None, typer.Option(
-    "--device", help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
 
 def solve(
-    calls: Calls = None, model: Model = None, op: OpName = None, program: Program = None, dtype: Dtype = "bfloat16",
+    calls: CallsFile = None, model: Model = None, op: OpCases = None, program: Program = None,
+    dtype: Dtype = "bfloat16",
     device: DeviceKind = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="where the table goes")] = Path(DEFAULT_PATH),
     python: Annotated[Path | None, typer.Option("--python", help="also write it as a Python module, here")] = None,
@@ -56,7 +52,8 @@ def solve(
 
 def lock(
     table: Annotated[Path | None, typer.Option("--table", help="a dispatch table; default: solve the calls")] = None,
-    calls: Calls = None, model: Model = None, op: OpName = None, program: Program = None, dtype: Dtype = "bfloat16",
+    calls: CallsFile = None, model: Model = None, op: OpCases = None, program: Program = None,
+    dtype: Dtype = "bfloat16",
     device: DeviceKind = None,
     check: Annotated[bool, typer.Option("--check", help="write nothing: does this machine hold to it?")] = False,
     path: Annotated[Path, typer.Option("--file", help="the lockfile")] = Path(lockfile.DEFAULT_PATH),
@@ -101,7 +98,8 @@ def diff(
 
 
 def dry_run(
-    calls: Calls = None, model: Model = None, op: OpName = None, program: Program = None, dtype: Dtype = "bfloat16",
+    calls: CallsFile = None, model: Model = None, op: OpCases = None, program: Program = None,
+    dtype: Dtype = "bfloat16",
     device: DeviceKind = None, as_json: Json = False,
 ) -> None:
     """Which kernel would serve each call, without running any. Exit code 1 if nothing can serve one of them."""

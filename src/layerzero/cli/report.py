@@ -46,7 +46,7 @@ def report(
 
 def gather(device: str | None = None, regret: Regret | None = None) -> Overview:
     """All there is to show of one device of this machine, as it is chosen by now."""
-    kind = hardware.probe(device).type if device else next((k for k in hardware.present() if k != "cpu"), "cpu")
+    kind = hardware.probe(device).type if device else hardware.main_kind()
     world = worlds.current()
     place, rows = world.place(kind), list(world.perf)
     here = [m for m in rows if m.place == place]

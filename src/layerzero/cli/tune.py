@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,6 +26,7 @@ from ..tune.report import Tuned, TuneReport, label
 from ..tune.workload import calls_for
 from . import show
 from .arguments import parse_call
+from .options import Batch, CallsFile, Context, DeviceKind, Json, Model, Prompt, check_calls_file
 
 AND = "and"                                    # between the shapes of two calls
 
@@ -35,8 +35,8 @@ def tune(
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="an operation: its cases, or these shapes")] = None,
     words: Annotated[list[str] | None, typer.Argument(
         metavar="[SHAPE...]", help="query=1x32x1x128 is_causal=true ...; several calls: x=8x64 and x=512x64")] = None,
-    calls: Annotated[Path | None, typer.Option("--calls", help="a file of calls, as lz record writes it")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="a model that lz knows, such as llama-3-8b")] = None,
+    calls: CallsFile = None,
+    model: Model = None,
     seconds: Annotated[float | None, typer.Option(help="stop after about so long; run again to go on")] = None,
     again: Annotated[bool, typer.Option("--again", help="also what was measured before")] = False,
     cold: Annotated[bool | None, typer.Option(
@@ -45,11 +45,9 @@ def tune(
         "--compile/--no-compile", help="also kernels that have to be compiled first")] = True,
     rounds: Annotated[int, typer.Option(help="the most samples of one kernel in one kind of call")] = tuner.ROUNDS,
     dtype: Annotated[str, typer.Option(help="of the shapes, the cases or the model")] = "bfloat16",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the accelerator, else the CPU")] = None,
-    batch: Annotated[int, typer.Option(help="of --model")] = 1,
-    prompt: Annotated[int, typer.Option(help="of --model: tokens of a prompt")] = 512,
-    context: Annotated[int, typer.Option(help="of --model: tokens that decoding looks back on")] = 4096,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    device: DeviceKind = None,
+    batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096,
+    as_json: Json = False,
 ) -> None:
     """Time every kernel that may serve, keep the times, and choose by them from then on.
 
@@ -58,8 +56,7 @@ def tune(
     asked = [name for name, given in (("OP", op), ("--calls", calls), ("--model", model)) if given is not None]
     if len(asked) > 1:
         raise ConfigError(f"lz tune takes one of OP, --calls and --model, got {' and '.join(asked)}")
-    if calls is not None and not calls.is_file():
-        raise ConfigError(f"--calls {calls}: there is no such file; lz record -- python app.py writes one")
+    check_calls_file(calls)
     if op is not None and words:
         found = _written(op, words, dtype)
     else:

@@ -20,6 +20,7 @@ from ..verify.references import References
 from ..verify.traces import write
 from . import show
 from .ladder import TEXT, ladder
+from .options import Json
 from .verify_levels import level_one
 
 _MARKS = {"passed": "ok", "unmapped": "--", "unproven": "??"}
@@ -60,7 +61,7 @@ def command(
     traces: Annotated[Path | None, typer.Option(metavar="DIR", help="write the results as Traces")] = None,
     write_tests: Annotated[Path | None, typer.Option(
         "--write-tests", metavar="DIR", help="write a pytest file for each definition instead")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    as_json: Json = False,
 ) -> None:
     """lz against references and independent libraries. Exit code 1 if something disagrees."""
     lanes = [name for name, given in (("quick", quick), ("full", full), ("stress", stress)) if given]

@@ -16,21 +16,20 @@ from ..tune.report import label
 from ..tune.workload import calls_for
 from . import show
 from .arguments import parse_call
+from .options import Batch, CallsFile, Context, DeviceKind, Json, Model, Prompt, check_calls_file
 
 
 def warmup(
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="an operation: its cases, or this shape")] = None,
     words: Annotated[list[str] | None, typer.Argument(metavar="[SHAPE...]", help="x=512x4096 weight=4096 ...")] = None,
-    calls: Annotated[Path | None, typer.Option("--calls", help="a file of calls, as lz record writes it")] = None,
+    calls: CallsFile = None,
     table: Annotated[Path | None, typer.Option("--table", help="a dispatch table, as lz solve writes it")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="a model that lz knows, such as llama-3-8b")] = None,
+    model: Model = None,
     timeout: Annotated[float | None, typer.Option(help="seconds after which what is not ready is given up")] = None,
     dtype: Annotated[str, typer.Option(help="of the shape, the cases or the model")] = "bfloat16",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the accelerator, else the CPU")] = None,
-    batch: Annotated[int, typer.Option(help="of --model")] = 1,
-    prompt: Annotated[int, typer.Option(help="of --model: tokens of a prompt")] = 512,
-    context: Annotated[int, typer.Option(help="of --model: tokens that decoding looks back on")] = 4096,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    device: DeviceKind = None,
+    batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096,
+    as_json: Json = False,
 ) -> None:
     """Compile what these calls need, into caches that later processes find it in.
 
@@ -40,8 +39,7 @@ def warmup(
     asked = [name for name, value in given.items() if value is not None]
     if len(asked) != 1:
         raise ConfigError(f"lz warmup takes one of {', '.join(given)}, got {' and '.join(asked) or 'none'}")
-    if calls is not None and not calls.is_file():
-        raise ConfigError(f"--calls {calls}: there is no such file; lz record -- python app.py writes one")
+    check_calls_file(calls)
     found: tuple[Call, ...]
     if table is not None:
         found = tuple(artefact.call for artefact in Table.load(table).jit)

@@ -23,6 +23,7 @@ from ..spec.errors import ConfigError
 from ..tune import regret as regrets
 from ..tune.workload import calls_for, read_recordings
 from . import show
+from .options import Batch, CallsFile, Context, DeviceKind, Json, Model, OpCases, Prompt, check_calls_file
 
 # Everything after the options is the command's own.
 PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -77,32 +78,28 @@ def _report(calls: tuple[Call, ...], out: Path) -> None:
 
 
 def regret(
-    calls: Annotated[Path | None, typer.Option("--calls", help="a file of calls, as lz record writes it")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="a model that lz knows, such as llama-3-8b")] = None,
-    op: Annotated[str | None, typer.Option("--op", help="the contract's own cases of an operation")] = None,
+    calls: CallsFile = None,
+    model: Model = None,
+    op: OpCases = None,
     standard: Annotated[bool, typer.Option("--standard", help="the standard workload, also by default")] = False,
     seconds_per_call: Annotated[float, typer.Option(help="time to spend on each call")] = 0.5,
     max_median: Annotated[float, typer.Option(help="fail above this median regret")] = regrets.MAX_MEDIAN,
     max_p95: Annotated[float, typer.Option("--max-p95", help="fail above this 95th percentile")] = regrets.MAX_P95,
-    batch: Annotated[int, typer.Option(help="of --model")] = 1,
-    prompt: Annotated[int, typer.Option(help="of --model: tokens of a prompt")] = 512,
-    context: Annotated[int, typer.Option(help="of --model: tokens that decoding looks back on")] = 4096,
+    batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096,
     scale: Annotated[float, typer.Option(help="of --model: make it narrower, 0.125 for an eighth")] = 1.0,
     dtype: Annotated[str, typer.Option(help="of --model and --op")] = "bfloat16",
-    device: Annotated[str | None, typer.Option(
-        "--device", help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")] = None,
+    device: DeviceKind = None,
     everything: Annotated[bool, typer.Option("--all", help="show every call, not the worst ones only")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    as_json: Json = False,
 ) -> None:
     """Replay calls: the chosen kernel against every other, in turns. Exit code 1 if the choices are not good enough."""
     given = [source for source in (calls, model, op, "standard" if standard else None) if source is not None]
     if len(given) > 1:
         raise ConfigError(f"give one of --calls, --model, --op and --standard, got {' and '.join(map(str, given))}")
-    if calls is not None and not calls.is_file():
-        raise ConfigError(f"--calls {calls}: there is no such file; lz record -- python app.py writes one")
+    check_calls_file(calls)
     found = calls_for(given[0] if given else "standard", batch=batch, prompt=prompt, context=context, scale=scale,
                       dtype=dtype)
-    kind = hardware.probe(device).type if device else next((k for k in hardware.present() if k != "cpu"), "cpu")
+    kind = hardware.probe(device).type if device else hardware.main_kind()
     with _Bar(len(found)) as bar:
         report = regrets.replay(found, seconds=seconds_per_call, device=kind, advance=bar.advance)
     problems = report.problems(max_median, max_p95)

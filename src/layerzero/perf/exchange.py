@@ -37,7 +37,7 @@ def export_lines(store: Store, path: Path) -> int:
                     out.write(json.dumps(line, sort_keys=True) + "\n")
                 out.close()
                 os.replace(out.name, path)
-            except BaseException:
+            except BaseException:              # nothing is handled: a half-written file is taken away, the rest goes on
                 os.unlink(out.name)
                 raise
     except OSError as e:

@@ -43,7 +43,7 @@ class FleetStore(Store):
             self._engine = self._sa.create_engine(address, poolclass=self._sa.pool.StaticPool, connect_args=wait)
             try:
                 self._prepare()
-            except BaseException:
+            except BaseException:              # nothing is handled: whatever it was, no connection is left open
                 self._engine.dispose()
                 raise
 

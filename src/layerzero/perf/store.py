@@ -131,7 +131,7 @@ class SqliteStore(Store):
             self._connection = self._open()
             try:
                 self._prepare()
-            except BaseException:
+            except BaseException:              # nothing is handled: whatever it was, the file is not left open
                 self._connection.close()
                 raise
 
@@ -160,7 +160,7 @@ class SqliteStore(Store):
             found.execute("PRAGMA schema_version").fetchall()      # the first look at the file
             found.execute("PRAGMA synchronous = NORMAL")           # in WAL mode no crash can tear the file
             return found
-        except BaseException:
+        except BaseException:                  # as above
             found.close()
             raise
 
@@ -231,7 +231,7 @@ class SqliteStore(Store):
         try:
             yield
             self._connection.execute("COMMIT")
-        except BaseException:
+        except BaseException:                  # nothing is handled: an interrupt, too, leaves all or none of it written
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise

@@ -112,7 +112,7 @@ def _recording(seen: dict[str, Listed]) -> Iterator[None]:
 
 def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
     """The same for calls that are written down, on this device or the accelerator that is here."""
-    kind = device or next((k for k in hardware.present() if k != "cpu"), "cpu")
+    kind = device or hardware.main_kind()
     rows = []
     for i, call in enumerate(calls):
         try:

@@ -54,7 +54,7 @@ def solve(calls: Iterable[Call] | Callable[..., Any], *example: Any, path: str |
     if (example or named) and not callable(calls):
         raise ConfigError("lz.solve: example arguments go with a model; calls are given alone")
     world = replace(worlds.current(), table=None, memo={})
-    kind = device or next((k for k in hardware.present() if k != "cpu"), "cpu")
+    kind = device or hardware.main_kind()
     solver = _Solver(world, kind, fill)
     for i, call in enumerate(listed):
         solver.add(call, f"call {i} ({call.name or call.op})")

@@ -40,6 +40,11 @@ def present() -> tuple[str, ...]:
     return tuple(kind for kind in DEVICE_TYPES if _COUNT[kind]() > 0)
 
 
+def main_kind() -> str:
+    """What is meant where no device is named: an accelerator before the CPU."""
+    return next((kind for kind in present() if kind != "cpu"), "cpu")
+
+
 def all_devices() -> tuple[Device, ...]:
     return tuple(probe(kind, index) for kind in present() for index in range(_COUNT[kind]()))
 

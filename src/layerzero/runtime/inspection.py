@@ -153,7 +153,7 @@ def list_kernels(op: str | None = None, device: str | None = None) -> list[Kerne
     world = worlds.current()
     if op is not None:
         dispatcher_of(op)
-    kind = device or next((k for k in hardware.present() if k != "cpu"), "cpu")
+    kind = device or hardware.main_kind()
     around = world.surroundings(kind, None)
     rows = []
     for o in world.catalog.ops.values():

@@ -56,7 +56,7 @@ def readiness_check(calls: Iterable[Call] = (), device: str | None = None) -> Re
     Without calls: which of the kernels that can run on this device have no certificate that holds.
     """
     world = worlds.current()
-    kind = device or next((k for k in hardware.present() if k != "cpu"), "cpu")
+    kind = device or hardware.main_kind()
     asked = tuple(calls)
     if not asked:
         around = world.surroundings(kind, None)

@@ -184,7 +184,7 @@ def warmup(calls: Source, *, critical: Source | None = None, background: bool = 
         raise ConfigError(f"lz.warmup: timeout must be seconds >= 0, got {timeout!r}")
     first = _listed(calls if critical is None else critical)
     others = tuple(call for call in _listed(calls) if call not in first) if critical is not None else ()
-    where = device or next((kind for kind in hardware.present() if kind != "cpu"), "cpu")
+    where = device or hardware.main_kind()
     hardware.probe(where.partition(":")[0])
     share_caches()
     report = WarmupReport((*first, *others))
@@ -196,7 +196,7 @@ def warmup(calls: Source, *, critical: Source | None = None, background: bool = 
     try:
         with _turn:
             in_time = _turn.wait_for(lambda: settling.done and all(job.done for job in urgent), timeout)
-    except BaseException:                      # an interrupt: what has not begun is not begun
+    except BaseException:                      # an interrupt, passed on: what has not begun is not begun
         _cancel(report, settling)
         raise
     if not in_time:

@@ -58,7 +58,7 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     save      called with the measurements of each kind, instead of keeping them where all others are
     """
     began = time.perf_counter()
-    target = hardware.probe(device).type if device else next((k for k in hardware.present() if k != "cpu"), "cpu")
+    target = hardware.probe(device).type if device else hardware.main_kind()
     tuner = Tuner(rounds, flush, None if seconds is None else began + seconds, save or measurements.record, compile)
     say = progress or (lambda done, total, what: None)
     jobs, skipped = survey(_calls(calls), target)

@@ -295,13 +295,11 @@ def test_what_was_typed_at_a_prompt_is_known_by_its_code():
 # environments
 
 def test_an_environment_says_all_a_measurement_may_depend_on(world):
-    measurements._environments.clear()         # it is kept for a while, and other tests have other kernels
     found = measurements.environment("cpu")
     assert found["device"]["name"] and found["place"] == worlds.current().place("cpu")
     assert {"threads", "capabilities", "machine", "platform", "python", "layerzero", "state"} <= found.keys()
     assert environment_id(json.loads(json.dumps(found))) == environment_id(found)
     before = found["capabilities"]
-    measurements._environments.clear()
     register(Fake("fake.one"))
     assert measurements.environment("cpu")["capabilities"] != before
 

@@ -27,6 +27,7 @@ from .machine import machine_id, state_of
 
 if TYPE_CHECKING:
     from ..perf.interface import CorruptStore, Store
+    from .catalog import Catalog
     from .world import World
 
 FILE = "perf.sqlite"
@@ -38,7 +39,7 @@ STATE_SECONDS = 10.0                           # for so long the state of the ma
 
 _trouble: StoreTrouble | None = None           # the last one, until the store works again
 _retry_at = 0.0
-_environments: dict[str, tuple[float, dict[str, Any]]] = {}
+_environments: dict[str, tuple[float, Catalog, dict[str, Any]]] = {}
 
 
 def location(policy: Policy) -> Path | str | None:
@@ -276,13 +277,15 @@ def environment(kind: str) -> dict[str, Any]:
     """Everything a measurement on this machine's `kind` of device may depend on, and the state it is in now."""
     from . import world as worlds
     from .capabilities import capabilities_hash, export
-    read_at, found = _environments.get(kind, (0.0, {}))
-    if not found or time.monotonic() > read_at + STATE_SECONDS or found["threads"] != torch.get_num_threads():
+    catalog = worlds.current().catalog
+    read_at, of, found = _environments.get(kind, (0.0, None, {}))
+    stale = of is not catalog or time.monotonic() > read_at + STATE_SECONDS
+    if stale or found["threads"] != torch.get_num_threads():
         device, threads = hardware.probe(kind), torch.get_num_threads()
         found = {
             "device": device.to_json(), "place": place_of(device, threads), "threads": threads,
-            "capabilities": capabilities_hash(export(worlds.current().catalog))[:16], **state_of(device)}
-        _environments[kind] = time.monotonic(), found
+            "capabilities": capabilities_hash(export(catalog))[:16], **state_of(device)}
+        _environments[kind] = time.monotonic(), catalog, found
     return found
 
 

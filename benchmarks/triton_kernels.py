@@ -115,11 +115,11 @@ def bench_decode() -> None:
         mask = torch.ones(t, k, dtype=torch.bool, device="cuda").tril(k - t)
         want = F.scaled_dot_product_attention(q.float(), key.float(), value.float(), mask, enable_gqa=True)
 
-        def ours(made: decode.Config | None, prefetch: bool = False, q: Any = q, key: Any = key, value: Any = value,
+        def ours(made: decode.Config | None, q: Any = q, key: Any = key, value: Any = value,
                  t: int = t) -> Callable[[], Any]:
-            return lambda: decode.dense(q, key, value, t > 1, None, "bottom_right", chosen=made, prefetch=prefetch)
+            return lambda: decode.dense(q, key, value, t > 1, None, "bottom_right", chosen=made)
 
-        homes, options = b * hkv, [("default", ours(None)), ("default+prefetch", ours(None, True))]
+        homes, options = b * hkv, [("default", ours(None))]
         shapes = ((64, 4, 3), (64, 4, 4)) if t == 1 else ((64, 4, 3), (128, 8, 3))
         for (block, warps, stages), waves in itertools.product(shapes, (1, 2, 4)):
             splits = max(1, min(132 * waves // homes, k // block))
@@ -133,29 +133,35 @@ def bench_decode() -> None:
 
 def bench_paged() -> None:
     for name, b, k, stored in (("B1 K4096", 1, 4096, BF16), ("B8 K4096", 8, 4096, BF16), ("B32 K4096", 32, 4096, BF16),
+                               ("B32 K512-4096", 32, 4096, BF16),
                                ("B8 K4096 fp8", 8, 4096, torch.float8_e4m3fn), ("B8 K4096 int8", 8, 4096, torch.int8)):
         pages = b * k // 16
         key, value = ((rand(pages, 16, 8, 128) * 4).to(stored) for _ in "kv")
         table = torch.randperm(pages, device="cuda").to(torch.int32).view(b, -1)
         lengths = torch.full((b,), k, device="cuda", dtype=torch.int32)
+        if "-" in name:                            # ragged
+            lengths = torch.linspace(512, 4096, b, device="cuda").to(torch.int32)[torch.randperm(b, device="cuda")]
+        seen = (torch.arange(k, device="cuda") < lengths[:, None])[:, None, None, :]
         q = rand(b, 32, 128)
         scale = torch.full((), 0.25, device="cuda")
         by = {"key_scale": scale, "value_scale": scale}
         dense_k, dense_v = ((t.to(torch.float32) * 0.25).to(BF16)[table.long()].view(b, k, 8, 128).transpose(1, 2)
                             .contiguous() for t in (key, value))
-        want = F.scaled_dot_product_attention(q[:, :, None].float(), dense_k.float(), dense_v.float(),
+        want = F.scaled_dot_product_attention(q[:, :, None].float(), dense_k.float(), dense_v.float(), seen,
                                               enable_gqa=True)[:, :, 0]
+        mask = seen if "-" in name else None
 
         def ours(made: decode.Config | None, q: Any = q, key: Any = key, value: Any = value, table: Any = table,
                  lengths: Any = lengths, by: Any = by) -> Callable[[], Any]:
             return lambda: decode.paged(q, key, value, table, lengths, **by, chosen=made)
 
         options = [("default", ours(None))]
-        for (block, warps, stages), waves in itertools.product(((64, 4, 3), (64, 4, 4)), (1, 2, 4)):
+        for (block, warps, stages), waves in itertools.product(((64, 4, 3), (64, 4, 4)), (1, 2, 4, 8)):
             made = decode.Config(block, warps, stages, max(1, min(132 * waves // (b * 8), k // block)))
             options.append((str(tuple(made)), ours(made)))
-        race(f"paged {name}", options, [("sdpa over the same keys in one piece", lambda q=q, k=dense_k, v=dense_v:
-                                         F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True))], want)
+        race(f"paged {name}", options, [("sdpa over the same keys in one piece", lambda q=q, k=dense_k, v=dense_v, m=mask:
+                                         F.scaled_dot_product_attention(q[:, :, None], k, v, m, enable_gqa=True))],
+             want)
 
 
 def bench_norm() -> None:
@@ -196,8 +202,14 @@ def bench_gemv() -> None:
             width = stored.shape[1]
             configs = []
             if rows == 1 and n == 14336:
-                configs = [(4, 128, 4, 1), (16, 128, 4, 1), (8, 256, 8, 1), (4, 256, 8, 1), (8, 64, 2, 1),
-                           (8, 128, 4, 2)]
+                configs = [(4, 128, 4, 1), (8, 128, 4, 1)]
+                if format == "int4":
+                    configs = [(block, 128, 4, stages, each) for block, stages, each in (
+                        (8, 1, 3), (8, 1, 6), (4, 1, 4), (4, 1, 8), (16, 1, 2), (16, 1, 4), (8, 3, 3), (8, 2, 4),
+                        (8, 1, 100), (4, 1, 100))]
+            elif rows == 1 and format == "int4":
+                configs = [(4, 128, 4, 1, 8), (8, 128, 4, 1, 8), (4, 512, 16, 1, 2), (4, 256, 8, 1, 4), (8, 512, 16, 1, 1),
+                           (2, 128, 4, 1, 16)]
             elif rows == 1:
                 configs = [(4, 128, 4, 1), (2, 128, 4, 1)]
             elif rows == 16:

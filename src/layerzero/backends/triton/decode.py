@@ -14,7 +14,8 @@ from .machine import counters, size_of
 
 MOST_ROWS = 64             # of one tile: query heads that share a KV head times their tokens
 MOST_SPLITS = 32           # the last program of a KV head merges them all: more take longer than they save
-PREFETCH = False           # ask for the first keys and values before the queries have come: an experiment
+FEW_TILES = 8              # of a program: up to here the queries are read anew for each
+MERGED_AT_ONCE = 8192      # numbers of a tile of parts
 
 
 class Config(NamedTuple):
@@ -43,7 +44,7 @@ def launch(
     out_strides: tuple[int, int, int], lse_strides: tuple[int, int, int], scale: float, softcap: float, left: int,
     right: int, bottom: bool, slopes: Tensor | None = None, table: Tensor | None = None, lengths: Tensor | None = None,
     starts: Tensor | None = None, page: int = 0, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    chosen: Config | None = None, prefetch: bool | None = None,
+    chosen: Config | None = None,
 ) -> None:
     """`shape`: batch, heads, kv_heads, room (queries per head), keys, dim, dim_v. Strides: batch, head, token."""
     batch, heads, kv_heads, room, keys, dim, dim_v = shape
@@ -52,7 +53,8 @@ def launch(
     seen = keys if left < 0 else min(keys, left + room + 63)
     made = chosen or config(rows, batch * kv_heads, -(-seen // 64),
                             64 * (dim * key.element_size() + dim_v * value.element_size()), page > 0, query.device)
-    splits = made.splits
+    tiles = -(-seen // (made.block_n * made.splits))
+    splits, many, used = made.splits, triton.next_power_of_2(made.splits), triton.next_power_of_2(group * room)
     parts = stats = count = query                  # not read where there is one split
     if splits > 1:
         parts = torch.empty(batch * heads * room * splits * dim_v, dtype=torch.float32, device=query.device)
@@ -69,9 +71,9 @@ def launch(
         DIM_POW=max(16, triton.next_power_of_2(dim)), DIM_V_POW=max(16, triton.next_power_of_2(dim_v)),
         PAGE=page, LENGTHS=lengths is not None, STARTS=starts is not None, K_SCALE=k_scale is not None,
         V_SCALE=v_scale is not None, BOTTOM=bottom, LEFT=left >= 0, RIGHT=right >= 0, ALIBI=slopes is not None,
-        SOFTCAP=softcap > 0.0, LSE=lse is not None, MERGE=min(16, triton.next_power_of_2(splits)),
-        CHUNK=min(2048, triton.next_power_of_2(group * room * dim_v)), STAGES=made.stages,
-        PREFETCH=(PREFETCH if prefetch is None else prefetch) and query.is_cuda, num_warps=made.warps)
+        SOFTCAP=softcap > 0.0, LSE=lse is not None, SPLITS=many, USED=used,
+        DEPTH=min(triton.next_power_of_2(dim_v), max(1, MERGED_AT_ONCE // (many * used))), STAGES=made.stages,
+        EACH_TIME=tiles <= FEW_TILES, num_warps=made.warps)
 
 
 def _per_head(scale: Tensor | None) -> int:
@@ -91,9 +93,8 @@ def dense(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
     causal_align: str | None = None, window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
     softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd", chosen: Config | None = None,
-    prefetch: bool | None = None,
 ) -> Any:
-    """`chosen` and `prefetch` are for measuring."""
+    """`chosen` is for measuring."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, room, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
@@ -110,7 +111,7 @@ def dense(
 
     launch(query, key, value, out, lse, (batch, heads, kv_heads, room, keys, dim, dim_v), strides(query), strides(key),
            strides(value), strides(out), (heads * room, room, 1), dim ** -0.5 if scale is None else scale, softcap,
-           window_left, right, bottom, alibi_slopes, chosen=chosen, prefetch=prefetch)
+           window_left, right, bottom, alibi_slopes, chosen=chosen)
     return out if lse is None else (out, lse)
 
 

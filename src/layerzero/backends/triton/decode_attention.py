@@ -15,26 +15,28 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LINE = tl.constexpr(128)   # bytes that one prefetch brings to L2
 
 
 @triton.jit
-def _tile(
-    first, acc, best, total, q, k_ptr, v_ptr, table_ptr, place, slope, real, end, k_token, v_token, k_page, v_page,
-    scale, softcap, left, right, dim, dim_v,
-    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+def _pages(table_ptr, first, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """The pages of the keys from `first` on; 0 for those past `end`."""
+    key = first + tl.arange(0, BLOCK_N)
+    if PAGE > 0:
+        return tl.load(table_ptr + key // PAGE, mask=key < end, other=0)
+    return key
+
+
+@triton.jit
+def _load(
+    first, page, k_ptr, v_ptr, end, k_token, v_token, k_page, v_page, dim, dim_v,
+    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """The keys from `first` on: one step of the online softmax, in powers of two. MASKED: some lie past `end`."""
+    """The keys from `first` on and their values. MASKED: some lie past `end`."""
     key = first + tl.arange(0, BLOCK_N)
     inside = key < end
     if PAGE > 0:
-        if MASKED:
-            page = tl.load(table_ptr + key // PAGE, mask=inside, other=0).to(tl.int64)
-        else:
-            page = tl.load(table_ptr + key // PAGE).to(tl.int64)
-        k_at = page * k_page + (key % PAGE) * k_token
-        v_at = page * v_page + (key % PAGE) * v_token
+        k_at = page.to(tl.int64) * k_page + (key % PAGE) * k_token
+        v_at = page.to(tl.int64) * v_page + (key % PAGE) * v_token
     else:
         k_at = key.to(tl.int64) * k_token
         v_at = key.to(tl.int64) * v_token
@@ -43,6 +45,21 @@ def _tile(
         k = tl.load(k_place, mask=inside[:, None] & (dim[None, :] < DIM), other=0.0)
     else:
         k = tl.load(k_place)
+    if MASKED or dim_v.shape[0] != DIM_V:
+        v = tl.load(v_place, mask=inside[:, None] & (dim_v[None, :] < DIM_V), other=0.0)
+    else:
+        v = tl.load(v_place)
+    return k, v
+
+
+@triton.jit
+def _attend(
+    first, k, v, acc, best, total, q, place, slope, real, end, scale, softcap, left, right,
+    BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of the online softmax, in powers of two."""
+    key = first + tl.arange(0, BLOCK_N)
     scores = tl.dot(k.to(q.dtype), q)                                          # (BLOCK_N, ROWS)
     if SOFTCAP:
         scores = softcap * (2 * tl.sigmoid(2 * scores * scale / softcap) - 1)  # the hyperbolic tangent
@@ -53,7 +70,7 @@ def _tile(
         scores = scores * factor - slope[None, :] * tl.abs(place[None, :] - key[:, None])
         factor = 1.0
     if LEFT or RIGHT or MASKED:
-        seen = inside[:, None] & real[None, :]
+        seen = (key < end)[:, None] & real[None, :]
         if RIGHT:
             seen = seen & (key[:, None] <= place[None, :] + right)
         if LEFT:
@@ -65,24 +82,8 @@ def _tile(
     p = tl.exp2(scores * factor - safe[None, :])
     fade = tl.exp2(best - safe)
     total = total * fade + tl.sum(p, 0)
-    if MASKED or dim_v.shape[0] != DIM_V:
-        v = tl.load(v_place, mask=inside[:, None] & (dim_v[None, :] < DIM_V), other=0.0)
-    else:
-        v = tl.load(v_place)
     acc = tl.dot(tl.trans(v.to(q.dtype)), p.to(q.dtype), acc * fade[None, :])  # (DIM_V, ROWS)
     return acc, higher, total
-
-
-@triton.jit
-def _to_l2(ptr, step, first, end, BLOCK_N: tl.constexpr, DIM: tl.constexpr):
-    """Asks for the rows from `first` on without waiting for them."""
-    each: tl.constexpr = LINE // (ptr.dtype.element_ty.primitive_bitwidth // 8)
-    lines: tl.constexpr = (DIM + each - 1) // each
-    key = first + tl.arange(0, BLOCK_N)
-    for line in tl.static_range(lines):
-        place = ptr + tl.minimum(key, end - 1).to(tl.int64) * step + line * each
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)],
-                                  dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["left", "right", "keys", "room", "splits"])
@@ -95,8 +96,8 @@ def decode_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     DIM_POW: tl.constexpr, DIM_V_POW: tl.constexpr, PAGE: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, SPLITS: tl.constexpr, USED: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, EACH_TIME: tl.constexpr,
 ):
     """`keys` long context, at most `room` queries of each head. PAGE 0: K and V as one tensor; else pages by table.
 
@@ -139,17 +140,13 @@ def decode_kernel(
     start = lowest + split * stretch
     end = tl.minimum(start + stretch, highest)
     full = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N             # up to here no key lies outside
-    if PREFETCH and PAGE == 0:
-        if start < end:
-            _to_l2(k_ptr, k_token, start, end, BLOCK_N, DIM)
-            _to_l2(v_ptr, v_token, start, end, BLOCK_N, DIM_V)
+    dim, dim_v = tl.arange(0, DIM_POW), tl.arange(0, DIM_V_POW)
 
     row = tl.arange(0, ROWS)                       # a query head of the group and a token
     token, head = row // GROUP, kv_head * GROUP + row % GROUP
     real = token < tokens
-    dim, dim_v = tl.arange(0, DIM_POW), tl.arange(0, DIM_V_POW)
-    q = tl.load(q_ptr + head[None, :] * q_head + token[None, :] * q_token + dim[:, None],
-                mask=real[None, :] & (dim[:, None] < DIM), other=0.0)          # (DIM, ROWS)
+    q_place = q_ptr + head[None, :] * q_head + token[None, :] * q_token + dim[:, None]
+    q_real = real[None, :] & (dim[:, None] < DIM)                              # (DIM, ROWS)
     place = offset + token
     slope = 0.0
     if ALIBI:
@@ -163,18 +160,30 @@ def decode_kernel(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((DIM_V_POW, ROWS), tl.float32)
+    if not EACH_TIME:
+        q = tl.load(q_place, mask=q_real, other=0.0)
+    # The pages of a tile are asked for while the tile before it is: were they in the loop with the keys, the compiler
+    # would not ask for keys far ahead.
+    page = _pages(table_ptr, start, end, BLOCK_N, PAGE)
     for first in tl.range(start, full, BLOCK_N, num_stages=STAGES):
-        acc, best, total = _tile(
-            first, acc, best, total, q, k_ptr, v_ptr, table_ptr, place, slope, real, end, k_token, v_token, k_batch,
-            v_batch, scale, softcap, left, right, dim, dim_v, BLOCK_N, DIM, DIM_V, PAGE, LEFT, RIGHT, ALIBI, SOFTCAP,
-            False)
+        if EACH_TIME:
+            # Then they travel together with the first keys, which would otherwise wait for them. What is added is
+            # zero, but says that the load belongs into the loop.
+            q = tl.load(q_place + (first < 0), mask=q_real, other=0.0)
+        k, v = _load(first, page, k_ptr, v_ptr, end, k_token, v_token, k_batch, v_batch, dim, dim_v, BLOCK_N, DIM,
+                     DIM_V, PAGE, False)
+        page = _pages(table_ptr, first + BLOCK_N, end, BLOCK_N, PAGE)
+        acc, best, total = _attend(first, k, v, acc, best, total, q, place, slope, real, end, scale, softcap, left,
+                                   right, BLOCK_N, LEFT, RIGHT, ALIBI, SOFTCAP, False)
     if full < end:
-        acc, best, total = _tile(
-            full, acc, best, total, q, k_ptr, v_ptr, table_ptr, place, slope, real, end, k_token, v_token, k_batch,
-            v_batch, scale, softcap, left, right, dim, dim_v, BLOCK_N, DIM, DIM_V, PAGE, LEFT, RIGHT, ALIBI, SOFTCAP,
-            True)
+        if EACH_TIME:
+            q = tl.load(q_place, mask=q_real, other=0.0)
+        k, v = _load(full, page, k_ptr, v_ptr, end, k_token, v_token, k_batch, v_batch, dim, dim_v, BLOCK_N, DIM,
+                     DIM_V, PAGE, True)
+        acc, best, total = _attend(full, k, v, acc, best, total, q, place, slope, real, end, scale, softcap, left,
+                                   right, BLOCK_N, LEFT, RIGHT, ALIBI, SOFTCAP, True)
 
-    if splits == 1:
+    if SPLITS == 1:
         share = tl.where(total > 0, v_scale / total, 0.0)
         tl.store(out_ptr + (head * out_head + token * out_token)[None, :] + dim_v[:, None],
                  (acc * share[None, :]).to(out_ptr.dtype.element_ty),
@@ -195,38 +204,34 @@ def decode_kernel(
         if done == splits - 1:
             tl.store(count_ptr + home, 0)
             _merge(out_ptr, lse_ptr, part_ptr + home * splits * used * DIM_V, stat_ptr + home * splits * used, kv_head,
-                   tokens, used, splits, v_scale, out_head, out_token, lse_head, lse_token, GROUP, DIM_V, LSE, MERGE,
-                   CHUNK)
+                   tokens, used, splits, v_scale, out_head, out_token, lse_head, lse_token, GROUP, DIM_V, DIM_V_POW,
+                   LSE, SPLITS, USED, DEPTH)
 
 
 @triton.jit
 def _merge(
     out_ptr, lse_ptr, part_ptr, stat_ptr, kv_head, tokens, used, splits, v_scale, out_head, out_token, lse_head,
-    lse_token, GROUP: tl.constexpr, DIM_V: tl.constexpr, LSE: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr,
+    lse_token, GROUP: tl.constexpr, DIM_V: tl.constexpr, DIM_V_POW: tl.constexpr, LSE: tl.constexpr,
+    SPLITS: tl.constexpr, USED: tl.constexpr, DEPTH: tl.constexpr,
 ):
-    """The parts of one KV head, each weighed by its share of the exponentials."""
-    for begin in range(0, used * DIM_V, CHUNK):
-        element = begin + tl.arange(0, CHUNK)                                  # dimension by dimension, its rows
-        r, d = element % used, element // used
-        token, head = r // GROUP, kv_head * GROUP + r % GROUP
-        ours = (element < used * DIM_V) & (token < tokens)
-        merged = tl.zeros((CHUNK,), tl.float32)
-        whole = tl.zeros((CHUNK,), tl.float32)
-        top = tl.full((CHUNK,), float("-inf"), tl.float32)
-        for group in range(0, splits, MERGE):
-            for s in tl.static_range(MERGE):                                   # unrolled: the loads go out together
-                part = group + tl.full((CHUNK,), s, tl.int32)
-                near = ours & (part < splits)
-                weight = tl.load(stat_ptr + part * used + r, mask=near, other=float("-inf"), cache_modifier=".cg")
-                its = tl.load(part_ptr + part * used * DIM_V + element, mask=near, other=0.0, cache_modifier=".cg")
-                higher = tl.maximum(top, weight)
-                safe = tl.where(higher == float("-inf"), 0.0, higher)
-                fade, share = tl.exp2(top - safe), tl.exp2(weight - safe)
-                merged = merged * fade + its * share
-                whole = whole * fade + share
-                top = higher
-        merged = merged * tl.where(whole > 0, v_scale / whole, 0.0)
-        tl.store(out_ptr + head * out_head + token * out_token + d, merged.to(out_ptr.dtype.element_ty), mask=ours)
-        if LSE:
-            lse = tl.where(whole > 0, (top + tl.log2(whole)) / LOG2E, float("-inf"))
-            tl.store(lse_ptr + head * lse_head + token * lse_token, lse, mask=ours & (d == 0))
+    """The parts of one KV head, each weighed by its share of the exponentials. Tiles of (parts, dimensions, rows):
+    all loads of a tile go out together, and most of the sum over the parts is within a thread."""
+    part, r = tl.arange(0, SPLITS), tl.arange(0, USED)
+    token, head = r // GROUP, kv_head * GROUP + r % GROUP
+    ours = (r < used) & (token < tokens)
+    near = (part < splits)[:, None] & ours[None, :]
+    weight = tl.load(stat_ptr + part[:, None] * used + r[None, :], mask=near, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(weight, 0)
+    share = tl.exp2(weight - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    whole = tl.sum(share, 0)
+    share *= tl.where(whole > 0, v_scale / whole, 0.0)[None, :]
+    for begin in range(0, DIM_V_POW, DEPTH):
+        d = begin + tl.arange(0, DEPTH)
+        its = tl.load(part_ptr + (part[:, None, None] * DIM_V + d[None, :, None]) * used + r[None, None, :],
+                      mask=near[:, None, :] & (d < DIM_V)[None, :, None], other=0.0, cache_modifier=".cg")
+        merged = tl.sum(its * share[:, None, :], 0)
+        tl.store(out_ptr + (head * out_head + token * out_token)[None, :] + d[:, None],
+                 merged.to(out_ptr.dtype.element_ty), mask=(d < DIM_V)[:, None] & ours[None, :])
+    if LSE:
+        lse = tl.where(whole > 0, (top + tl.log2(whole)) / LOG2E, float("-inf"))
+        tl.store(lse_ptr + head * lse_head + token * lse_token, lse, mask=ours)

@@ -8,7 +8,8 @@ occupy the device, several programs share the inputs; the last one to finish add
 order.
 
 Four-bit codes are not converted one by one. Put into the mantissa of a float whose exponent is fixed, code n reads
-2048 + n or 128 + n, depending on where its four bits lie in the word; what is too much is taken off once for all rows.
+256 + n or 16 + n, depending on where its four bits lie in the word; what is too much is taken off once for all rows.
+Where a row of x fits into the registers of a program, the program keeps it and goes through many rows of the weight.
 """
 
 from __future__ import annotations
@@ -34,10 +35,25 @@ def _wanted(x_ptr, column, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _two(word, x_low, x_high, total):
-    """total + the products of two codes, each with its offset; they lie in bits 12 to 15 and 16 to 19."""
-    low = ((word & 0xF000) | 0x45000000).to(tl.float32, bitcast=True)          # 2048 + n
-    high = ((word & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)        # 128 + n
-    return total + low * x_low[None, :] + high * x_high[None, :]
+    """total + the products of two codes, each with its offset; they lie in bits 15 to 18 and 19 to 22."""
+    low = ((word & 0x78000) | 0x43800000).to(tl.float32, bitcast=True)         # 256 + n
+    high = ((word & 0x780000) | 0x41800000).to(tl.float32, bitcast=True)       # 16 + n
+    return total + low * x_low[None, :, :] + high * x_high[None, :, :]
+
+
+@triton.jit
+def _eight(x_ptr, word, K: tl.constexpr, EVEN: tl.constexpr):
+    """The eight inputs that meet the codes of each of `word` (quads, 4), as eight tensors of that shape."""
+    column = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    x = _wanted(x_ptr, column, K, EVEN)
+    even, odd = tl.split(tl.reshape(x, (word.shape[0], 4, 4, 2)))
+    x04, x26 = tl.split(tl.reshape(even, (word.shape[0], 4, 2, 2)))
+    x15, x37 = tl.split(tl.reshape(odd, (word.shape[0], 4, 2, 2)))
+    x0, x4 = tl.split(x04)
+    x2, x6 = tl.split(x26)
+    x1, x5 = tl.split(x15)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
@@ -86,55 +102,72 @@ def one_row_kernel(
     _finish(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
 
 
+@triton.jit
+def _int4_part(
+    w_ptr, scales_ptr, zeros_ptr, source, first, x0, x1, x2, x3, x4, x5, x6, x7, scale_row,
+    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, QUADS: tl.constexpr,
+):
+    """(rows, quads): what the words from `first` on contribute. A quad, 32 codes, never crosses a group."""
+    words: tl.constexpr = K // 8
+    even: tl.constexpr = words % (4 * QUADS) == 0
+    quad = tl.arange(0, QUADS)
+    word = first + quad[:, None] * 4 + tl.arange(0, 4)[None, :]
+    place = w_ptr + source[:, None, None] * words + word[None, :, :]
+    if even:
+        w = tl.load(place, eviction_policy="evict_first")
+    else:
+        w = tl.load(place, mask=word[None, :, :] < words, other=0, eviction_policy="evict_first")
+    low, high = x0 + x2 + x4 + x6, x1 + x3 + x5 + x7
+    excess = low * 256.0 + high * 16.0
+    if not ZEROS:
+        excess += (low + high) * 8.0
+    part = tl.zeros(w.shape, tl.float32) - excess[None, :, :]
+    part = _two(w << 15, x0, x1, part)
+    part = _two(w << 7, x2, x3, part)
+    part = _two(w >> 1, x4, x5, part)
+    part = _two(w >> 9, x6, x7, part)
+    part = tl.sum(part, 2)
+    at = source[:, None] * scale_row
+    if GROUP > 0:
+        at += ((first + quad * 4) * 8 // GROUP)[None, :]
+    near = (first + quad * 4 < words)[None, :]
+    if ZEROS:
+        zero = tl.load(zeros_ptr + at) if even else tl.load(zeros_ptr + at, mask=near, other=0)
+        part -= zero.to(tl.float32) * tl.sum(low + high, 1)[None, :]
+    if GROUP > 0:
+        scale = tl.load(scales_ptr + at) if even else tl.load(scales_ptr + at, mask=near, other=0.0)
+        part *= scale.to(tl.float32)
+    return part
+
+
 @triton.jit(do_not_specialize=["n"])
 def one_row_int4_kernel(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, scale_row,
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr, STAGES: tl.constexpr,
+    QUADS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Eight codes in a word, the first in its lowest bits."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    source = tl.minimum(row, n - 1).to(tl.int64)
+    """Eight codes in a word, the first in its lowest bits. Each program takes every so many-th block of rows."""
     words: tl.constexpr = K // 8
-    even: tl.constexpr = words % WORDS == 0
-    total = tl.zeros((BLOCK_N, WORDS), tl.float32)
-    for first in tl.range(0, words, WORDS, num_stages=STAGES):
-        word = first + tl.arange(0, WORDS)
-        place = w_ptr + source[:, None] * words + word[None, :]
-        if even:
-            w = tl.load(place, eviction_policy="evict_first")
-        else:
-            w = tl.load(place, mask=word[None, :] < words, other=0, eviction_policy="evict_first")
-        x0 = _wanted(x_ptr, word * 8, K, even)
-        x1 = _wanted(x_ptr, word * 8 + 1, K, even)
-        x2 = _wanted(x_ptr, word * 8 + 2, K, even)
-        x3 = _wanted(x_ptr, word * 8 + 3, K, even)
-        x4 = _wanted(x_ptr, word * 8 + 4, K, even)
-        x5 = _wanted(x_ptr, word * 8 + 5, K, even)
-        x6 = _wanted(x_ptr, word * 8 + 6, K, even)
-        x7 = _wanted(x_ptr, word * 8 + 7, K, even)
-        low, high = x0 + x2 + x4 + x6, x1 + x3 + x5 + x7
-        excess = low * 2048.0 + high * 128.0
-        if not ZEROS:
-            excess += (low + high) * 8.0
-        part = tl.zeros((BLOCK_N, WORDS), tl.float32) - excess[None, :]
-        part = _two(w << 12, x0, x1, part)
-        part = _two(w << 4, x2, x3, part)
-        part = _two(w >> 4, x4, x5, part)
-        part = _two(w >> 12, x6, x7, part)
-        at = source[:, None] * scale_row
-        if GROUP > 0:
-            at += (word * 8 // GROUP)[None, :]
-        near = word[None, :] < words
-        if ZEROS:
-            part -= tl.load(zeros_ptr + at, mask=near, other=0).to(tl.float32) * (low + high)[None, :]
-        if GROUP > 0:
-            if even:
-                part *= tl.load(scales_ptr + at).to(tl.float32)
-            else:
-                part *= tl.load(scales_ptr + at, mask=near, other=0.0).to(tl.float32)
-        total += part
-    _finish(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
+    even: tl.constexpr = words % (4 * QUADS) == 0
+    word = tl.arange(0, QUADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    inner = tl.arange(0, BLOCK_N)
+    if words <= 4 * QUADS:                                 # all of x at once, and kept
+        x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x_ptr, word, K, even)
+        for block in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.num_programs(0), num_stages=STAGES):
+            row = block * BLOCK_N + inner
+            part = _int4_part(w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, x0, x1, x2, x3,
+                              x4, x5, x6, x7, scale_row, K, GROUP, ZEROS, QUADS)
+            _finish(tl.sum(part, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
+    else:
+        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.num_programs(0)):
+            row = block * BLOCK_N + inner
+            source = tl.minimum(row, n - 1).to(tl.int64)
+            total = tl.zeros((BLOCK_N, QUADS), tl.float32)
+            for first in tl.range(0, words, 4 * QUADS, num_stages=STAGES):
+                x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x_ptr, first + word, K, even)
+                total += _int4_part(w_ptr, scales_ptr, zeros_ptr, source, first, x0, x1, x2, x3, x4, x5, x6, x7,
+                                    scale_row, K, GROUP, ZEROS, QUADS)
+            _finish(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
 
 
 @triton.jit
@@ -219,14 +252,16 @@ class Config(NamedTuple):
     block_k: int               # of one row: lanes of 16 bytes; of few: columns of the weight
     warps: int
     stages: int
-    splits: int = 1
+    splits: int = 1            # of the inputs; of one row of four-bit codes: programs for each multiprocessor
 
 
-def config(rows: int, n: int, width: int, group: int, device: torch.device) -> Config:
+def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.device) -> Config:
     """`width`: bytes or numbers in a row of the weight; `group`: of them, how many share a scale, 0 for all."""
     processors, _ = size_of(device)
+    if rows == 1 and int4:
+        return Config(8 if n >= 8 * 4 * processors else 4 if n >= 4 * 4 * processors else 2, 128, 4, 1, 4)
     if rows == 1:
-        return Config(8 if n >= 8 * 4 * processors else 4 if n >= 4 * 4 * processors else 2, 128, 4, 1)
+        return Config(4 if n >= 4 * 4 * processors else 2, 128, 4, 1)
     block_n = 64 if n >= 64 * processors else 32
     block_k = min(128, max(16, triton.next_power_of_2(width)), group or 128)
     programs = -(-n // block_n)
@@ -247,13 +282,14 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     scale_row = 0 if scales is None else scales.stride(0)
     if not out.numel():
         return out
-    made = chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, x.device)
+    made = chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, int4, x.device)
     options: dict[str, Any] = {"K": k, "GROUP": group, "ZEROS": zeros is not None, "BIAS": bias is not None,
                                "BLOCK_N": made.block_n, "STAGES": made.stages, "num_warps": made.warps}
     grid = (-(-n // made.block_n),)
     if rows == 1 and int4:
-        one_row_int4_kernel[grid](flat, weight.view(torch.int32), *by, out, n, scale_row, **options,
-                                  WORDS=min(4 * made.block_k, triton.next_power_of_2(k // 8)))
+        programs = min(grid[0], made.splits * size_of(x.device)[0])
+        one_row_int4_kernel[(programs,)](flat, weight.view(torch.int32), *by, out, n, scale_row, **options,
+                                         QUADS=min(made.block_k, triton.next_power_of_2(-(-k // 32))))
     elif rows == 1:
         vec = 16 // weight.element_size()
         one_row_kernel[grid](flat, weight, *by, out, n, weight.stride(0), scale_row, **options,

@@ -4,8 +4,8 @@ A row is cut into chunks, one program each, and every step is one launch over al
 finish looks at what all of them found, decides, and leaves the decision for the next launch.
 
 peak     the largest value, which scores are relative to
-narrow   how much mass, and how many tokens, lie in each of eight ranges of scores: one of them holds the cut. Three
-         of these leave some hundred candidates of 128,000
+narrow   how much mass, and how many tokens, lie above each of seven scores: the cut is between two of them. Two of
+         these, or three, leave some hundred candidates of 128,000
 draw     the candidates are collected and the cut is found among them exactly; then the token is drawn: first its
          chunk, then its place in the chunk
 
@@ -28,10 +28,8 @@ from ...ops.sampling_formulas import GOLDEN, Penalties, mix_int, penalised, per_
 from .machine import counters
 
 CHUNK = 16384              # tokens of one program; 255 x 256 at most
-MOST_LISTED = 4096         # candidates that the last step can hold
-MOST_K = 1024
+MOST_LISTED = 2048         # candidates that the last step can hold
 NARROWINGS = 3
-BINS = tl.constexpr(8)
 ID_BITS = tl.constexpr(20)
 ID_MASK = tl.constexpr((1 << 20) - 1)
 LIST = tl.constexpr(MOST_LISTED)
@@ -81,7 +79,7 @@ def peak_kernel(
     logits_ptr, part_ptr, peak_ptr, whole_ptr, mass_ptr, listed_ptr, count_ptr, row_stride, vocab, limit,
     PROBS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """The largest value of each row. Starts the search: whole = (lo, hi, above, inside), mass = (above, total)."""
+    """The largest value of each row. Starts the search: whole and mass as narrow_kernel has them."""
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     logits_ptr += row.to(tl.int64) * row_stride
     most = tl.full((TILE,), 0.0 if PROBS else float("-inf"), tl.float32)
@@ -104,118 +102,144 @@ def peak_kernel(
 
 
 @triton.jit
-def _in_bin(bin, WHICH: tl.constexpr, wide):
-    return tl.sum(tl.sum(tl.where(bin == WHICH, wide, 0.0), 2), 0)
+def _edge(J: tl.constexpr, lo, hi, peak, FIRST: tl.constexpr, PROBS: tl.constexpr):
+    """Where the J-th of eight parts of [lo, hi) begins, as a key: first at scores where cuts are, then evenly."""
+    if FIRST:
+        depth = 0.25 * J * (J + 2)                 # 0.75, 2, 3.75, 6, 8.75, 12, 15.75 below the largest
+        if PROBS:
+            return 0x7FFFFFFF - (peak * tl.exp(-(peak * 0.0 + depth))).to(tl.int32, bitcast=True)
+        return (peak * 0.0 + depth).to(tl.int32, bitcast=True)
+    if PROBS:
+        high = (0x7FFFFFFF - lo).to(tl.float32, bitcast=True)
+        low = (0x7FFFFFFF - hi).to(tl.float32, bitcast=True)
+        return tl.minimum(tl.maximum(0x7FFFFFFF - (high - (high - low) * (0.125 * J)).to(tl.int32, bitcast=True), lo),
+                          hi)
+    near = lo.to(tl.float32, bitcast=True)
+    far = tl.where(hi >= 0x7F800000, near + 64.0, hi.to(tl.float32, bitcast=True))
+    return tl.minimum(tl.maximum((near + (far - near) * (0.125 * J)).to(tl.int32, bitcast=True), lo), hi)
 
 
 @triton.jit
-def _keep_bin(mass_ptr, count_ptr, WHICH: tl.constexpr, mass, many):
-    tl.store(mass_ptr + WHICH, tl.sum(mass, 0))
-    tl.store(count_ptr + WHICH, tl.sum((many >> (8 * WHICH)) & 255, 0).to(tl.int32))
+def _up_to(key, weight, edge):
+    """What this thread's tokens before the edge weigh, and how many they are."""
+    before = key < edge
+    return (tl.sum(tl.sum(tl.where(before, weight, 0.0), 2), 0), tl.sum(tl.sum(before.to(tl.int32), 2), 0))
+
+
+@triton.jit
+def _which(n, e0, e1, e2, e3, e4, e5, e6):
+    low = tl.where(n == 0, e0, tl.where(n == 1, e1, e2))
+    return tl.where(n < 3, low, tl.where(n == 3, e3, tl.where(n == 4, e4, tl.where(n == 5, e5, e6))))
+
+
+@triton.jit
+def _keep(mass_ptr, count_ptr, J: tl.constexpr, mass, many):
+    tl.store(mass_ptr + J, tl.sum(mass, 0))
+    tl.store(count_ptr + J, tl.sum(many, 0))
 
 
 @triton.jit(do_not_specialize=["top_k"])
 def narrow_kernel(
-    logits_ptr, peak_ptr, bin_mass_ptr, bin_count_ptr, whole_ptr, mass_ptr, count_ptr, row_stride, vocab, divisor,
+    logits_ptr, peak_ptr, part_mass_ptr, part_count_ptr, whole_ptr, mass_ptr, count_ptr, row_stride, vocab, divisor,
     top_k, top_p: tl.float64,
     FIRST: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):
     """One of eight parts of [lo, hi) holds the cut: that part becomes [lo, hi). top_k > 0 cuts by number, else by mass.
 
-    The first time the parts are powers of two of the key, where scores of interest are: all below 1/8, then up to
-    1/4, 1/2, 1, 2, 4, 8, and all beyond. Of probabilities, where the key falls as they rise, likewise by their halves.
+    `whole` is (lo, hi, tokens before lo, tokens before hi), `mass` (that before lo, all).
     """
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
-    above, inside = tl.load(whole_ptr + row * 4 + 2), tl.load(whole_ptr + row * 4 + 3)
-    listed = inside + (above if top_k > 0 else 0)
+    above, reached = tl.load(whole_ptr + row * 4 + 2), tl.load(whole_ptr + row * 4 + 3)
+    listed = reached - (0 if top_k > 0 else above)
     if FIRST or ((listed > LIST) & (hi - lo > 1)):
         peak = tl.load(peak_ptr + row)
-        # Bins are powers of two wide, for the sake of a shift: the eighth part of what [lo, hi) fits into.
-        power = ((hi - lo - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        shift = tl.maximum(power - 2, 0)
-        start = lo
-        if FIRST:
-            shift = lo * 0 + 23
-            start = lo * 0 + (123 << 23)
-            if PROBS:                              # from the binade of the largest on
-                start = 0x7FFFFFFF - (peak.to(tl.int32, bitcast=True) | 0x7FFFFF)
+        e1, e2 = _edge(1, lo, hi, peak, FIRST, PROBS), _edge(2, lo, hi, peak, FIRST, PROBS)
+        e3, e4 = _edge(3, lo, hi, peak, FIRST, PROBS), _edge(4, lo, hi, peak, FIRST, PROBS)
+        e5, e6 = _edge(5, lo, hi, peak, FIRST, PROBS), _edge(6, lo, hi, peak, FIRST, PROBS)
+        e7 = _edge(7, lo, hi, peak, FIRST, PROBS)
         # Tiles of three dimensions, so that most of a sum is within a thread: (steps, threads, a vector of four).
         threads: tl.constexpr = TILE // 4 if TILE <= 1024 else 256
         steps: tl.constexpr = TILE // (4 * threads)
         inner = (tl.arange(0, steps)[:, None, None] * threads + tl.arange(0, threads)[None, :, None]) * 4 \
             + tl.arange(0, 4)[None, None, :]
-        none = tl.zeros((threads,), tl.float64)
+        none, zero = tl.zeros((threads,), tl.float64), tl.zeros((threads,), tl.int32)
         m0, m1, m2, m3, m4, m5, m6, m7 = none, none, none, none, none, none, none, none
-        many = tl.zeros((threads,), tl.int64)      # how many in each bin, a byte for each
+        c1, c2, c3, c4, c5, c6, c7 = zero, zero, zero, zero, zero, zero, zero
         for begin in range(0, CHUNK, TILE):
             key, weight = _read(logits_ptr + row.to(tl.int64) * row_stride, chunk * CHUNK + begin + inner, vocab, peak,
                                 divisor, PROBS, SCALE, LIBDEVICE)
-            bin = tl.where(key < start, 0, tl.minimum((key - start) >> shift, BINS - 1))
-            near = (key >= lo) & (key < hi)
-            one = tl.where(near, tl.full(key.shape, 1, tl.int64) << (8 * bin).to(tl.int64), 0)
-            many += tl.sum(tl.sum(one, 2), 0)
-            bin = tl.where(near, bin, BINS)
             wide = weight.to(tl.float64)
-            m0 += _in_bin(bin, 0, wide)
-            m1 += _in_bin(bin, 1, wide)
-            m2 += _in_bin(bin, 2, wide)
-            m3 += _in_bin(bin, 3, wide)
-            m4 += _in_bin(bin, 4, wide)
-            m5 += _in_bin(bin, 5, wide)
-            m6 += _in_bin(bin, 6, wide)
-            m7 += _in_bin(bin, 7, wide)
-        at = (row * chunks + chunk) * BINS
-        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 0, m0, many)
-        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 1, m1, many)
-        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 2, m2, many)
-        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 3, m3, many)
-        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 4, m4, many)
-        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 5, m5, many)
-        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 6, m6, many)
-        _keep_bin(bin_mass_ptr + at, bin_count_ptr + at, 7, m7, many)
-        if _is_last(count_ptr, row, chunks):
-            b, c = tl.arange(0, BINS), tl.arange(0, CHUNKS)
-            at_all = (row * chunks + c[:, None]) * BINS + b[None, :]
-            real = c[:, None] < chunks
-            mass_of = tl.sum(tl.load(bin_mass_ptr + at_all, mask=real, other=0.0, cache_modifier=".cg"), 0)
-            count_of = tl.sum(tl.load(bin_count_ptr + at_all, mask=real, other=0, cache_modifier=".cg"), 0)
-            mass = tl.load(mass_ptr + row * 2)
             if FIRST:
-                tl.store(mass_ptr + row * 2 + 1, tl.sum(mass_of, 0))
-                total = tl.sum(mass_of, 0)
+                m0 += tl.sum(tl.sum(wide, 2), 0)
+            m, c = _up_to(key, wide, e1)
+            m1, c1 = m1 + m, c1 + c
+            m, c = _up_to(key, wide, e2)
+            m2, c2 = m2 + m, c2 + c
+            m, c = _up_to(key, wide, e3)
+            m3, c3 = m3 + m, c3 + c
+            m, c = _up_to(key, wide, e4)
+            m4, c4 = m4 + m, c4 + c
+            m, c = _up_to(key, wide, e5)
+            m5, c5 = m5 + m, c5 + c
+            m, c = _up_to(key, wide, e6)
+            m6, c6 = m6 + m, c6 + c
+            m, c = _up_to(key, wide, e7)
+            m7, c7 = m7 + m, c7 + c
+        masses, counts = part_mass_ptr + (row * chunks + chunk) * 8, part_count_ptr + (row * chunks + chunk) * 8
+        _keep(masses, counts, 0, m0, zero)
+        _keep(masses, counts, 1, m1, c1)
+        _keep(masses, counts, 2, m2, c2)
+        _keep(masses, counts, 3, m3, c3)
+        _keep(masses, counts, 4, m4, c4)
+        _keep(masses, counts, 5, m5, c5)
+        _keep(masses, counts, 6, m6, c6)
+        _keep(masses, counts, 7, m7, c7)
+        if _is_last(count_ptr, row, chunks):
+            j, n = tl.arange(0, 8), tl.arange(0, CHUNKS)
+            at, real = (row * chunks + n[:, None]) * 8 + j[None, :], n[:, None] < chunks
+            mass_of = tl.sum(tl.load(part_mass_ptr + at, mask=real, other=0.0, cache_modifier=".cg"), 0)
+            count_of = tl.sum(tl.load(part_count_ptr + at, mask=real, other=0, cache_modifier=".cg"), 0)
+            if FIRST:
+                total = tl.sum(tl.where(j == 0, mass_of, 0.0), 0)
+                tl.store(mass_ptr + row * 2 + 1, total)
             else:
                 total = tl.load(mass_ptr + row * 2 + 1)
-            up_to_mass, up_to_count = mass + tl.cumsum(mass_of, 0), above + tl.cumsum(count_of, 0)
-            open = tl.where(top_k > 0, up_to_count < top_k, up_to_mass < top_p * total)
-            cut = tl.minimum(tl.sum(open.to(tl.int32), 0), BINS - 1)           # the first bin that reaches it
-            before = b < cut
-            low_end = tl.where(cut == 0, lo, start + (cut.to(tl.int64) << shift))
-            high_end = tl.where(cut == BINS - 1, hi, start + ((cut + 1).to(tl.int64) << shift))
-            tl.store(whole_ptr + row * 4, tl.minimum(tl.maximum(low_end, lo), hi).to(tl.int32))
-            tl.store(whole_ptr + row * 4 + 1, tl.minimum(high_end, hi).to(tl.int32))
-            tl.store(whole_ptr + row * 4 + 2, above + tl.sum(tl.where(before, count_of, 0), 0))
-            tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(b == cut, count_of, 0), 0))
-            tl.store(mass_ptr + row * 2, mass + tl.sum(tl.where(before, mass_of, 0.0), 0))
+            open = tl.where(top_k > 0, count_of < top_k, mass_of < top_p * total) & (j > 0)
+            cut = tl.sum(open.to(tl.int32), 0)     # that many edges are not enough
+            begin = tl.where(cut == 0, lo, _which(cut - 1, e1, e2, e3, e4, e5, e6, e7))
+            end = tl.where(cut == 7, hi, _which(cut, e1, e2, e3, e4, e5, e6, e7))
+            tl.store(whole_ptr + row * 4, begin)
+            tl.store(whole_ptr + row * 4 + 1, end)
+            if cut > 0:
+                tl.store(whole_ptr + row * 4 + 2, tl.sum(tl.where(j == cut, count_of, 0), 0))
+                tl.store(mass_ptr + row * 2, tl.sum(tl.where(j == cut, mass_of, 0.0), 0))
+            if cut < 7:
+                tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(j == cut + 1, count_of, 0), 0))
 
 
 @triton.jit
 def _last_kept(place, weight, real, lo, hi, above, target):
-    """The largest place in [lo, hi) before which less than `target` lies; `above` lies before them all."""
-    while hi - lo > 1:
+    """A place in [lo, hi) at or after the last before which less than `target` lies, and before the next candidate.
+
+    `above` lies before them all. Halves [lo, hi) until one candidate is left in it.
+    """
+    many = tl.sum((real & (place >= lo) & (place < hi)).to(tl.int32), 0)
+    while (many > 1) & (hi - lo > 1):
         middle = lo + (hi - lo) // 2
         if above + tl.sum(tl.where(real & (place < middle), weight, 0.0), 0) < target:
             lo = middle
         else:
             hi = middle
-    return lo
+        many = tl.sum((real & (place >= lo) & (place < hi)).to(tl.int32), 0)
+    return hi - 1
 
 
 @triton.jit
 def _among_listed(
-    list_ptr, weight_ptr, listed, by_tile, c, tiles, begin, end, mass, total, top_k, top_p, least,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TILE: tl.constexpr,
+    list_ptr, weight_ptr, listed, by_tile, tile, begin, end, mass, total, top_k, top_p, least,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """(the last place kept, the mass of each tile) from the candidates. With TOP_K nothing is kept but candidates."""
     i = tl.arange(0, LIST)
@@ -230,12 +254,15 @@ def _among_listed(
         total = tl.sum(tl.where(real & (place <= cut), weight, 0.0), 0)
     if TOP_P:
         cut = _last_kept(place, weight, real, begin, cut + 1, mass, top_p * total)
-    kept = real & (place <= cut)
-    if MIN_P:
-        kept = kept & (weight >= least)
-    home = ((place & ID_MASK) // TILE).to(tl.int32)
-    for n in range(tiles):
-        by_tile += tl.where(c == n, tl.sum(tl.where(kept & (home == n), weight, 0.0), 0), 0.0)
+    for first in range(0, listed, AT_ONCE):
+        i = first + tl.arange(0, AT_ONCE)
+        place = tl.load(list_ptr + i, mask=i < listed, other=0, cache_modifier=".cg")
+        weight = tl.load(weight_ptr + i, mask=i < listed, other=0.0, cache_modifier=".cg").to(tl.float64)
+        kept = place <= cut
+        if MIN_P:
+            kept = kept & (weight >= least)
+        here = kept[:, None] & (((place & ID_MASK) // TILE).to(tl.int32)[:, None] == tile[None, :])
+        by_tile += tl.sum(tl.where(here, weight[:, None], 0.0), 0)
     return cut, by_tile
 
 
@@ -319,18 +346,19 @@ def draw_kernel(
     min_p: tl.float64, word: tl.int64,
     SEARCH: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, SEEDED: tl.constexpr,
     PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """Collects what lies in [lo, hi), finds the cut, draws. With TOP_K all that may be kept is collected."""
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
-    above, inside = tl.load(whole_ptr + row * 4 + 2), tl.load(whole_ptr + row * 4 + 3)
+    inside = tl.load(whole_ptr + row * 4 + 3)
     peak = tl.load(peak_ptr + row)
     logits_ptr += row.to(tl.int64) * row_stride
     first = lo
     if TOP_K:
         first = lo * 0
-        inside += above
+    else:
+        inside -= tl.load(whole_ptr + row * 4 + 2)
     tiles = tl.cdiv(vocab, TILE)
     largest = peak.to(tl.float64) if PROBS else tl.where(peak == float("-inf"), 0.0, 1.0).to(tl.float64)
     least = min_p * largest
@@ -364,8 +392,8 @@ def draw_kernel(
                     MIN_P, PROBS, SCALE, LIBDEVICE, TILE)
             else:
                 cut, by_tile = _among_listed(
-                    list_ptr + row * LIST, list_weight_ptr + row * LIST, inside, by_tile, t, tiles, begin, end, mass,
-                    total, top_k, top_p, least, TOP_K, TOP_P, MIN_P, TILE)
+                    list_ptr + row * LIST, list_weight_ptr + row * LIST, inside, by_tile, t, begin, end, mass, total,
+                    top_k, top_p, least, TOP_K, TOP_P, MIN_P, TILE, AT_ONCE)
         whole = tl.sum(by_tile, 0)
         goal = _uniform(uniform_ptr, row, word, SEEDED) * whole
         goal = tl.minimum(goal, whole * 0.99999999999999988897769753748)       # times the number next below one
@@ -413,9 +441,9 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     floats = torch.empty(batch * (chunks + 1), dtype=torch.float32, device=device)
     peaks, parts = floats[:batch], floats[batch:]
     integers = torch.empty(batch * (5 + 8 * chunks), dtype=torch.int32, device=device)
-    whole, listed, bin_counts = integers[:4 * batch], integers[4 * batch:5 * batch], integers[5 * batch:]
+    whole, listed, part_counts = integers[:4 * batch], integers[4 * batch:5 * batch], integers[5 * batch:]
     doubles = torch.empty(batch * (2 + tiles + 8 * chunks), dtype=torch.float64, device=device)
-    mass, sure, bin_masses = doubles[:2 * batch], doubles[2 * batch:(2 + tiles) * batch], doubles[(2 + tiles) * batch:]
+    mass, sure, part_masses = doubles[:2 * batch], doubles[2 * batch:(2 + tiles) * batch], doubles[(2 + tiles) * batch:]
     count = counters(device, batch)
     shared: dict[str, Any] = {"PROBS": from_probs, "CHUNK": chunk, "TILE": tile, "num_warps": warps}
     reading: dict[str, Any] = {**shared, "SCALE": scaled, "LIBDEVICE": logits.is_cuda}
@@ -428,12 +456,13 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
         places = torch.empty(batch * MOST_LISTED, dtype=torch.int64, device=device)
         listing = torch.empty(batch * MOST_LISTED, dtype=torch.float32, device=device)
         for i in range(narrowings):
-            narrow_kernel[grid](logits, peaks, bin_masses, bin_counts, whole, mass, count, step, vocab, divisor, top_k,
-                                top_p, FIRST=i == 0, CHUNKS=triton.next_power_of_2(chunks), **reading)
+            narrow_kernel[grid](logits, peaks, part_masses, part_counts, whole, mass, count, step, vocab, divisor,
+                                top_k, top_p, FIRST=i == 0, CHUNKS=triton.next_power_of_2(chunks), **reading)
     draw_kernel[grid](logits, peaks, whole, mass, places, listing, listed, sure, count,
                       logits if uniform is None else uniform, token, chosen, total, step, vocab, divisor, top_k, top_p,
                       min_p, word, SEARCH=search, TOP_K=top_k > 0, TOP_P=by_mass, MIN_P=min_p > 0.0,
-                      SEEDED=uniform is None, TILES=triton.next_power_of_2(tiles), **reading)
+                      SEEDED=uniform is None, TILES=triton.next_power_of_2(tiles),
+                      AT_ONCE=max(16, 8192 // triton.next_power_of_2(tiles)), **reading)
     return token, chosen, total
 
 

@@ -14,7 +14,6 @@ from .machine import counters, size_of
 
 MOST_ROWS = 64             # of one tile: query heads that share a KV head times their tokens
 MOST_SPLITS = 32           # the last program of a KV head merges them all: more take longer than they save
-FEW_TILES = 8              # of a program: up to here the queries are read anew for each
 MERGED_AT_ONCE = 8192      # numbers of a tile of parts
 
 
@@ -29,12 +28,14 @@ class Config(NamedTuple):
 def config(rows: int, homes: int, tiles_of_64: int, stage_bytes_of_64: int, paged: bool,
            device: torch.device) -> Config:
     """`homes` is batch x KV heads. A split has a tile at least; on an H200 one program for each multiprocessor was
-    fastest, and two where each tile waits for the table of pages first."""
+    fastest. Rows of pages are of many lengths, so that four programs for each are better than one that others wait
+    for."""
     processors, shared = size_of(device)
     block_n, warps = (64, 4) if rows <= 16 else (128, 8)
-    stages = max(1, min(4 if block_n == 64 else 3, (shared - (16 << 10)) // (stage_bytes_of_64 * (block_n // 64))))
+    fit = (shared - (16 << 10)) // (stage_bytes_of_64 * (block_n // 64))
+    stages = max(1, min(4 if block_n == 64 and not paged else 3, fit))
     tiles = max(1, tiles_of_64 * 64 // block_n)
-    splits = max(1, min((2 if paged else 1) * processors // homes, MOST_SPLITS))
+    splits = max(4 if paged else 1, min(processors // homes, MOST_SPLITS))
     return Config(block_n, warps, stages, min(splits, tiles))
 
 
@@ -53,7 +54,6 @@ def launch(
     seen = keys if left < 0 else min(keys, left + room + 63)
     made = chosen or config(rows, batch * kv_heads, -(-seen // 64),
                             64 * (dim * key.element_size() + dim_v * value.element_size()), page > 0, query.device)
-    tiles = -(-seen // (made.block_n * made.splits))
     splits, many, used = made.splits, triton.next_power_of_2(made.splits), triton.next_power_of_2(group * room)
     parts = stats = count = query                  # not read where there is one split
     if splits > 1:
@@ -73,7 +73,7 @@ def launch(
         V_SCALE=v_scale is not None, BOTTOM=bottom, LEFT=left >= 0, RIGHT=right >= 0, ALIBI=slopes is not None,
         SOFTCAP=softcap > 0.0, LSE=lse is not None, SPLITS=many, USED=used,
         DEPTH=min(triton.next_power_of_2(dim_v), max(1, MERGED_AT_ONCE // (many * used))), STAGES=made.stages,
-        EACH_TIME=tiles <= FEW_TILES, num_warps=made.warps)
+        num_warps=made.warps)
 
 
 def _per_head(scale: Tensor | None) -> int:

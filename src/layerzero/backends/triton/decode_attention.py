@@ -97,7 +97,7 @@ def decode_kernel(
     DIM_POW: tl.constexpr, DIM_V_POW: tl.constexpr, PAGE: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, SPLITS: tl.constexpr, USED: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, EACH_TIME: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):
     """`keys` long context, at most `room` queries of each head. PAGE 0: K and V as one tensor; else pages by table.
 
@@ -145,8 +145,9 @@ def decode_kernel(
     row = tl.arange(0, ROWS)                       # a query head of the group and a token
     token, head = row // GROUP, kv_head * GROUP + row % GROUP
     real = token < tokens
-    q_place = q_ptr + head[None, :] * q_head + token[None, :] * q_token + dim[:, None]
-    q_real = real[None, :] & (dim[:, None] < DIM)                              # (DIM, ROWS)
+    # Read here, once: read in the loop, which would let the first keys travel with them, Triton 3.6 compiles it wrong.
+    q = tl.load(q_ptr + head[None, :] * q_head + token[None, :] * q_token + dim[:, None],
+                mask=real[None, :] & (dim[:, None] < DIM), other=0.0)          # (DIM, ROWS)
     place = offset + token
     slope = 0.0
     if ALIBI:
@@ -160,24 +161,18 @@ def decode_kernel(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((DIM_V_POW, ROWS), tl.float32)
-    if not EACH_TIME:
-        q = tl.load(q_place, mask=q_real, other=0.0)
     # The pages of a tile are asked for while the tile before it is: were they in the loop with the keys, the compiler
     # would not ask for keys far ahead.
     page = _pages(table_ptr, start, end, BLOCK_N, PAGE)
     for first in tl.range(start, full, BLOCK_N, num_stages=STAGES):
-        if EACH_TIME:
-            # Then they travel together with the first keys, which would otherwise wait for them. What is added is
-            # zero, but says that the load belongs into the loop.
-            q = tl.load(q_place + (first < 0), mask=q_real, other=0.0)
         k, v = _load(first, page, k_ptr, v_ptr, end, k_token, v_token, k_batch, v_batch, dim, dim_v, BLOCK_N, DIM,
                      DIM_V, PAGE, False)
         page = _pages(table_ptr, first + BLOCK_N, end, BLOCK_N, PAGE)
         acc, best, total = _attend(first, k, v, acc, best, total, q, place, slope, real, end, scale, softcap, left,
                                    right, BLOCK_N, LEFT, RIGHT, ALIBI, SOFTCAP, False)
     if full < end:
-        if EACH_TIME:
-            q = tl.load(q_place, mask=q_real, other=0.0)
+        # Read once more: what the loop left behind is, as Triton 3.6 compiles it, not that of the last turn.
+        page = _pages(table_ptr, full, end, BLOCK_N, PAGE)
         k, v = _load(full, page, k_ptr, v_ptr, end, k_token, v_token, k_batch, v_batch, dim, dim_v, BLOCK_N, DIM,
                      DIM_V, PAGE, True)
         acc, best, total = _attend(full, k, v, acc, best, total, q, place, slope, real, end, scale, softcap, left,

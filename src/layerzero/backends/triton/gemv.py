@@ -34,10 +34,21 @@ def _wanted(x_ptr, column, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _two(word, x_low, x_high, total):
-    """total + the products of two codes, each with its offset; they lie in bits 15 to 18 and 19 to 22."""
-    low = ((word & 0x78000) | 0x43800000).to(tl.float32, bitcast=True)         # 256 + n
-    high = ((word & 0x780000) | 0x41800000).to(tl.float32, bitcast=True)       # 16 + n
+def _two(word, x_low, x_high, total, ASM: tl.constexpr):
+    """total + the products of two codes, each with its offset; they lie in bits 15 to 18 and 19 to 22.
+
+    On a GPU `and` and `or` are one instruction, where left to itself the compiler takes two, having two constants.
+    """
+    if ASM:
+        low = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x78000, $2, 0xEA;", "=r,r,r", [word, tl.full(word.shape, 0x43800000, tl.int32)],
+            dtype=tl.int32, is_pure=True, pack=1)
+        high = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x780000, $2, 0xEA;", "=r,r,r", [word, tl.full(word.shape, 0x41800000, tl.int32)],
+            dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        low, high = (word & 0x78000) | 0x43800000, (word & 0x780000) | 0x41800000
+    low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)        # 256 + n, 16 + n
     return total + low * x_low[None, :, :] + high * x_high[None, :, :]
 
 
@@ -103,11 +114,11 @@ def one_row_kernel(
 
 
 @triton.jit
-def _int4_part(
-    w_ptr, scales_ptr, zeros_ptr, source, first, x0, x1, x2, x3, x4, x5, x6, x7, scale_row,
+def _int4_read(
+    w_ptr, scales_ptr, zeros_ptr, source, first, scale_row,
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, QUADS: tl.constexpr,
 ):
-    """(rows, quads): what the words from `first` on contribute. A quad, 32 codes, never crosses a group."""
+    """The words (rows, quads, 4) from `first` on, and scale and zero of each quad: its 32 codes are of one group."""
     words: tl.constexpr = K // 8
     even: tl.constexpr = words % (4 * QUADS) == 0
     quad = tl.arange(0, QUADS)
@@ -117,25 +128,36 @@ def _int4_part(
         w = tl.load(place, eviction_policy="evict_first")
     else:
         w = tl.load(place, mask=word[None, :, :] < words, other=0, eviction_policy="evict_first")
+    at = source[:, None] * scale_row
+    if GROUP > 0:
+        at += ((first + quad * 4) * 8 // GROUP)[None, :]
+    near = (first + quad * 4 < words)[None, :]
+    scale, zero = 1.0, 0.0
+    if GROUP > 0:
+        scale = tl.load(scales_ptr + at) if even else tl.load(scales_ptr + at, mask=near, other=0.0)
+    if ZEROS:
+        zero = tl.load(zeros_ptr + at) if even else tl.load(zeros_ptr + at, mask=near, other=0)
+    return w, scale, zero
+
+
+@triton.jit
+def _int4_part(
+    w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
+):
+    """(rows, quads): what these words contribute."""
     low, high = x0 + x2 + x4 + x6, x1 + x3 + x5 + x7
     excess = low * 256.0 + high * 16.0
     if not ZEROS:
         excess += (low + high) * 8.0
     part = tl.zeros(w.shape, tl.float32) - excess[None, :, :]
-    part = _two(w << 15, x0, x1, part)
-    part = _two(w << 7, x2, x3, part)
-    part = _two(w >> 1, x4, x5, part)
-    part = _two(w >> 9, x6, x7, part)
+    part = _two(w << 15, x0, x1, part, ASM)
+    part = _two(w << 7, x2, x3, part, ASM)
+    part = _two(w >> 1, x4, x5, part, ASM)
+    part = _two(w >> 9, x6, x7, part, ASM)
     part = tl.sum(part, 2)
-    at = source[:, None] * scale_row
-    if GROUP > 0:
-        at += ((first + quad * 4) * 8 // GROUP)[None, :]
-    near = (first + quad * 4 < words)[None, :]
     if ZEROS:
-        zero = tl.load(zeros_ptr + at) if even else tl.load(zeros_ptr + at, mask=near, other=0)
         part -= zero.to(tl.float32) * tl.sum(low + high, 1)[None, :]
     if GROUP > 0:
-        scale = tl.load(scales_ptr + at) if even else tl.load(scales_ptr + at, mask=near, other=0.0)
         part *= scale.to(tl.float32)
     return part
 
@@ -144,29 +166,39 @@ def _int4_part(
 def one_row_int4_kernel(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, scale_row,
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    QUADS: tl.constexpr, STAGES: tl.constexpr,
+    QUADS: tl.constexpr, ASM: tl.constexpr,
 ):
     """Eight codes in a word, the first in its lowest bits. Each program takes every so many-th block of rows."""
     words: tl.constexpr = K // 8
     even: tl.constexpr = words % (4 * QUADS) == 0
     word = tl.arange(0, QUADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     inner = tl.arange(0, BLOCK_N)
+    begin, blocks, step = tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.num_programs(0)
     if words <= 4 * QUADS:                                 # all of x at once, and kept
+        row = begin * BLOCK_N + inner
+        # Rows past the end are read as the last one, and not written.
+        w, scale, zero = _int4_read(w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K,
+                                    GROUP, ZEROS, QUADS)
         x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x_ptr, word, K, even)
-        for block in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.num_programs(0), num_stages=STAGES):
-            row = block * BLOCK_N + inner
-            part = _int4_part(w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, x0, x1, x2, x3,
-                              x4, x5, x6, x7, scale_row, K, GROUP, ZEROS, QUADS)
-            _finish(tl.sum(part, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
+        for block in range(begin, blocks, step):           # the next block is on its way while this one is computed
+            row = (block + step) * BLOCK_N + inner
+            w_next, scale_next, zero_next = _int4_read(
+                w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K, GROUP, ZEROS,
+                QUADS)
+            part = _int4_part(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
+            _finish(tl.sum(part, 1), block * BLOCK_N + inner, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0,
+                    BIAS)
+            w, scale, zero = w_next, scale_next, zero_next
     else:
-        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.num_programs(0)):
+        for block in range(begin, blocks, step):
             row = block * BLOCK_N + inner
             source = tl.minimum(row, n - 1).to(tl.int64)
             total = tl.zeros((BLOCK_N, QUADS), tl.float32)
-            for first in tl.range(0, words, 4 * QUADS, num_stages=STAGES):
+            for first in range(0, words, 4 * QUADS):
+                w, scale, zero = _int4_read(w_ptr, scales_ptr, zeros_ptr, source, first, scale_row, K, GROUP, ZEROS,
+                                            QUADS)
                 x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x_ptr, first + word, K, even)
-                total += _int4_part(w_ptr, scales_ptr, zeros_ptr, source, first, x0, x1, x2, x3, x4, x5, x6, x7,
-                                    scale_row, K, GROUP, ZEROS, QUADS)
+                total += _int4_part(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
             _finish(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
 
 
@@ -258,8 +290,9 @@ class Config(NamedTuple):
 def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.device) -> Config:
     """`width`: bytes or numbers in a row of the weight; `group`: of them, how many share a scale, 0 for all."""
     processors, _ = size_of(device)
-    if rows == 1 and int4:
-        return Config(8 if n >= 8 * 4 * processors else 4 if n >= 4 * 4 * processors else 2, 128, 4, 1, 4)
+    if rows == 1 and int4:                                 # threads enough to hold all of x, where that can be
+        quads = max(128, triton.next_power_of_2(-(-width // 16)))
+        return Config(2, quads, quads // 32, 1, 512 // quads) if quads <= 512 else Config(2, 128, 4, 1, 4)
     if rows == 1:
         return Config(4 if n >= 4 * 4 * processors else 2, 128, 4, 1)
     block_n = 64 if n >= 64 * processors else 32
@@ -288,8 +321,9 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     grid = (-(-n // made.block_n),)
     if rows == 1 and int4:
         programs = min(grid[0], made.splits * size_of(x.device)[0])
+        del options["STAGES"]
         one_row_int4_kernel[(programs,)](flat, weight.view(torch.int32), *by, out, n, scale_row, **options,
-                                         QUADS=min(made.block_k, triton.next_power_of_2(-(-k // 32))))
+                                         ASM=x.is_cuda, QUADS=min(made.block_k, triton.next_power_of_2(-(-k // 32))))
     elif rows == 1:
         vec = 16 // weight.element_size()
         one_row_kernel[grid](flat, weight, *by, out, n, weight.stride(0), scale_row, **options,

@@ -30,6 +30,7 @@ from .machine import counters
 CHUNK = 16384              # tokens of one program; 255 x 256 at most
 MOST_LISTED = 2048         # candidates that the last step can hold
 NARROWINGS = 3
+UNSURE = tl.constexpr(4e-6) # what a mass of narrow_kernel may be wrong by, relatively
 ID_BITS = tl.constexpr(20)
 ID_MASK = tl.constexpr((1 << 20) - 1)
 LIST = tl.constexpr(MOST_LISTED)
@@ -76,10 +77,10 @@ def _is_last(count_ptr, row, chunks):
 
 @triton.jit(do_not_specialize=["limit"])
 def peak_kernel(
-    logits_ptr, part_ptr, peak_ptr, whole_ptr, mass_ptr, listed_ptr, count_ptr, row_stride, vocab, limit,
+    logits_ptr, part_ptr, peak_ptr, whole_ptr, listed_ptr, count_ptr, row_stride, vocab, limit,
     PROBS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """The largest value of each row. Starts the search: whole and mass as narrow_kernel has them."""
+    """The largest value of each row. Starts the search: `whole` as narrow_kernel has it."""
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     logits_ptr += row.to(tl.int64) * row_stride
     most = tl.full((TILE,), 0.0 if PROBS else float("-inf"), tl.float32)
@@ -96,8 +97,6 @@ def peak_kernel(
         tl.store(whole_ptr + row * 4 + 1, limit)
         tl.store(whole_ptr + row * 4 + 2, 0)
         tl.store(whole_ptr + row * 4 + 3, vocab)
-        tl.store(mass_ptr + row * 2, 0.0)
-        tl.store(mass_ptr + row * 2 + 1, 0.0)
         tl.store(listed_ptr + row, 0)
 
 
@@ -120,10 +119,14 @@ def _edge(J: tl.constexpr, lo, hi, peak, FIRST: tl.constexpr, PROBS: tl.constexp
 
 
 @triton.jit
-def _up_to(key, weight, edge):
-    """What this thread's tokens before the edge weigh, and how many they are."""
+def _up_to(key, weight, edge, mass, many, MASS: tl.constexpr, COUNT: tl.constexpr):
+    """Adds what this thread's tokens before the edge weigh, and how many they are."""
     before = key < edge
-    return (tl.sum(tl.sum(tl.where(before, weight, 0.0), 2), 0), tl.sum(tl.sum(before.to(tl.int32), 2), 0))
+    if MASS:
+        mass += tl.sum(tl.sum(tl.where(before, weight, 0.0), 2), 0).to(tl.float64)
+    if COUNT:
+        many += tl.sum(tl.sum(before.to(tl.int32), 2), 0)
+    return mass, many
 
 
 @triton.jit
@@ -140,20 +143,26 @@ def _keep(mass_ptr, count_ptr, J: tl.constexpr, mass, many):
 
 @triton.jit(do_not_specialize=["top_k"])
 def narrow_kernel(
-    logits_ptr, peak_ptr, part_mass_ptr, part_count_ptr, whole_ptr, mass_ptr, count_ptr, row_stride, vocab, divisor,
+    logits_ptr, peak_ptr, part_mass_ptr, part_count_ptr, whole_ptr, total_ptr, count_ptr, row_stride, vocab, divisor,
     top_k, top_p: tl.float64,
-    FIRST: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    FIRST: tl.constexpr, BY_COUNT: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """One of eight parts of [lo, hi) holds the cut: that part becomes [lo, hi). top_k > 0 cuts by number, else by mass.
+    """One of eight parts of [lo, hi) holds the cut, by number or by mass: that part becomes [lo, hi).
 
-    `whole` is (lo, hi, tokens before lo, tokens before hi), `mass` (that before lo, all).
+    `whole` is (lo, hi, tokens before lo, tokens before hi). Masses are summed a few at a time in float32, so where
+    one is within what that may be wrong by, the parts on both sides of the edge are kept. By mass, tokens are not
+    counted the first time. `total` is the mass of all, in float64.
     """
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
     above, reached = tl.load(whole_ptr + row * 4 + 2), tl.load(whole_ptr + row * 4 + 3)
-    listed = reached - (0 if top_k > 0 else above)
+    listed = reached
+    if not BY_COUNT:
+        listed -= above
     if FIRST or ((listed > LIST) & (hi - lo > 1)):
+        mass: tl.constexpr = not BY_COUNT
+        count: tl.constexpr = BY_COUNT or not FIRST
         peak = tl.load(peak_ptr + row)
         e1, e2 = _edge(1, lo, hi, peak, FIRST, PROBS), _edge(2, lo, hi, peak, FIRST, PROBS)
         e3, e4 = _edge(3, lo, hi, peak, FIRST, PROBS), _edge(4, lo, hi, peak, FIRST, PROBS)
@@ -170,23 +179,15 @@ def narrow_kernel(
         for begin in range(0, CHUNK, TILE):
             key, weight = _read(logits_ptr + row.to(tl.int64) * row_stride, chunk * CHUNK + begin + inner, vocab, peak,
                                 divisor, PROBS, SCALE, LIBDEVICE)
-            wide = weight.to(tl.float64)
-            if FIRST:
-                m0 += tl.sum(tl.sum(wide, 2), 0)
-            m, c = _up_to(key, wide, e1)
-            m1, c1 = m1 + m, c1 + c
-            m, c = _up_to(key, wide, e2)
-            m2, c2 = m2 + m, c2 + c
-            m, c = _up_to(key, wide, e3)
-            m3, c3 = m3 + m, c3 + c
-            m, c = _up_to(key, wide, e4)
-            m4, c4 = m4 + m, c4 + c
-            m, c = _up_to(key, wide, e5)
-            m5, c5 = m5 + m, c5 + c
-            m, c = _up_to(key, wide, e6)
-            m6, c6 = m6 + m, c6 + c
-            m, c = _up_to(key, wide, e7)
-            m7, c7 = m7 + m, c7 + c
+            if FIRST and not BY_COUNT:
+                m0 += tl.sum(tl.sum(weight.to(tl.float64), 2), 0)
+            m1, c1 = _up_to(key, weight, e1, m1, c1, mass, count)
+            m2, c2 = _up_to(key, weight, e2, m2, c2, mass, count)
+            m3, c3 = _up_to(key, weight, e3, m3, c3, mass, count)
+            m4, c4 = _up_to(key, weight, e4, m4, c4, mass, count)
+            m5, c5 = _up_to(key, weight, e5, m5, c5, mass, count)
+            m6, c6 = _up_to(key, weight, e6, m6, c6, mass, count)
+            m7, c7 = _up_to(key, weight, e7, m7, c7, mass, count)
         masses, counts = part_mass_ptr + (row * chunks + chunk) * 8, part_count_ptr + (row * chunks + chunk) * 8
         _keep(masses, counts, 0, m0, zero)
         _keep(masses, counts, 1, m1, c1)
@@ -201,22 +202,24 @@ def narrow_kernel(
             at, real = (row * chunks + n[:, None]) * 8 + j[None, :], n[:, None] < chunks
             mass_of = tl.sum(tl.load(part_mass_ptr + at, mask=real, other=0.0, cache_modifier=".cg"), 0)
             count_of = tl.sum(tl.load(part_count_ptr + at, mask=real, other=0, cache_modifier=".cg"), 0)
-            if FIRST:
-                total = tl.sum(tl.where(j == 0, mass_of, 0.0), 0)
-                tl.store(mass_ptr + row * 2 + 1, total)
+            if BY_COUNT:
+                cut = tl.sum(((count_of < top_k) & (j > 0)).to(tl.int32), 0)   # that many edges are not enough
+                last = cut
             else:
-                total = tl.load(mass_ptr + row * 2 + 1)
-            open = tl.where(top_k > 0, count_of < top_k, mass_of < top_p * total) & (j > 0)
-            cut = tl.sum(open.to(tl.int32), 0)     # that many edges are not enough
-            begin = tl.where(cut == 0, lo, _which(cut - 1, e1, e2, e3, e4, e5, e6, e7))
-            end = tl.where(cut == 7, hi, _which(cut, e1, e2, e3, e4, e5, e6, e7))
-            tl.store(whole_ptr + row * 4, begin)
-            tl.store(whole_ptr + row * 4 + 1, end)
-            if cut > 0:
-                tl.store(whole_ptr + row * 4 + 2, tl.sum(tl.where(j == cut, count_of, 0), 0))
-                tl.store(mass_ptr + row * 2, tl.sum(tl.where(j == cut, mass_of, 0.0), 0))
-            if cut < 7:
-                tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(j == cut + 1, count_of, 0), 0))
+                if FIRST:
+                    total = tl.sum(tl.where(j == 0, mass_of, 0.0), 0)
+                    tl.store(total_ptr + row, total)
+                else:
+                    total = tl.load(total_ptr + row)
+                cut = tl.sum(((mass_of < top_p * total * (1.0 - UNSURE)) & (j > 0)).to(tl.int32), 0)
+                last = tl.sum(((mass_of < top_p * total * (1.0 + UNSURE)) & (j > 0)).to(tl.int32), 0)
+            tl.store(whole_ptr + row * 4, tl.where(cut == 0, lo, _which(cut - 1, e1, e2, e3, e4, e5, e6, e7)))
+            tl.store(whole_ptr + row * 4 + 1, tl.where(last == 7, hi, _which(last, e1, e2, e3, e4, e5, e6, e7)))
+            if count:
+                if cut > 0:
+                    tl.store(whole_ptr + row * 4 + 2, tl.sum(tl.where(j == cut, count_of, 0), 0))
+                if last < 7:
+                    tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(j == last + 1, count_of, 0), 0))
 
 
 @triton.jit
@@ -255,14 +258,14 @@ def _among_listed(
     if TOP_P:
         cut = _last_kept(place, weight, real, begin, cut + 1, mass, top_p * total)
     for first in range(0, listed, AT_ONCE):
-        i = first + tl.arange(0, AT_ONCE)
-        place = tl.load(list_ptr + i, mask=i < listed, other=0, cache_modifier=".cg")
-        weight = tl.load(weight_ptr + i, mask=i < listed, other=0.0, cache_modifier=".cg").to(tl.float64)
-        kept = place <= cut
+        n = first + tl.arange(0, AT_ONCE)
+        its_place = tl.load(list_ptr + n, mask=n < listed, other=0, cache_modifier=".cg")
+        its_weight = tl.load(weight_ptr + n, mask=n < listed, other=0.0, cache_modifier=".cg").to(tl.float64)
+        kept = its_place <= cut
         if MIN_P:
-            kept = kept & (weight >= least)
-        here = kept[:, None] & (((place & ID_MASK) // TILE).to(tl.int32)[:, None] == tile[None, :])
-        by_tile += tl.sum(tl.where(here, weight[:, None], 0.0), 0)
+            kept = kept & (its_weight >= least)
+        here = kept[:, None] & (((its_place & ID_MASK) // TILE).to(tl.int32)[:, None] == tile[None, :])
+        by_tile += tl.sum(tl.where(here, its_weight[:, None], 0.0), 0)
     return cut, by_tile
 
 
@@ -341,8 +344,8 @@ def _uniform(uniform_ptr, row, word, SEEDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["top_k", "word"])
 def draw_kernel(
-    logits_ptr, peak_ptr, whole_ptr, mass_ptr, list_ptr, list_weight_ptr, listed_ptr, sure_ptr, count_ptr, uniform_ptr,
-    token_ptr, chosen_ptr, total_ptr, row_stride, vocab, divisor, top_k, top_p: tl.float64,
+    logits_ptr, peak_ptr, whole_ptr, whole_mass_ptr, list_ptr, list_weight_ptr, listed_ptr, sure_ptr, before_ptr,
+    count_ptr, uniform_ptr, token_ptr, chosen_ptr, total_ptr, row_stride, vocab, divisor, top_k, top_p: tl.float64,
     min_p: tl.float64, word: tl.int64,
     SEARCH: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, SEEDED: tl.constexpr,
     PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
@@ -366,10 +369,12 @@ def draw_kernel(
         id = tile * TILE + tl.arange(0, TILE)
         key, weight = _read(logits_ptr, id, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
         sure = weight.to(tl.float64)
-        if MIN_P:
-            sure = tl.where(sure >= least, sure, 0.0)
         if SEARCH:
             sure = tl.where(key < first, sure, 0.0)
+        if MIN_P:
+            if SEARCH:
+                tl.store(before_ptr + row * tiles + tile, tl.sum(sure, 0))     # min_p comes after top_p
+            sure = tl.where(sure >= least, sure, 0.0)
         tl.store(sure_ptr + row * tiles + tile, tl.sum(sure, 0))
         if SEARCH:
             listed = (key >= first) & (key < hi)
@@ -385,7 +390,12 @@ def draw_kernel(
         cut = (hi.to(tl.int64) << ID_BITS) - 1                                 # the last place that is kept
         if SEARCH:
             begin, end = first.to(tl.int64) << ID_BITS, hi.to(tl.int64) << ID_BITS
-            mass, total = tl.load(mass_ptr + row * 2), tl.load(mass_ptr + row * 2 + 1)
+            mass = tl.sum(by_tile, 0)
+            if MIN_P:
+                mass = tl.sum(tl.load(before_ptr + row * tiles + t, mask=t < tiles, other=0.0, cache_modifier=".cg"), 0)
+            total = mass
+            if not TOP_K:
+                total = tl.load(whole_mass_ptr + row)
             if inside > LIST:
                 cut, by_tile = _among_all(
                     logits_ptr, vocab, peak, divisor, t, tiles, begin, end, total, top_k, top_p, least, TOP_K, TOP_P,
@@ -442,14 +452,14 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     peaks, parts = floats[:batch], floats[batch:]
     integers = torch.empty(batch * (5 + 8 * chunks), dtype=torch.int32, device=device)
     whole, listed, part_counts = integers[:4 * batch], integers[4 * batch:5 * batch], integers[5 * batch:]
-    doubles = torch.empty(batch * (2 + tiles + 8 * chunks), dtype=torch.float64, device=device)
-    mass, sure, part_masses = doubles[:2 * batch], doubles[2 * batch:(2 + tiles) * batch], doubles[(2 + tiles) * batch:]
+    doubles = torch.empty(batch * (1 + 2 * tiles + 8 * chunks), dtype=torch.float64, device=device)
+    mass, sure, before, part_masses = doubles.split([batch, batch * tiles, batch * tiles, 8 * batch * chunks])
     count = counters(device, batch)
     shared: dict[str, Any] = {"PROBS": from_probs, "CHUNK": chunk, "TILE": tile, "num_warps": warps}
     reading: dict[str, Any] = {**shared, "SCALE": scaled, "LIBDEVICE": logits.is_cuda}
     grid, step = (chunks, batch), logits.stride(0)
     limit = 0x7FFFFFFF if from_probs else 0x7F800000
-    peak_kernel[grid](logits, parts, peaks, whole, mass, listed, count, step, vocab, limit,
+    peak_kernel[grid](logits, parts, peaks, whole, listed, count, step, vocab, limit,
                       CHUNKS=triton.next_power_of_2(chunks), **shared)
     listing = places = logits
     if search:
@@ -457,8 +467,9 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
         listing = torch.empty(batch * MOST_LISTED, dtype=torch.float32, device=device)
         for i in range(narrowings):
             narrow_kernel[grid](logits, peaks, part_masses, part_counts, whole, mass, count, step, vocab, divisor,
-                                top_k, top_p, FIRST=i == 0, CHUNKS=triton.next_power_of_2(chunks), **reading)
-    draw_kernel[grid](logits, peaks, whole, mass, places, listing, listed, sure, count,
+                                top_k, top_p, FIRST=i == 0, BY_COUNT=top_k > 0,
+                                CHUNKS=triton.next_power_of_2(chunks), **reading)
+    draw_kernel[grid](logits, peaks, whole, mass, places, listing, listed, sure, before, count,
                       logits if uniform is None else uniform, token, chosen, total, step, vocab, divisor, top_k, top_p,
                       min_p, word, SEARCH=search, TOP_K=top_k > 0, TOP_P=by_mass, MIN_P=min_p > 0.0,
                       SEEDED=uniform is None, TILES=triton.next_power_of_2(tiles),

@@ -41,6 +41,8 @@ def tune(
     again: Annotated[bool, typer.Option("--again", help="also what was measured before")] = False,
     cold: Annotated[bool | None, typer.Option(
         "--cold/--warm", help="overwrite the last cache before each call; default: on a GPU only")] = None,
+    graph: Annotated[bool, typer.Option(
+        "--graph", help="on a GPU: time as captured in a CUDA graph, without what the host costs")] = False,
     compiling: Annotated[bool, typer.Option(
         "--compile/--no-compile", help="also kernels that have to be compiled first")] = True,
     rounds: Annotated[int, typer.Option(help="the most samples of one kernel in one kind of call")] = tuner.ROUNDS,
@@ -62,7 +64,7 @@ def tune(
     else:
         found = calls_for(op or calls or model or "standard", dtype=dtype, batch=batch, prompt=prompt, context=context)
     with _progress() as progress:
-        report = tuner.tune(found, device=device, seconds=seconds, rounds=rounds, again=again, flush=cold,
+        report = tuner.tune(found, device=device, seconds=seconds, rounds=rounds, again=again, flush=cold, graph=graph,
                             compile=compiling, progress=progress)
     show.as_json(report.to_json()) if as_json else _show(report)
     if report.stopped == "interrupted":

@@ -218,7 +218,7 @@ def read_regret(path: Path) -> Regret:
         raise DataError(f"{path}: wanted what lz regret --json prints; {e}") from e
     try:
         return _regret(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         said = f"no {e}" if isinstance(e, KeyError) else str(e)
         raise DataError(f"{path}: wanted what lz regret --json prints, got something else: {said}") from e
 

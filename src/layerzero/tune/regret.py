@@ -204,16 +204,20 @@ class Report:
 # replaying
 
 def replay(calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", seed: int = 0,
-           watch: Watch | None = None, advance: Callable[[Call], None] = lambda call: None) -> Report:
-    """Time each call for about `seconds`: the kernel that is chosen now, and all others that may serve."""
+           watch: Watch | None = None, graph: bool = False,
+           advance: Callable[[Call], None] = lambda call: None) -> Report:
+    """Time each call for about `seconds`: the kernel that is chosen now, and all others that may serve.
+
+    `graph`: on a GPU, as captured in a CUDA graph."""
     rows: list[Replayed] = []
     skipped: list[Skipped] = []
-    watch = watch or stopwatch(device)
+    graph = graph and device == "cuda"
+    watch = watch or stopwatch(device, graph=graph)
     expected: tuple[type[BaseException], ...] = (LayerZeroError, *faults.FAULTS)
     for call in calls:
         advance(call)
         try:
-            found = replay_one(call, seconds, device, seed, watch)
+            found = replay_one(call, seconds, device, seed, watch, graph)
         except expected as e:
             skipped.append(Skipped(call, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"))
             continue
@@ -224,12 +228,13 @@ def replay(calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", 
     return Report(tuple(rows), tuple(skipped), worlds.current().place(device))
 
 
-def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch) -> Replayed | Skipped:
+def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch,
+               graph: bool = False) -> Replayed | Skipped:
     op = dispatcher_of(call.op).op
     with torch.set_grad_enabled(call.grad):
         found, values = resolved(op, written.values(op, call, device, seed))
         world, override = worlds.current(), context.current.get()
-        facts = found.facts(values, world)
+        facts = {**found.facts(values, world), "graph": graph}
         plan = world.plan(found.op, facts, override, thorough=True)
         if not plan.steps:
             raise refusal(world, found.op, facts, override)

@@ -43,8 +43,8 @@ Save = Callable[[Sequence[Measurement], Mapping[str, Rates] | None], Any]
 
 
 def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None, seconds: float | None = None,
-         rounds: int = ROUNDS, again: bool = False, flush: bool | None = None, compile: bool = True,
-         progress: Progress | None = None, save: Save | None = None) -> TuneReport:
+         rounds: int = ROUNDS, again: bool = False, flush: bool | None = None, graph: bool = False,
+         compile: bool = True, progress: Progress | None = None, save: Save | None = None) -> TuneReport:
     """Time the kernels that may serve these calls, and choose by what was measured from then on.
 
     calls     some, or what they come from: an operation, a model, a file of calls
@@ -53,13 +53,15 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     rounds    the most samples of one kernel in one kind of call
     again     also what was measured before
     flush     with cold caches; by default on a GPU only
+    graph     on a GPU: as captured in a CUDA graph, which leaves out what the host costs
     compile   also kernels that have to be compiled first, which takes seconds each
     progress  called with (done, total, what) before each kind of call
     save      called with the measurements of each kind, instead of keeping them where all others are
     """
     began = time.perf_counter()
     target = hardware.probe(device).type if device else hardware.main_kind()
-    tuner = Tuner(rounds, flush, None if seconds is None else began + seconds, save or measurements.record, compile)
+    tuner = Tuner(rounds, flush, None if seconds is None else began + seconds, save or measurements.record, compile,
+                  graph and target == "cuda")
     say = progress or (lambda done, total, what: None)
     jobs, skipped = survey(_calls(calls), target)
     tuned: list[Tuned] = []
@@ -199,8 +201,10 @@ def measured(world: World, job: Job, compile: bool = True) -> bool:
 class Tuner:
     """Times one kind of call after another, and saves after each."""
 
-    def __init__(self, rounds: int, flush: bool | None, deadline: float | None, save: Save, compile: bool) -> None:
+    def __init__(self, rounds: int, flush: bool | None, deadline: float | None, save: Save, compile: bool,
+                 graph: bool = False) -> None:
         self.rounds, self.flush, self.deadline, self.save, self.compile = rounds, flush, deadline, save, compile
+        self.graph = graph
         self.rates: dict[str, Rates] = {}
         self._watches: dict[str, Watch] = {}
 
@@ -218,7 +222,7 @@ class Tuner:
             try:
                 dispatcher, values = resolved(dispatcher_of(job.call.op).op, make_values(
                     dispatcher_of(job.call.op).op, job.call, job.device))
-                facts = dispatcher.facts(values, worlds.current())
+                facts = {**dispatcher.facts(values, worlds.current()), "graph": self.graph}
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, _first_line(e))
             contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device), self.compile)
@@ -244,5 +248,5 @@ class Tuner:
 
     def _watch(self, device: str) -> Watch:
         if device not in self._watches:
-            self._watches[device] = stopwatch(device, self.flush)
+            self._watches[device] = stopwatch(device, self.flush, self.graph)
         return self._watches[device]

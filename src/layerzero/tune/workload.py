@@ -17,7 +17,7 @@ from ..runtime import world as worlds
 from ..runtime.inspection import dispatcher_of
 from ..select.policy import suggest
 from ..spec.call import Call, TensorSpec, read_calls
-from ..spec.errors import ConfigError, DataError, InvalidCall, SpecError
+from ..spec.errors import ConfigError, DataError, InvalidCall
 from ..spec.op import Op
 from .models import MODELS, Model, calls_of
 
@@ -102,9 +102,12 @@ def _bare(spec: TensorSpec) -> Tensor:
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidCall(f"there is no dtype {spec.dtype!r} in this torch")
-    if spec.strides is None:
-        return torch.empty(spec.shape, dtype=dtype, device="meta")
-    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta")
+    try:
+        if spec.strides is None:
+            return torch.empty(spec.shape, dtype=dtype, device="meta")
+        return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError, OverflowError) as e:      # more elements than an address has bits
+        raise InvalidCall(f"there can be no tensor of shape {spec.shape!r:.100}: {str(e).splitlines()[0]}") from e
 
 
 def _joined(*names: str) -> str:
@@ -120,7 +123,7 @@ def read_recordings(folder: Path) -> tuple[Call, ...]:
         for number, line in enumerate(lines, 1):
             try:
                 calls.append(Call.from_json(json.loads(line)))
-            except (json.JSONDecodeError, SpecError) as e:
+            except (ValueError, RecursionError) as e:  # of JSON, of its digits, or a SpecError
                 if number < len(lines):
                     raise DataError(f"{path}:{number}: {e}") from e
     known = worlds.current().catalog.ops       # an op that the program itself registered is not known here

@@ -1,6 +1,7 @@
 """FlashAttention 2, 3 and 4. Layout (batch, seq, heads, dim); causality and windows measure from the bottom right.
 
-Version 3 is built for Hopper. Version 4 compiles on first use and is made for Hopper and Blackwell.
+Version 3 is built for Hopper. Version 4 compiles on first use and is made for Hopper and Blackwell. On Hopper it does
+not split the keys of one query over the device, so long decoding is slow. A log-sum-exp over no key is +inf here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import OP as attention
+from ..ops.paged_attention import OP as paged_attention
 from ..ops.varlen_attention import OP as varlen_attention
 from ..spec.kernel import Kernel
 from ..spec.op import Op
@@ -57,6 +59,22 @@ def _common(op: Op) -> tuple[Condition, ...]:
             aligned("query", 16), aligned("key", 16), aligned("value", 16), plain_tensors())
 
 
+def _cache(*names: str) -> tuple[Condition, ...]:
+    return (*(when(equals("dtype", d), one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+              for n in names for d in ("float16", "bfloat16")),
+            *(unit_stride(n, repair=False) for n in names), *(aligned(n, 16) for n in names))
+
+
+PAGES: tuple[Condition, ...] = (
+    device("cuda"), vendor("nvidia"), dtypes("float16", "bfloat16"), multiple_of("head_dim", 8),
+    at_most("head_dim", 256), equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), plain_tensors(),
+    at_least("batch", 1, Code.EMPTY_INPUT), at_least("tokens", 1, Code.EMPTY_INPUT),
+    at_least("pages", 1, Code.EMPTY_INPUT), at_least("max_pages", 1, Code.EMPTY_INPUT),
+    *_cache("key_cache", "value_cache"), absent("key_scale.dtype", Code.SCALE_LAYOUT_MISMATCH),
+    absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), unit_stride("query"), aligned("query", 16),
+    dtypes("int32", of="block_table.dtype"), dtypes("int32", of="context_lens.dtype"),
+    one_of("cu_seqlens_q.dtype", None, "int32", code=Code.DTYPE_UNSUPPORTED), unit_stride("block_table"),
+    any_of(absent("cu_seqlens_q.dtype"), present("max_seqlen_q", Code.MISSING_METADATA)))
 ALIGNED = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 ALIGNED_OR_SQUARE = any_of(equals("causal_offset", 0), ALIGNED)
 DENSE: tuple[Condition, ...] = (
@@ -165,6 +183,65 @@ def _v4_varlen() -> Callable[..., Any]:
     return run
 
 
+# Over a paged cache: one query for each sequence, or any number where the library takes packed queries.
+
+def _v2_paged() -> Callable[..., Any]:
+    from flash_attn import flash_attn_with_kvcache
+
+    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+            is_causal: bool = False, scale: float | None = None, *, window_left: int = -1, softcap: float = 0.0,
+            max_seqlen_q: int | None = None, return_lse: bool = False) -> Any:
+        result = flash_attn_with_kvcache(
+            query[:, None], key_cache, value_cache, cache_seqlens=context_lens, block_table=block_table,
+            softmax_scale=scale, causal=is_causal, window_size=(window_left, -1), softcap=softcap,
+            return_softmax_lse=return_lse)
+        return (result[0][:, 0], _none_seen(result[1][..., 0])) if return_lse else result[:, 0]
+
+    return run
+
+
+def _v3_paged() -> Callable[..., Any]:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+            cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *,
+            window_left: int = -1, softcap: float = 0.0, max_seqlen_q: int | None = None,
+            return_lse: bool = False) -> Any:
+        starts = _one_each(context_lens) if cu_seqlens_q is None else cu_seqlens_q
+        result = flash_attn_with_kvcache(
+            query, key_cache, value_cache, cache_seqlens=context_lens, page_table=block_table, cu_seqlens_q=starts,
+            max_seqlen_q=1 if cu_seqlens_q is None else max_seqlen_q, softmax_scale=scale, causal=is_causal,
+            window_size=(window_left, -1), softcap=softcap, return_softmax_lse=return_lse)
+        return (result[0], _none_seen(result[1].t())) if return_lse else _picked(result, False)
+
+    return run
+
+
+def _v4_paged() -> Callable[..., Any]:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+            cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *,
+            window_left: int = -1, softcap: float = 0.0, max_seqlen_q: int | None = None,
+            return_lse: bool = False) -> Any:
+        starts = _one_each(context_lens) if cu_seqlens_q is None else cu_seqlens_q
+        result = flash_attn_varlen_func(
+            query, key_cache, value_cache, cu_seqlens_q=starts, seqused_k=context_lens, page_table=block_table,
+            max_seqlen_q=1 if cu_seqlens_q is None else max_seqlen_q, softmax_scale=scale, causal=is_causal,
+            window_size=_open_window(window_left, -1), softcap=softcap, return_lse=return_lse)
+        return (result[0], _none_seen(result[1].t())) if return_lse else _picked(result, False)
+
+    return run
+
+
+def _one_each(context_lens: Tensor) -> Tensor:
+    return torch.arange(context_lens.shape[0] + 1, dtype=torch.int32, device=context_lens.device)
+
+
+def _none_seen(lse: Tensor) -> Tensor:
+    return torch.where(lse == torch.inf, -torch.inf, lse)
+
+
 def _picked(result: Any, with_lse: bool) -> Any:
     if with_lse:
         return result[:2]
@@ -177,6 +254,7 @@ def _open_window(left: int, right: int) -> tuple[int | None, int | None]:
 
 
 BSHD = ("bshd",)
+NHD = ("NHD",)
 _V2: dict[str, Any] = {"package": "flash_attn", "version": ">=2.5,<3", "prior": 12.0, "overhead_us": 10.0,
                        "traceable": False, "untested": True}
 _V3: dict[str, Any] = {"package": "flash_attn_interface", "distribution": "flash_attn_3", "prior": 20.0,
@@ -194,4 +272,12 @@ KERNELS = (
     Kernel("flash_attn.v3_varlen", varlen_attention, _v3_varlen, **_V3, requires=(*PACKED, *V3)),
     Kernel("flash_attn.v4", attention, _v4, variants=BSHD, **_V4, requires=(*DENSE, *V4, NO_ALIBI)),
     Kernel("flash_attn.v4_varlen", varlen_attention, _v4_varlen, **_V4, requires=(*PACKED, *V4)),
+    Kernel("flash_attn.v2_paged", paged_attention, _v2_paged, variants=NHD, differentiable=False, **_V2, requires=(
+        *PAGES, sm(at_least=80), absent("cu_seqlens_q.dtype", Code.SEQ_LEN_UNSUPPORTED),
+        multiple_of("page_size", 256, Code.PAGE_SIZE_UNSUPPORTED))),
+    Kernel("flash_attn.v3_paged", paged_attention, _v3_paged, variants=NHD, differentiable=False, **_V3, requires=(
+        *PAGES, generations("hopper"))),
+    Kernel("flash_attn.v4_paged", paged_attention, _v4_paged, variants=NHD, differentiable=False, **_V4, requires=(
+        *PAGES, generations("hopper"), at_most("page_size", 32, Code.PAGE_SIZE_UNSUPPORTED)),
+        note="larger pages it may load whole, and what lies beyond a sequence would spoil the result"),
 )

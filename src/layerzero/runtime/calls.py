@@ -12,6 +12,7 @@ from ..spec.call import MOST_VALUES, Call, Scalar, TensorSpec
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 from .facts import dtype_name
+from .faults import FAULTS
 
 
 def describe(op: Op, values: Mapping[str, Any], name: str = "") -> Call:
@@ -44,10 +45,12 @@ def _describe(tensor: Tensor) -> TensorSpec:
 def values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     """Every parameter of the op by name, tensors made from the seed; the same again for the same seed."""
     if call.case is not None:
+        dtype = _dtype(call.dtype)
         try:
-            given = op.inputs(**call.case, dtype=_dtype(call.dtype), device=device, seed=seed)
-        except TypeError as e:
-            raise InvalidCall(f"lz.{op.name}: case {dict(call.case)}: {e}") from e
+            given = op.inputs(**call.case, dtype=dtype, device=device, seed=seed)
+        except FAULTS as e:                    # a case from a file may say anything
+            raise InvalidCall(f"lz.{op.name}: case {dict(call.case)!r:.200}: no inputs can be made of it: "
+                              f"{type(e).__name__}: {e}") from e
     else:
         unknown = [n for n in call.arguments if n not in op.by_name]
         if unknown:

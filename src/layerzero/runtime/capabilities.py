@@ -216,7 +216,7 @@ def _leaf(rule: Mapping[str, Any], at: str, op: Op) -> Iterator[Reason]:
         yield _bad(f"{at}.code", f"a reason code{_near(rule['code'], Code.__members__)}", _shown(rule["code"]))
     if bad & {"fact", "test", "value"}:
         return
-    if rule["test"] in ("le", "ge", "multiple_of") and not _is_numeric(rule["fact"], op):
+    if rule["test"] in ("le", "ge", "multiple_of") and not is_numeric(rule["fact"], op):
         yield _bad(f"{at}.test", f"one for a value that is no number, as {rule['fact']} is none", rule["test"])
     elif rule["test"] == "has" and rule["fact"] not in _SET_FACTS:
         yield _bad(f"{at}.test", f"one for a single value, as {rule['fact']} is one", "has")
@@ -253,7 +253,8 @@ def _repair_wanted(rule: Mapping[str, Any], op: Op) -> str:
     return "" if repair == "" else "contiguous, cast or empty"
 
 
-def _is_numeric(fact: str, op: Op) -> bool:
+def is_numeric(fact: str, op: Op) -> bool:
+    """Is it a number, of which more and less can be said?"""
     param = op.by_name.get(fact)
     return (fact in (*op.dims, *op.derived, *op.reads, *_NUMERIC_FACTS)    # what `reads` are, only the op knows
             or (param is not None and param.kind in ("int", "float"))

@@ -52,7 +52,9 @@ class Certificate:
     deterministic: bool = False                # two runs gave the same bits in every case
     writes_all: bool = False                   # every element of every result was written, over poisoned memory
     nan_propagates: bool | None = None         # None: not asked of this op
-    graph_safe: bool | None = None             # by capture and replay; None: no CUDA here
+    graph_safe: bool | None = None             # by capture and replay; None: no CUDA here, or no case to try it with
+    graph_problem: str = ""                    # what came in the way of the capture, where it failed
+    graph_bytes: int = 0                       # memory that the largest of the captures kept for itself
     made_at: str = ""
     layerzero: str = ""
 
@@ -117,11 +119,12 @@ def read(path: Path) -> Certificate:
     """Raises DataError for what is no certificate, or was changed since it was sealed."""
     try:
         data = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise DataError(f"{path}: wanted a certificate as lz verify writes it; {e}") from e
     if not isinstance(data, Mapping) or not isinstance(data.get("certificate"), Mapping):
         raise DataError(f"{path}: wanted a certificate and its seal, got {str(data)[:120]}")
-    if not hmac.compare_digest(str(data.get("seal", "")), _seal(data["certificate"])):
+    seal = str(data.get("seal", "")).encode(errors="replace")   # of text, only ASCII can be compared
+    if not hmac.compare_digest(seal, _seal(data["certificate"]).encode()):
         raise DataError(f"{path}: the seal does not fit: the file was changed after it was written, or comes from "
                         "another machine; run lz verify here, or share the seal key (LAYERZERO_SEAL_KEY)")
     return Certificate.from_json(data["certificate"])
@@ -148,6 +151,26 @@ def standing(kernels: Iterable[Kernel], device: Device) -> dict[str, Certificate
 
 def certified(kernels: Iterable[Kernel], device: Device) -> frozenset[str]:
     return frozenset(k for k, c in standing(kernels, device).items() if isinstance(c, Certificate))
+
+
+# Captures: in a certificate, or tried by this process.
+
+_tried: dict[str, tuple[Kernel, str]] = {}     # kernel -> what came in the way; "" where nothing did
+
+
+def note_capture(kernel: Kernel, problem: str) -> None:
+    """What a capture in this process has shown of a kernel; later selections know it once a world is published."""
+    _tried[kernel.id] = kernel, problem
+
+
+def capture_verdicts(kernels: Iterable[Kernel], device: Device) -> dict[str, bool]:
+    """Which kernels can be captured in a CUDA graph here, as was shown by capturing; those not tried are not in it."""
+    every = {kernel.id: kernel for kernel in kernels}
+    home = folder(device)
+    told = [k for k in every.values() if (home / f"{k.id}.json").exists()]
+    found = {k: c.graph_safe for k, c in standing(told, device).items()
+             if isinstance(c, Certificate) and c.graph_safe is not None}
+    return found | {k: not problem for k, (kernel, problem) in _tried.copy().items() if every.get(k) is kernel}
 
 
 def _seal(body: Mapping[str, Any]) -> str:

@@ -3,6 +3,9 @@
 caller   the arguments break the contract: raised at once, trips nothing
 memory   out of memory: the next kernel of the plan is tried, trips nothing
 kernel   the kernel's own fault: the next is tried, and it counts against the breaker
+refused  the kernel saw before its launch that the device cannot take it: the next is tried, trips nothing
+capture  the kernel did what a CUDA graph cannot hold: the capture is lost, and it is not captured again
+lost     a capture that something else had spoilt before: nobody can serve in it, trips nothing
 timeout  the kernel gave up waiting: as kernel
 sticky   the device context is gone: the backend is disabled and DeviceLost is raised
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..spec.errors import DeviceLost, InvalidCall
+from ..spec.launch import LaunchRefused
 from ..spec.reason import Code, Reason
 
 # What a kernel may throw: libraries have errors of their own that derive from Exception alone, as Triton's do.
@@ -24,28 +28,37 @@ PASSED_ON: tuple[type[BaseException], ...] = (InvalidCall, DeviceLost, Warning)
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 
-_STICKY = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address",
+# Torch ends the text of every CUDA error with advice on "device-side assertions": only one that was triggered counts.
+_STICKY = ("illegal memory access", "device-side assert triggered", "unspecified launch failure", "misaligned address",
            "illegal instruction", "an illegal address", "uncorrectable ecc", "cuda error: launch timed out",
            "hardware stack error", "device lost")
 _MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
+_CAPTURE = ("stream is capturing", "during cuda graph capture", "legacy stream depend", "cuda graph capture unless")
+_CAPTURE_LOST = ("previous error during capture", "capture was invalidated", "capture invalidated")
 
 
 def classify(error: BaseException) -> str:
     text = str(error).lower()
     if isinstance(error, InvalidCall):
         return "caller"
+    if isinstance(error, LaunchRefused):
+        return "refused"
     if isinstance(error, OUT_OF_MEMORY) or (isinstance(error, RuntimeError) and any(m in text for m in _MEMORY)):
         return "memory"
     if isinstance(error, TimeoutError):
         return "timeout"
     if isinstance(error, RuntimeError) and any(m in text for m in _STICKY):
         return "sticky"
+    if isinstance(error, RuntimeError) and any(m in text for m in (*_CAPTURE, *_CAPTURE_LOST)):
+        return "capture" if any(m in text for m in _CAPTURE) else "lost"
     return "kernel"
 
 
 def reason_of(error: BaseException, kind: str) -> Reason:
+    if isinstance(error, LaunchRefused):
+        return error.reasons[0]
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-    code = {"memory": Code.OUT_OF_MEMORY, "timeout": Code.KERNEL_TIMEOUT, "sticky": Code.DEVICE_FAULT}.get(
-        kind, Code.KERNEL_FAILED)
+    code = {"memory": Code.OUT_OF_MEMORY, "timeout": Code.KERNEL_TIMEOUT, "sticky": Code.DEVICE_FAULT,
+            "capture": Code.CUDA_GRAPH_UNSAFE, "lost": Code.CUDA_GRAPH_UNSAFE}.get(kind, Code.KERNEL_FAILED)
     return Reason(code, f"its time limit ({text})" if kind == "timeout" else None, text)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..spec.errors import DeviceLost, NamedKernelRefused, NoKernel
+from ..spec.errors import DeviceLost, KernelFailed, NamedKernelRefused, NoKernel
 from ..spec.event import BackendUnavailable, HealthChanged
 from ..spec.kernel import Kernel
 from ..spec.op import Op
@@ -87,11 +87,26 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
     failures.append((kernel.id, reason))
     if kind == "sticky":
         change_health(kernel.health, lambda old: health.disabled(reason))
-        raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}.", [reason]) from fault
+        raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}. Faults are reported late: an "
+                         "earlier kernel may have caused it (CUDA_LAUNCH_BLOCKING=1 tells).", [reason]) from fault
+    if kind in ("capture", "lost"):
+        raise _capture_lost(kernel, reason, op, kind == "capture") from fault
     if kind in ("kernel", "timeout") and not isinstance(fault, ProbeBusy):
         threshold, cooldown = map(world.policy.setting, ("breaker_threshold", "breaker_cooldown"))
         now = time.monotonic()
         change_health(kernel.health, lambda old: health.failed(old, reason, now, threshold, cooldown))
+
+
+def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> KernelFailed:
+    """The error for a call inside a capture that is no more: no other kernel could serve it either."""
+    if not guilty:
+        return KernelFailed(f"lz.{op}: the CUDA graph capture under way was spoilt before {kernel.id} was called "
+                            f"({reason.got}); lz.validate_graph_capture says by what", [reason])
+    from . import certificates  # reads files; not needed before something is captured
+    certificates.note_capture(kernel, str(reason.got))
+    worlds.publish(lambda w: w.but(), f"capture:{kernel.id}")
+    return KernelFailed(f"lz.{op}: {kernel.id} cannot be captured in a CUDA graph ({reason.got}), and the capture "
+                        "under way is lost; capture again: another kernel will be chosen", [reason])
 
 
 def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernel:

@@ -137,6 +137,7 @@ def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], w
     kind, constant, grad = kind_to_compile(kernel.op, facts), constant_axes(kernel.op, facts), facts["grad"]
     known: dict[Form, bool] = {}
     told: set[Form] = set()
+    library = bool(kernel.package)             # what a library compiles depends on no mode: nothing is taken away
 
     def ready(*values: Any) -> Any:
         raw = signature(values, grad)
@@ -147,7 +148,7 @@ def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], w
                 known.clear()
             known[raw] = fits = (kernel.id, kind, form) in warmed
         if fits:
-            return call(run, values, grad)
+            return run(*values) if library else call(run, values, grad)
         served_by, out = instead(values)
         if form is not None and form not in told and len(told) < MOST_TOLD:
             told.add(form)
@@ -160,11 +161,11 @@ def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], w
 def timed(kernel: Kernel, run: Callable[..., Any], grad: bool,
           failed: Callable[[BaseException], object]) -> Callable[..., Any]:
     """The first call may compile for seconds: an event says so, that no such wait goes unexplained."""
-    first = threading.Lock()
+    first, library = threading.Lock(), bool(kernel.package)
 
     def compiling(*values: Any) -> Any:
         if not first.acquire(blocking=False):  # never released: there is one first call
-            return call(run, values, grad)
+            return run(*values) if library else call(run, values, grad)
         began = time.perf_counter()
         try:
             out = call(run, values, grad)

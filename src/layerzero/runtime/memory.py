@@ -15,11 +15,13 @@ def headroom(kind: str, policy: Policy) -> int:
     return int(free_bytes(kind) * policy.setting("memory_headroom_fraction"))
 
 
+_last_free: dict[int, int] = {}                # device -> free bytes when last asked
+
+
 def free_bytes(kind: str) -> int:
     if kind == "cuda" and torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info()
         # What torch's allocator holds but does not use is free to it as well.
-        return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+        return _device_free() + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     try:
         with open("/proc/meminfo") as f:
             for line in f:
@@ -28,3 +30,14 @@ def free_bytes(kind: str) -> int:
     except OSError:
         pass
     return 1 << 62
+
+
+def _device_free() -> int:
+    """Free on the current device, whoever has the rest. While a graph is captured the driver is not asked: an answer
+    is not worth the capture."""
+    index = torch.cuda.current_device()
+    if torch.cuda.is_current_stream_capturing():
+        return _last_free.get(index, torch.cuda.get_device_properties(index).total_memory)
+    free, _ = torch.cuda.mem_get_info(index)
+    _last_free[index] = int(free)
+    return int(free)

@@ -105,7 +105,17 @@ class World:
                 proven |= certificates.certified(self.catalog.kernels, device)
             found = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
-                self.availability(), blocked, self.warmed, proven, lambda: headroom(kind, policy))
+                self.availability(), blocked, self.warmed, proven, lambda: headroom(kind, policy),
+                lambda: self.captures(kind))
+        return found  # type: ignore[no-any-return]
+
+    def captures(self, kind: str) -> Mapping[str, bool]:
+        """Which kernels a capture in a CUDA graph has shown to be safe here, or not; those not tried are not in it."""
+        found = self.memo.get(("captures", kind))
+        if found is None:
+            from . import certificates  # read from files; not needed before something is captured
+            found = self.memo["captures", kind] = certificates.capture_verdicts(
+                self.catalog.kernels, self.device(kind))
         return found  # type: ignore[no-any-return]
 
     def availability(self) -> Mapping[str, Reason]:

@@ -36,6 +36,7 @@ class Surroundings:
     warmed: Collection[Any] = frozenset()      # JIT kernels compiled already: for (kernel, kind), or all of a kernel
     certified: Collection[str] = frozenset()
     headroom: Callable[[], int] = lambda: 1 << 62
+    captures: Callable[[], Mapping[str, bool]] = dict  # kernel -> could it be captured in a CUDA graph here? Tried ones
 
 
 @dataclass(frozen=True)
@@ -193,22 +194,23 @@ class Demands(NamedTuple):
     certified: Collection[str] | None          # None: certificates are not asked for
     jit: Callable[[Kernel], bool] | None       # is it warmed for this call? None: anything may compile
     tested: bool
+    captures: Mapping[str, bool]               # which kernels a capture has shown to be safe, or not
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
         settings = around.policy.settings
+        graph = (facts["graph"] or settings["graph_strict_mode"]) and facts["device"] == "cuda"
         return cls(
-            facts["grad"], facts["deterministic"] or settings["deterministic"],
-            (facts["graph"] or settings["graph_strict_mode"]) and facts["device"] == "cuda", settings["disabled"],
+            facts["grad"], facts["deterministic"] or settings["deterministic"], graph, settings["disabled"],
             around.certified if settings["require_certificates"] else None,
             None if named or settings["allow_jit"] else lambda kernel: is_warm(kernel, facts, around.warmed),
-            not (named or settings["allow_untested"]))
+            not (named or settings["allow_untested"]), around.captures() if graph else {})
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
                     or (self.deterministic and (not kernel.deterministic
                                                 or (self.grad and not kernel.deterministic_backward)))
-                    or (self.graph and not kernel.graph_safe)
+                    or (self.graph and self.uncapturable(kernel) is not None)
                     or (self.baseline and not kernel.baseline and kernel.backend != "reference")
                     or self.unproven(kernel)
                     or (kernel.jit and self.jit is not None and not self.jit(kernel))
@@ -218,19 +220,30 @@ class Demands(NamedTuple):
         """The reference needs no proof: it is what the others are compared with."""
         return self.certified is not None and kernel.backend != "reference" and kernel.id not in self.certified
 
+    def uncapturable(self, kernel: Kernel) -> str | None:
+        """Why it may not be captured in a CUDA graph: what a capture has shown counts more than what is declared."""
+        shown = self.captures.get(kernel.id)
+        if shown is None:
+            if self.certified is not None and kernel.backend != "reference":
+                return "no capture has shown that it is, and policy demands proof; run lz verify for it"
+            return None if kernel.graph_safe else "it is declared so"
+        return None if shown else "a capture on this device failed"
+
     def reasons(self, kernel: Kernel) -> list[Reason]:
         if not self.refuses(kernel):
             return []
+        uncapturable = self.uncapturable(kernel) if self.graph else None
         told = (
             (self.grad and not kernel.differentiable, Code.BACKWARD_UNSUPPORTED),
             (self.deterministic and (not kernel.deterministic or (self.grad and not kernel.deterministic_backward)),
              Code.NOT_DETERMINISTIC),
-            (self.graph and not kernel.graph_safe, Code.CUDA_GRAPH_UNSAFE),
+            (uncapturable is not None, Code.CUDA_GRAPH_UNSAFE),
             (self.baseline and not kernel.baseline and kernel.backend != "reference", Code.LZ_DISABLED),
             (self.unproven(kernel), Code.UNCERTIFIED),
             (kernel.jit and self.jit is not None and not self.jit(kernel), Code.JIT_NOT_WARMED),
             (self.tested and kernel.untested, Code.UNTESTED_ON_HARDWARE))
-        return [Reason(code) for holds, code in told if holds]
+        return [Reason(code, got=uncapturable if code is Code.CUDA_GRAPH_UNSAFE else None)
+                for holds, code in told if holds]
 
 
 def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:

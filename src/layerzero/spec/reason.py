@@ -118,7 +118,7 @@ class Code(str, Enum):
         "call under torch.no_grad() for inference")
     NOT_DETERMINISTIC = (
         "NOT_DETERMINISTIC", Category.MODE, "is not deterministic; deterministic results were asked for")
-    CUDA_GRAPH_UNSAFE = ("CUDA_GRAPH_UNSAFE", Category.MODE, "is not safe to capture in a CUDA graph")
+    CUDA_GRAPH_UNSAFE = ("CUDA_GRAPH_UNSAFE", Category.MODE, "is not safe to capture in a CUDA graph: {got}")
     COMPILE_UNSUPPORTED = ("COMPILE_UNSUPPORTED", Category.MODE, "cannot be traced by torch.compile")
     TP_INVARIANCE_REQUIRED = (
         "TP_INVARIANCE_REQUIRED", Category.MODE,

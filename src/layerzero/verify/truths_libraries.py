@@ -79,7 +79,7 @@ def _csr(x: Inputs, table: Any, page_size: int) -> tuple[Tensor, Tensor, Tensor]
         counts = (lengths + page_size - 1) // page_size
         indices = torch.cat([row[:n] for row, n in zip(x[table.table], counts.tolist())]).int()
         indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-        return indptr, indices, (lengths - (counts - 1) * page_size).int()
+        return indptr, indices, (lengths - (counts - 1).clamp(min=0) * page_size).int()
     indptr = x[table.indptr].int()
     last = x[table.last][:len(indptr) - 1].int() if table.last else torch.full_like(indptr[1:], page_size)
     return indptr, x[table.indices].int(), last
@@ -127,9 +127,11 @@ def _mla(answer: Answer, x: Inputs) -> Outputs:
     indptr, indices, last = _csr(x, r["table"], size)
     lengths = ((indptr.diff() - 1) * size + last).clamp(min=0).int()
     run = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device))
-    run.plan(_starts(x, r["starts"], len(q), q.device), indptr, indices, lengths, q.shape[1], ckv.shape[2],
-             kpe.shape[2], size, answer.reading.get("is_causal", True), _scale(x, r), q.dtype, ckv.dtype)
-    out, lse = run.run(q, x[r["q_pe"]], ckv, kpe, return_lse=True)
+    pages = flashinfer.mla.MLAPlanMetadata.csr(_starts(x, r["starts"], len(q), q.device), indptr, indices, lengths)
+    run.plan(metadata=pages, num_heads=q.shape[1], head_dim_ckv=ckv.shape[2], head_dim_kpe=kpe.shape[2],
+             page_size=size, causal=answer.reading.get("is_causal", True), sm_scale=_scale(x, r), q_data_type=q.dtype,
+             kv_data_type=ckv.dtype, query_layout="split", kv_cache_layout="split", lse_mode="base2")
+    out, lse = run.run(query=(q, x[r["q_pe"]]), kv_cache=(ckv, kpe), return_lse=True)
     return {r["out"]: out, r["lse"]: _logs(lse, answer.reading.get("lse_base"))}
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launcher
 from .machine import size_of
 
 MOST_HIDDEN = 1 << 15      # the row must fit the registers of one program
@@ -50,6 +51,9 @@ def rms_norm_kernel(
         tl.store(out_ptr + row * HIDDEN + column, wide.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+_launch = Launcher(rms_norm_kernel)
+
+
 def config(rows: int, hidden: int, device: torch.device) -> tuple[int, int, int, int]:
     """(rows of a tile, warps, programs, stages)."""
     block = triton.next_power_of_2(hidden)
@@ -72,10 +76,11 @@ def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
     flat = x.reshape(-1, hidden)               # a view where the rows are evenly spaced, as they mostly are
     other = flat if residual is None else residual.reshape(-1, hidden)
     tile, warps, programs, stages = chosen or config(flat.shape[0], hidden, x.device)
-    rms_norm_kernel[(programs,)](
+    _launch((programs,), (
         flat, other, flat if weight is None else weight, out, total, flat.shape[0], flat.stride(0), other.stride(0),
-        eps, offset, HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden), ROWS=tile, WEIGHT=weight is not None,
-        RESIDUAL=residual is not None, STAGES=stages, num_warps=warps)
+        eps, offset), {
+        "HIDDEN": hidden, "BLOCK": triton.next_power_of_2(hidden), "ROWS": tile, "WEIGHT": weight is not None,
+        "RESIDUAL": residual is not None, "STAGES": stages, "num_warps": warps})
     return out, total
 
 

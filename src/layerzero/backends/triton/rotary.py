@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launcher
+
 TILE = 2048                # pairs of one program
 
 
@@ -73,6 +75,9 @@ def rope_kernel(
               HALF_POW, REST_POW, INTERLEAVED)
 
 
+launch = Launcher(rope_kernel)
+
+
 def rotate(q: Tensor, k: Tensor | None, to_q: Tensor, to_k: Tensor | None, cos: Tensor, sin: Tensor,
            position_ids: Tensor | None, style: str, layout: str, tile: int = TILE, warps: int = 4) -> None:
     """Writes q and k, turned, to `to_q` and `to_k`, which may be q and k themselves."""
@@ -96,12 +101,13 @@ def rotate(q: Tensor, k: Tensor | None, to_q: Tensor, to_k: Tensor | None, cos: 
     ids = (0, 0) if position_ids is None else (
         position_ids.stride(0) if position_ids.dim() == 2 and position_ids.shape[0] > 1 else 0, position_ids.stride(-1))
     other, to_other = (q, to_q) if k is None or to_k is None else (k, to_k)
-    rope_kernel[(batch * seq, q_blocks + -(-kv_heads // block))](
+    launch((batch * seq, q_blocks + -(-kv_heads // block)), (
         q, other, to_q, to_other, cos, sin, cos if position_ids is None else position_ids, seq, cos.shape[-2], heads,
         kv_heads, q_blocks, *strides(q), *strides(other), *strides(to_q), *strides(to_other), *table(cos), *table(sin),
-        *ids, IDS=position_ids is not None, HALF=half, DIM=dim, HALF_POW=half_pow,
-        REST_POW=triton.next_power_of_2(max(1, dim - 2 * half)), HEADS=block, INTERLEAVED=style == "interleaved",
-        num_warps=warps)
+        *ids), {
+        "IDS": position_ids is not None, "HALF": half, "DIM": dim, "HALF_POW": half_pow,
+        "REST_POW": triton.next_power_of_2(max(1, dim - 2 * half)), "HEADS": block,
+        "INTERLEAVED": style == "interleaved", "num_warps": warps})
 
 
 def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, style: str,

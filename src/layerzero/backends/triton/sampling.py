@@ -402,7 +402,8 @@ def draw_kernel(
                     MIN_P, PROBS, SCALE, LIBDEVICE, TILE)
             else:
                 cut, by_tile = _among_listed(
-                    list_ptr + row * LIST, list_weight_ptr + row * LIST, inside, by_tile, t, begin, end, mass, total,
+                    list_ptr + row * LIST, list_weight_ptr + row * LIST,
+                    tl.load(listed_ptr + row, cache_modifier=".cg"), by_tile, t, begin, end, mass, total,
                     top_k, top_p, least, TOP_K, TOP_P, MIN_P, TILE, AT_ONCE)
         whole = tl.sum(by_tile, 0)
         goal = _uniform(uniform_ptr, row, word, SEEDED) * whole

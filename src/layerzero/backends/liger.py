@@ -1,0 +1,248 @@
+"""Liger: Triton kernels for training on a GPU, of norms, gated layers, rope and losses.
+
+Several of its kernels write into what they are given: rope into q and k, the cross entropy into the logits (also where
+no gradient is wanted), the backward of most into what the forward saved, so that a second backward would be wrong. They
+are only ever given tensors of our own, and where the library's backward is such, it is replaced or not offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..ops.add_rms_norm import OP as add_rms_norm
+from ..ops.cross_entropy import OP as cross_entropy
+from ..ops.layer_norm import OP as layer_norm
+from ..ops.linear_cross_entropy import OP as linear_cross_entropy
+from ..ops.mlp import OP as mlp
+from ..ops.rms_norm import OP as rms_norm
+from ..ops.rope import OP as rope
+from ..spec.kernel import Kernel
+from ..spec.reason import Code
+from ..spec.rules import (
+    Condition,
+    absent,
+    any_of,
+    at_least,
+    at_most,
+    contiguous,
+    device,
+    dtypes,
+    off,
+    one_of,
+    plain_tensors,
+    present,
+    sm,
+    vendor,
+)
+
+WIDEST = 65536                                 # a row must fit one block
+
+
+# Norms.
+
+def _rms_norm() -> Callable[..., Any]:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction as Norm
+
+    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+        out: Tensor = Norm.apply(x, weight, eps, offset, "gemma", False)       # all in float32; no gradient in place
+        return out
+
+    return run
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as Norm
+
+    def run(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+        out, total = Norm.apply(x, residual, weight, eps, 0.0, "gemma", False)
+        return out, total
+
+    return run
+
+
+def _layer_norm() -> Callable[..., Any]:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction as Norm
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+        out: Tensor = Norm.apply(x, weight, bias, eps)
+        return out
+
+    return run
+
+
+def _rope() -> Callable[..., Any]:
+    from liger_kernel.ops.rope import rope_forward
+
+    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, style: str,
+            layout: str = "bhsd", rotary_dim: int | None = None) -> tuple[Tensor, Tensor]:
+        if position_ids is not None:
+            cos, sin = cos[position_ids], sin[position_ids]
+        cos, sin = (t.float() if t.dim() == 3 else t.float()[None] for t in (cos, sin))
+        # It takes and gives (batch, heads, seq, dim), and turns what lies there as (batch, seq, heads, dim) in place.
+        swap = layout == "bhsd"
+        own = [(t.transpose(-3, -2) if swap else t).clone(memory_format=torch.contiguous_format) for t in (q, k)]
+        rope_forward(*((t if t.dim() == 4 else t[None]).transpose(1, 2) for t in own), cos, sin,
+                     rotary_dim=2 * cos.shape[-1])
+        return (own[0].transpose(-3, -2), own[1].transpose(-3, -2)) if swap else (own[0], own[1])
+
+    return run
+
+
+# Gated layers: torch's matrix products, one kernel between them.
+
+def _swiglu() -> Callable[..., Any]:
+    from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction as Fused
+    from liger_kernel.ops.swiglu import swiglu_forward
+
+    def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
+            weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
+            bias_down: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])      # its backward knows rows only
+        first = F.linear(rows, weight_in, bias_in)
+        if weight_up is None:
+            inner: Tensor = Fused.apply(first)
+        else:
+            inner = swiglu_forward(first, F.linear(rows, weight_up, bias_up))[2]
+        return F.linear(inner, weight_down, bias_down).view(*x.shape[:-1], -1)
+
+    return run
+
+
+def _geglu() -> Callable[..., Any]:
+    from liger_kernel.ops.geglu import geglu_forward
+
+    def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "geglu_tanh", *,
+            weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
+            bias_down: Tensor | None = None) -> Tensor:
+        first = F.linear(x, weight_in, bias_in)
+        gate, up = first.chunk(2, -1) if weight_up is None else (first, F.linear(x, weight_up, bias_up))
+        return F.linear(geglu_forward(gate.contiguous(), up.contiguous())[2], weight_down, bias_down)
+
+    return run
+
+
+# Losses. The library computes the gradient in the forward, in the place of the logits; a backward only scales it.
+
+class _RowLosses(torch.autograd.Function):
+    """Cross entropy of each row; the library's gradient of it, scaled into a new tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, wanted: bool) -> Tensor:
+        from liger_kernel.ops.cross_entropy import cross_entropy_forward
+        # A copy, as it is written to, in float32, as the losses have the dtype of the logits.
+        own = logits.detach().to(torch.float32, copy=True).requires_grad_(wanted)
+        loss: Tensor = cross_entropy_forward(own, targets, None, ignore_index, 0.0, smoothing, "none", None, False)[0]
+        if wanted:
+            ctx.save_for_backward(own.detach())
+        ctx.dtype = logits.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (slope,) = ctx.saved_tensors
+        return (slope * grads[0][:, None]).to(ctx.dtype), None, None, None, None
+
+
+def _reduced(loss: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Of one loss per row, zero where the row is ignored. The mean over no row at all is NaN."""
+    if reduction == "none":
+        return loss.view(targets.shape)
+    return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
+
+
+def _cross_entropy() -> Callable[..., Any]:
+    import liger_kernel.ops.cross_entropy  # noqa: F401
+
+    def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+            reduction: str = "mean") -> Tensor:
+        wanted = torch.is_grad_enabled() and logits.requires_grad
+        loss = _RowLosses.apply(  # type: ignore[no-untyped-call]
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index, label_smoothing, wanted)
+        return _reduced(loss, targets, ignore_index, reduction)
+
+    return run
+
+
+class _LinearLoss(torch.autograd.Function):
+    """The sum of the losses over all rows; the library's gradients, scaled into new tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int,
+                smoothing: float) -> Tensor:
+        from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+        loss, _, _, _, *slopes = fused_linear_cross_entropy_forward(
+            hidden, weight, targets, bias=bias, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum",
+            accum_dtype=torch.float32, compute_gradients=True, weight_requires_grad=True)
+        ctx.save_for_backward(*slopes)
+        ctx.dtype = hidden.dtype
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias = (None if s is None else (s * grads[0]).to(ctx.dtype) for s in ctx.saved_tensors)
+        return hidden, weight, None, bias, None, None
+
+
+def _linear_cross_entropy() -> Callable[..., Any]:
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward as forward
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+            label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
+        rows, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
+            loss = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+                rows, weight, ids, bias, ignore_index, label_smoothing)
+        else:
+            loss = forward(rows, weight, ids, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing,
+                           reduction="none", compute_gradients=False, weight_requires_grad=False)[0]
+        return _reduced(loss, targets, ignore_index, reduction)
+
+    return run
+
+
+FLOATS = ("float16", "bfloat16", "float32")
+HARDWARE: tuple[Condition, ...] = (
+    device("cuda"), vendor("nvidia", "amd"), dtypes(*FLOATS), plain_tensors(),
+    any_of(vendor("amd"), sm(at_least=80)))
+ROWS: tuple[Condition, ...] = (*HARDWARE, at_least("rows", 1, Code.EMPTY_INPUT))
+NORM: tuple[Condition, ...] = (*ROWS, contiguous("x"), at_most("hidden", WIDEST))
+WEIGHT = one_of("weight.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)
+_LIBRARY: dict[str, Any] = {"package": "liger_kernel", "distribution": "liger-kernel", "version": ">=0.8,<0.9",
+                            "jit": True, "traceable": False, "untested": True, "overhead_us": 30.0}
+_LOSS: dict[str, Any] = {**_LIBRARY, "graph_safe": False}      # it counts the rows on the host
+
+KERNELS = (
+    Kernel("liger.rms_norm", rms_norm, _rms_norm, (
+        *NORM, one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED)), prior=4.0, **_LIBRARY),
+    Kernel("liger.add_rms_norm", add_rms_norm, _add_rms_norm, (*NORM, WEIGHT, contiguous("residual")), prior=4.0,
+           **_LIBRARY),
+    Kernel("liger.layer_norm", layer_norm, _layer_norm, (
+        *NORM, WEIGHT, one_of("bias.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)), prior=3.0, **_LIBRARY),
+    Kernel("liger.rope", rope, _rope, (
+        *HARDWARE, one_of("style", "rotate_half", code=Code.ROPE_STYLE_UNSUPPORTED),
+        present("k.dtype", Code.FEATURE_UNSUPPORTED), at_least("seq", 1, Code.EMPTY_INPUT),
+        at_least("batch", 1, Code.EMPTY_INPUT), at_least("kv_heads", 1, Code.EMPTY_INPUT),
+        at_most("heads", 256), at_most("half", 256)),
+        variants=("bhsd", "bshd"), differentiable=False, prior=3.0, **_LIBRARY,
+        note="it turns in place, so q and k are copied first; its backward writes into the gradient it is given"),
+    Kernel("liger.swiglu", mlp, _swiglu, (
+        *ROWS, one_of("activation", "swiglu"), at_most("inner", WIDEST),
+        any_of(off("grad"), absent("weight_up.dtype", Code.BACKWARD_UNSUPPORTED))), prior=1.1,
+        workspace="3 * itemsize * rows * inner", **_LIBRARY,
+        note="with a separate weight_up its backward would overwrite what it saved"),
+    Kernel("liger.geglu_tanh", mlp, _geglu, (*ROWS, one_of("activation", "geglu_tanh"), at_most("inner", WIDEST)),
+           differentiable=False, prior=1.1, workspace="5 * itemsize * rows * inner", **_LIBRARY,
+           note="its backward would overwrite what it saved"),
+    Kernel("liger.cross_entropy", cross_entropy, _cross_entropy, (*ROWS,), prior=2.0,
+           workspace="4 * rows * vocab", **_LOSS, note="the library writes into the logits, so they are copied first"),
+    Kernel("liger.linear_cross_entropy", linear_cross_entropy, _linear_cross_entropy, (
+        *ROWS, any_of(off("grad"), one_of("reduction", "mean", "sum",
+                                                                   code=Code.BACKWARD_UNSUPPORTED))),
+        prior=1.2, workspace="4 * (vocab * width + 2 * rows * width)", **_LOSS,
+        note="the logits of a few rows at a time; the gradients come with the forward"),
+)

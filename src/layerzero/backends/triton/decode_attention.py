@@ -27,11 +27,13 @@ def _pages(table_ptr, first, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _load(
-    first, page, k_ptr, v_ptr, end, k_token, v_token, k_page, v_page, dim, dim_v,
-    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+def _tile(
+    first, page, acc, best, total, q, k_ptr, v_ptr, place, slope, real, end, k_token, v_token, k_page, v_page,
+    scale, softcap, left, right, dim, dim_v,
+    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """The keys from `first` on and their values. MASKED: some lie past `end`."""
+    """The keys from `first` on: one step of the online softmax, in powers of two. MASKED: some lie past `end`."""
     key = first + tl.arange(0, BLOCK_N)
     inside = key < end
     if PAGE > 0:
@@ -45,21 +47,6 @@ def _load(
         k = tl.load(k_place, mask=inside[:, None] & (dim[None, :] < DIM), other=0.0)
     else:
         k = tl.load(k_place)
-    if MASKED or dim_v.shape[0] != DIM_V:
-        v = tl.load(v_place, mask=inside[:, None] & (dim_v[None, :] < DIM_V), other=0.0)
-    else:
-        v = tl.load(v_place)
-    return k, v
-
-
-@triton.jit
-def _attend(
-    first, k, v, acc, best, total, q, place, slope, real, end, scale, softcap, left, right,
-    BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """One step of the online softmax, in powers of two."""
-    key = first + tl.arange(0, BLOCK_N)
     scores = tl.dot(k.to(q.dtype), q)                                          # (BLOCK_N, ROWS)
     if SOFTCAP:
         scores = softcap * (2 * tl.sigmoid(2 * scores * scale / softcap) - 1)  # the hyperbolic tangent
@@ -70,7 +57,7 @@ def _attend(
         scores = scores * factor - slope[None, :] * tl.abs(place[None, :] - key[:, None])
         factor = 1.0
     if LEFT or RIGHT or MASKED:
-        seen = (key < end)[:, None] & real[None, :]
+        seen = inside[:, None] & real[None, :]
         if RIGHT:
             seen = seen & (key[:, None] <= place[None, :] + right)
         if LEFT:
@@ -82,6 +69,10 @@ def _attend(
     p = tl.exp2(scores * factor - safe[None, :])
     fade = tl.exp2(best - safe)
     total = total * fade + tl.sum(p, 0)
+    if MASKED or dim_v.shape[0] != DIM_V:
+        v = tl.load(v_place, mask=inside[:, None] & (dim_v[None, :] < DIM_V), other=0.0)
+    else:
+        v = tl.load(v_place)
     acc = tl.dot(tl.trans(v.to(q.dtype)), p.to(q.dtype), acc * fade[None, :])  # (DIM_V, ROWS)
     return acc, higher, total
 
@@ -165,18 +156,18 @@ def decode_kernel(
     # would not ask for keys far ahead.
     page = _pages(table_ptr, start, end, BLOCK_N, PAGE)
     for first in tl.range(start, full, BLOCK_N, num_stages=STAGES):
-        k, v = _load(first, page, k_ptr, v_ptr, end, k_token, v_token, k_batch, v_batch, dim, dim_v, BLOCK_N, DIM,
-                     DIM_V, PAGE, False)
+        acc, best, total = _tile(
+            first, page, acc, best, total, q, k_ptr, v_ptr, place, slope, real, end, k_token, v_token, k_batch,
+            v_batch, scale, softcap, left, right, dim, dim_v, BLOCK_N, DIM, DIM_V, PAGE, LEFT, RIGHT, ALIBI, SOFTCAP,
+            False)
         page = _pages(table_ptr, first + BLOCK_N, end, BLOCK_N, PAGE)
-        acc, best, total = _attend(first, k, v, acc, best, total, q, place, slope, real, end, scale, softcap, left,
-                                   right, BLOCK_N, LEFT, RIGHT, ALIBI, SOFTCAP, False)
     if full < end:
         # Read once more: what the loop left behind is, as Triton 3.6 compiles it, not that of the last turn.
         page = _pages(table_ptr, full, end, BLOCK_N, PAGE)
-        k, v = _load(full, page, k_ptr, v_ptr, end, k_token, v_token, k_batch, v_batch, dim, dim_v, BLOCK_N, DIM,
-                     DIM_V, PAGE, True)
-        acc, best, total = _attend(full, k, v, acc, best, total, q, place, slope, real, end, scale, softcap, left,
-                                   right, BLOCK_N, LEFT, RIGHT, ALIBI, SOFTCAP, True)
+        acc, best, total = _tile(
+            full, page, acc, best, total, q, k_ptr, v_ptr, place, slope, real, end, k_token, v_token, k_batch,
+            v_batch, scale, softcap, left, right, dim, dim_v, BLOCK_N, DIM, DIM_V, PAGE, LEFT, RIGHT, ALIBI, SOFTCAP,
+            True)
 
     if SPLITS == 1:
         share = tl.where(total > 0, v_scale / total, 0.0)

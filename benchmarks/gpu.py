@@ -149,7 +149,7 @@ def stock() -> list[tuple[str, Callable[[], Any], Callable[[], Any]]]:
         x, gate, up, down = rand(rows, 4096), rand(14336, 4096) / 64, rand(14336, 4096) / 64, rand(4096, 14336) / 120
         found.append((f"SwiGLU MLP {rows}x4096", lambda a=(x, gate, up, down): F.linear(
             F.silu(F.linear(a[0], a[1])) * F.linear(a[0], a[2]), a[3]),
-            lambda a=(x, up, down, gate): lz.mlp(a[0], a[1], a[2], gate_weight=a[3], activation="swiglu")))
+            lambda a=(x, gate, down, up): lz.mlp(a[0], a[1], a[2], weight_up=a[3])))
     for batch in (1, 64):
         logits = rand(batch, 128256, dtype=torch.float32) * 3
 

@@ -39,6 +39,8 @@ from .spec.plan import Plan
 from .spec.reason import Code, Reason
 
 if TYPE_CHECKING:
+    from .integrations.patching import patch, patched, unpatch
+    from .integrations.transformers.accelerate import accelerate, unaccelerate
     from .ops.add_rms_norm import reference as add_rms_norm
     from .ops.attention import reference as attention
     from .ops.layer_norm import reference as layer_norm
@@ -90,10 +92,17 @@ _LATER = {name: module for module, names in {
     "plan.bake": ("bind", "compile"),
     "plan.dryrun": ("dry_run",),
     "plan.block": ("Block", "plan_block"),
+    "integrations.patching": ("patch", "patched", "unpatch"),
+    "integrations.transformers": ("register_transformers",),
+    "integrations.transformers.accelerate": ("accelerate", "unaccelerate"),
+    "integrations.diffusers": ("attn_processor", "register_diffusers"),
+    "integrations.hub": ("Hub", "HubError"),
+    "integrations.pipeline_tokens": ("patch_tokenizer", "tokenizer_for", "unpatch_tokenizer"),
     "tune.workload": ("calls_for",),
     "tune.regret": ("regret",),
 }.items() for name in names}
-_OTHERWISE = {"use_capabilities": "use", "compile": "compile_model", "regret": "replay"}    # as they are named there
+_OTHERWISE = {"use_capabilities": "use", "compile": "compile_model", "regret": "replay",
+              "register_transformers": "register"}     # as they are named there
 
 
 def _load(name: str) -> Any:
@@ -179,12 +188,12 @@ if os.environ.get("LAYERZERO_RECORD", "").strip():
     importlib.import_module("layerzero.runtime.recording").from_environment()
 
 __all__ = [
-    "AmbiguousLayoutWarning", "Call", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError", "Device",
-    "DeviceLost", "InvalidCall", "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused", "NoKernel", "Op",
-    "Plan", "PolicyRule", "Reason", "RegistrationError", "SpecError", "Tolerance", "add_rms_norm", "attention",
-    "bind", "calls_for", "clear_cache", "compile", "configure", "direct", "disabled", "doctor", "dry_run", "explain",
-    "get_config", "get_locks", "layer_norm", "list_kernels", "load_config", "lock", "op", "plan_block", "prefer",
-    "readiness_check", "recording", "register", "regret", "reload", "rms_norm", "select", "solve", "stats",
-    "subscribe", "tune", "unlock", "unregister", "use_capabilities", "use_table", "validate", "varlen_attention",
-    "warmup", "which",
+    "AmbiguousLayoutWarning", "Call", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError",
+    "Device", "DeviceLost", "InvalidCall", "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused",
+    "NoKernel", "Op", "Plan", "PolicyRule", "Reason", "RegistrationError", "SpecError", "Tolerance", "accelerate",
+    "add_rms_norm", "attention", "bind", "calls_for", "clear_cache", "compile", "configure", "direct", "disabled",
+    "doctor", "dry_run", "explain", "get_config", "get_locks", "layer_norm", "list_kernels", "load_config", "lock",
+    "op", "patch", "patched", "plan_block", "prefer", "readiness_check", "recording", "register", "regret",
+    "reload", "rms_norm", "select", "solve", "stats", "subscribe", "tune", "unaccelerate", "unlock", "unpatch",
+    "unregister", "use_capabilities", "use_table", "validate", "varlen_attention", "warmup", "which",
 ]

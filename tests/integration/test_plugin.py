@@ -16,7 +16,7 @@ import layerzero
 
 pytestmark = pytest.mark.integration
 
-EXAMPLE = Path(__file__).parents[1] / "fixtures" / "plugin_example"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 SOURCES = Path(layerzero.__file__).parents[1]
 
 
@@ -27,23 +27,27 @@ def install(target: Path, version: str = "1.0") -> None:
     init = target / "lz_plugin_example" / "__init__.py"
     init.write_text(init.read_text().replace('"1.0"', f'"{version}"'))
     entries = {"layerzero.ops": {"scale_shift": "lz_plugin_example.scale_shift"},
-               "layerzero.backends": {"example": "lz_plugin_example.kernels"}}
+               "layerzero.backends": {"example": "lz_plugin_example.kernels"},
+               "layerzero.policies": {"example": "lz_plugin_example.policy"}}
     metadata(target, "lz-plugin-example", version, entries)
 
 
-def metadata(target: Path, name: str, version: str, entries: dict[str, dict[str, str]]) -> None:
+def metadata(target: Path, name: str, version: str, entries: dict[str, dict[str, str]],
+             needs: str = "layerzero>=0.1,<1") -> None:
     folder = target / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+                                     f"Requires-Dist: {needs}\n")
     lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in points.items()) for group, points in entries.items()]
     (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
-def broken(target: Path, name: str, text: str, group: str = "layerzero.backends") -> None:
+def broken(target: Path, name: str, text: str, group: str = "layerzero.backends",
+           needs: str = "layerzero>=0.1,<1") -> None:
     """A plugin called `name` whose module says `text`."""
     target.mkdir(exist_ok=True)
     (target / f"lz_{name}.py").write_text(textwrap.dedent(text))
-    metadata(target, f"lz-{name}", "3.1", {group: {name: f"lz_{name}"}})
+    metadata(target, f"lz-{name}", "3.1", {group: {name: f"lz_{name}"}}, needs)
 
 
 def run(code: str, *folders: Path) -> dict:
@@ -166,22 +170,180 @@ def test_the_package_says_in_its_project_file_what_the_tests_install():
     text = (EXAMPLE / "pyproject.toml").read_text()
     for line in ('[project.entry-points."layerzero.ops"]', 'scale_shift = "lz_plugin_example.scale_shift"',
                  '[project.entry-points."layerzero.backends"]', 'example = "lz_plugin_example.kernels"',
+                 '[project.entry-points."layerzero.policies"]', 'example = "lz_plugin_example.policy"',
                  'name = "lz-plugin-example"', 'version = "1.0"'):
         assert line in text.splitlines()
 
 
-@pytest.mark.skipif(shutil.which("pip") is None and not (Path(sys.executable).parent / "pip").exists(),
-                    reason="needs pip")
-def test_pip_installs_the_example(tmp_path):
-    """The same with a real installer, where its build backend is here already."""
-    source = tmp_path / "source"
-    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
-                           "--no-index",
-                           "--disable-pip-version-check", "-t", str(tmp_path / "site"), str(source)],
-                          capture_output=True, text=True, timeout=120)
-    if done.returncode != 0 and "setuptools" in done.stderr:
-        pytest.skip("needs setuptools")
+# Policy, and other releases
+
+ADVICE = """
+import json, os, torch
+import layerzero as lz
+seen = []
+lz.subscribe(seen.append)
+x = torch.randn(3, 3)
+plan = lz.explain("rms_norm", x)
+before = lz.get_config()
+lz.rms_norm(x, backend="example.rms_norm")
+lz.configure(rules=(lz.PolicyRule.of("allow", "example.rms_norm", "rms_norm"),), cache_size=77)
+print(json.dumps({
+    "why": [str(r) for row in plan.rejected if row.kernel == "example.rms_norm" for r in row.reasons],
+    "wide": lz.which("rms_norm", torch.randn(3, 8)), "allowed": lz.which("rms_norm", x),
+    "rules": [[r["layer"], r["origin"], r["text"]] for r in before["rules"]],
+    "sizes": [before["settings"]["cache_size"], lz.get_config()["settings"]["cache_size"]],
+    "refused": {e.kernel: e.reason.message for e in seen if e.name == "unavailable"},
+    "doctor": {c.name: c.found for c in lz.doctor().checks if c.name.startswith("plugin")}}))
+"""
+
+
+def test_a_policy_of_a_plugin_is_advice(tmp_path):
+    site = tmp_path / "site"
+    install(site)
+    broken(site, "sizes", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies")
+    found = run(ADVICE, site)
+    assert found["why"] == ["DENIED_BY_POLICY: denied by lz-plugin-example 1.0"] and found["wide"] == "example.rms_norm"
+    assert found["allowed"] == "example.rms_norm", "what the program says wins"
+    assert ["default", "lz-plugin-example 1.0", "boost example.addcmul x1.5 for scale_shift"] in found["rules"]
+    assert found["sizes"] == [33, 77] and found["refused"] == {}
+
+
+def test_a_policy_that_does_not_fit_is_refused_by_name(tmp_path):
+    site = tmp_path / "site"
+    install(site)
+    made = "from layerzero import PolicyRule\nPOLICY = {{'rules': (PolicyRule.of('deny', 'torch.*', {}),)}}"
+    for name, text in {
+            "typo": made.format("'rms_morn'"), "fact": made.format("'rms_norm', {'hiden': 3}"),
+            "text": "POLICY = 'deny'",
+            "unruly": "POLICY = {'rules': ('deny torch.*',)}", "setting": "POLICY = {'settings': {'cash_size': 3}}",
+            "exits": "raise SystemExit('no')", "a": "POLICY = {'settings': {'cache_size': 33}}",
+            "b": "POLICY = {'settings': {'cache_size': 34}}"}.items():
+        broken(site, name, text, "layerzero.policies")
+    found = run(ADVICE, site)
+    assert found["wide"] == "example.rms_norm" and found["sizes"][0] in (33, 34)
+    late = "b" if "b" in found["refused"] else "a"
+    said = {"typo": "did you mean 'rms_norm'", "fact": "did you mean 'hidden'", "text": "a mapping POLICY",
+            "unruly": "lz.PolicyRule.of", "setting": "did you mean 'cache_size'", "exits": "SystemExit: no",
+            late: "another one set it to"}
+    assert found["refused"].keys() == said.keys()
+    for name, word in said.items():
+        assert word in found["refused"][name] and f"lz-{name} 3.1" in found["refused"][name]
+        assert word in found["doctor"][f"plugin {name}"]
+
+
+def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path):
+    site = tmp_path / "site"
+    fitting = {"k0": "layerzero>=0.1", "k1": "layerzero", "k2": "LayerZero~=0.1",
+               "k3": "layerzero>=7; python_version < '3'"}
+    others = {"k4": "layerzero>=7,<8", "k5": "layerzero<0.1"}
+    for name, needs in {**fitting, **others}.items():
+        broken(site, name, f"""
+            from pathlib import Path
+            Path({str(tmp_path / name)!r}).write_text("imported")
+            import layerzero as lz
+            KERNELS = (lz.Kernel("{name}.kernel", lz.op("rms_norm"), lambda: None),)
+            """, needs=needs)
+    broken(site, "policy", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies", needs="layerzero>=7")
+    found = run("""
+        import json
+        import layerzero as lz
+        seen = []
+        lz.subscribe(seen.append)
+        ids = [row.id for row in lz.list_kernels("rms_norm")]
+        print(json.dumps({"ids": ids, "version": lz.__version__, "size": lz.get_config()["settings"]["cache_size"],
+                          "refused": {e.kernel: str(e.reason) for e in seen if e.name == "unavailable"}}))
+        """, site)
+    assert {i.partition(".")[0] for i in found["ids"] if i.startswith("k")} == set(fitting) and found["size"] != 33
+    assert all((tmp_path / n).exists() for n in fitting) and not any((tmp_path / n).exists() for n in others)
+    assert found["refused"].keys() == {*others, "policy"}
+    for name, needs in others.items():
+        said = found["refused"][name]
+        assert said.startswith("VERSION_CONFLICT: needs layerzero ") and needs[9:12] in said
+        assert f"found {found['version']} (plugin {name} of lz-{name} 3.1)" in said
+
+
+# With a real installer
+
+SECOND = {                                     # what version 2.0 changes: a kernel's formula, its name, one kernel more
+    "pyproject.toml": [('version = "1.0"', 'version = "2.0"')],
+    "lz_plugin_example/__init__.py": [('"1.0"', '"2.0"')],
+    "lz_plugin_example/kernels.py": [
+        ("return x * scale * gain if shift", "return x * (scale * gain) if shift"),
+        ("KERNELS = (", 'KERNELS = (\n    lz.Kernel("example.plain", scale_shift, lambda: scale_shift.reference),'),
+        ('"example.rms_norm"', '"example.norm"')]}
+
+STATE = """
+import json, torch
+import layerzero as lz
+from layerzero.runtime import certificates, hardware, world
+from layerzero.verify.certify import certify_all
+seen = []
+lz.subscribe(seen.append)
+x, scale = torch.randn(3, 8), torch.randn(8)
+kernel, here = world.current().catalog.by_id["example.addcmul"], hardware.probe("cpu")
+standing = certificates.standing([kernel], here)[kernel.id]
+if {certify}:
+    assert [v.status for v in certify_all([kernel], "cpu")] == ["passed"]
+print(json.dumps({{
+    "right": bool(torch.allclose(lz.scale_shift(x, scale), x * scale, atol=1e-6)),
+    "standing": "holds" if isinstance(standing, certificates.Certificate) else standing.code.value,
+    "origins": dict(world.current().catalog.origins), "refused": [e.kernel for e in seen if e.name == "unavailable"]}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """An environment of its own that finds here what it does not have itself."""
+    import site
+    import venv
+
+    home = tmp_path_factory.mktemp("place")
+    venv.create(home, with_pip=False)
+    folder = next(home.glob("lib/python*/site-packages"))
+    (folder / "around.pth").write_text("\n".join([*site.getsitepackages(), str(SOURCES)]) + "\n")
+    return home
+
+
+def pip_install(place: Path, source: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(place / "bin" / "python"),
+         "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", str(source)],
+        capture_output=True, text=True, timeout=240)
+    if done.returncode and ("No module named pip" in done.stderr or "setuptools" in done.stderr):
+        pytest.skip("needs pip and setuptools")
     assert done.returncode == 0, done.stderr
-    found = run(ASK, tmp_path / "site")
-    assert found["right"] and set(found["origins"].values()) == {"lz-plugin-example 1.0"}
+
+
+def in_place(place: Path, code: str, cache: Path) -> dict:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_") and k != "PYTHONPATH"}
+    done = subprocess.run([str(place / "bin" / "python"), "-c", code], capture_output=True, text=True, timeout=240,
+                          env={**env, "LAYERZERO_CACHE_DIR": str(cache)})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def second_version(folder: Path) -> Path:
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    for name, changes in SECOND.items():
+        text = (folder / name).read_text()
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.skipif(os.name != "posix", reason="looks for bin/python")
+def test_upgrade_and_downgrade(tmp_path, place):
+    first = tmp_path / "first"
+    shutil.copytree(EXAMPLE, first, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    second = second_version(tmp_path / "second")
+    names = {"1.0": {"scale_shift", "example.addcmul", "example.rms_norm"},
+             "2.0": {"scale_shift", "example.addcmul", "example.norm", "example.plain"}}
+    for source, version, standing in ((first, "1.0", "UNCERTIFIED"), (second, "2.0", "CERTIFICATE_VOID"),
+                                      (first, "1.0", "holds")):
+        pip_install(place, source)
+        found = in_place(place, STATE.format(certify=standing == "UNCERTIFIED"), tmp_path / "cache")
+        assert found["right"] and found["refused"] == []
+        assert found["origins"] == dict.fromkeys(names[version], f"lz-plugin-example {version}"), "nothing is left over"
+        assert found["standing"] == standing, "a proof is for one build, and holds again when that is back"

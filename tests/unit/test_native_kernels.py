@@ -64,6 +64,8 @@ def test_every_case_of_the_contract(library, kernel, dtype):
     assert [str(r) for r in results if r.status == "failed"] == []
     # The rules must not hide what they are there to admit; a decode is a small part of attention's cases.
     least = 1 if kernel is DECODE_ROWS else 3 if kernel.op is ATTENTION else len(results) - 2
+    if kernel.id.endswith("_vector"):          # one row, in bfloat16
+        least = 3 if dtype == "bfloat16" else 0
     assert Counter(r.status for r in results)["passed"] >= least
 
 

@@ -20,7 +20,7 @@ from layerzero.spec.event import BackendUnavailable, WorldPublished
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import at_most, dtypes, off
 
-EXAMPLE = Path(__file__).parents[1] / "fixtures" / "plugin_example"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 fresh = (f"scale_shift_{n}" for n in itertools.count())    # torch keeps a name and its schema for good
 
 

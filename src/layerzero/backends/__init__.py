@@ -8,5 +8,6 @@ CATALOG = (
     "torch_sdpa", "torch_varlen", "torch_flex", "torch_paged", "torch_norm", "torch_positions",
     "torch_embedding", "torch_loss", "torch_sampling", "torch_linear", "torch_quant", "torch_moe", "torch_compiled",
     "triton", "zentorch", "ipex",
-    "hf_tokenizers", "tiktoken", "sentencepiece", "flash_attn", "reference",
+    "hf_tokenizers", "tiktoken", "sentencepiece", "flash_attn",
+    "flashinfer", "liger", "quack", "xformers", "reference",
 )

@@ -214,15 +214,16 @@ NORM: tuple[Condition, ...] = (*ROWS, contiguous("x"), at_most("hidden", WIDEST)
 WEIGHT = one_of("weight.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)
 _LIBRARY: dict[str, Any] = {"package": "liger_kernel", "distribution": "liger-kernel", "version": ">=0.8,<0.9",
                             "jit": True, "traceable": False, "untested": True, "overhead_us": 30.0}
+_TRIED: dict[str, Any] = {**_LIBRARY, "untested": False}        # by the contract, on an H200
 _LOSS: dict[str, Any] = {**_LIBRARY, "graph_safe": False}      # it counts the rows on the host
 
 KERNELS = (
     Kernel("liger.rms_norm", rms_norm, _rms_norm, (
-        *NORM, one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED)), prior=4.0, **_LIBRARY),
+        *NORM, one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED)), prior=4.0, **_TRIED),
     Kernel("liger.add_rms_norm", add_rms_norm, _add_rms_norm, (*NORM, WEIGHT, contiguous("residual")), prior=4.0,
-           **_LIBRARY),
+           **_TRIED),
     Kernel("liger.layer_norm", layer_norm, _layer_norm, (
-        *NORM, WEIGHT, one_of("bias.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)), prior=3.0, **_LIBRARY),
+        *NORM, WEIGHT, one_of("bias.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)), prior=3.0, **_TRIED),
     Kernel("liger.rope", rope, _rope, (
         *HARDWARE, one_of("style", "rotate_half", code=Code.ROPE_STYLE_UNSUPPORTED),
         present("k.dtype", Code.FEATURE_UNSUPPORTED), at_least("seq", 1, Code.EMPTY_INPUT),

@@ -17,7 +17,9 @@ from ..spec.device import Device
 from ..spec.errors import ConfigError, DataError, NoKernel
 from ..spec.plan import Plan
 from . import demo as demonstration
+from . import gate as gating
 from . import generate as generation
+from . import hub as kernel_hub
 from . import perf, show, workload
 from . import plan as planning
 from . import report as reporting
@@ -31,6 +33,7 @@ from .options import DeviceKind, Json
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="LayerZero: which kernel serves a call on this machine, and why.")
 app.add_typer(perf.app, name="perf")
+app.add_typer(kernel_hub.app, name="hub")
 
 OpName = Annotated[str, typer.Argument(metavar="OP", help="an operation, such as attention")]
 Words = Annotated[list[str], typer.Argument(metavar="SHAPE...", help="query=1x32x1x128 is_causal=true ...")]
@@ -162,6 +165,7 @@ app.command()(planning.lock)
 app.command()(planning.diff)
 app.command("dry-run")(planning.dry_run)
 app.command("verify")(verification.command)
+app.command()(gating.gate)
 app.command()(warming.warmup)
 app.command()(reporting.report)
 app.command()(generation.generate)

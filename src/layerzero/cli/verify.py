@@ -32,6 +32,8 @@ def command(
         "1: every kernel against its contract; 2: a layer; 3: each stage on real weights; 4: the logits of a model; "
         "5: training"))] = None,
     quick: Annotated[bool, typer.Option("--quick", help="of --level: a minute or so; the default")] = False,
+    isolated: Annotated[bool, typer.Option("--isolated", help=(
+        "of level 1: libraries without a certificate run in a process of their own first"))] = False,
     full: Annotated[bool, typer.Option("--full", help="of --level: every case")] = False,
     stress: Annotated[bool, typer.Option("--stress", help="of --level: every case with many seeds")] = False,
     backend: Annotated[str, typer.Option("--backend", help="of --level: only kernels of this library")] = "",
@@ -74,7 +76,8 @@ def command(
         raise ConfigError("lz verify wants one of --level, --definition, --op-type, --all; "
                           f"got {' and '.join(modes) or 'none'}")
     if level == 1:
-        raise typer.Exit(level_one(lane, backend=backend, kernel=kernel, op=op, device=device, as_json=as_json))
+        raise typer.Exit(level_one(lane, backend=backend, kernel=kernel, op=op, device=device, as_json=as_json,
+                                  isolated=isolated))
     if level is not None:
         raise typer.Exit(ladder(
             level, effort=lane, backend=backend, kernel=kernel, configs=tuple(config or ()), dtypes=tuple(dtype or ()),

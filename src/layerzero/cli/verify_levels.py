@@ -14,6 +14,7 @@ from ..select.policy import suggest
 from ..spec.errors import ConfigError
 from ..spec.kernel import Kernel
 from ..verify.certify import LANES, Verdict, certify_all, publish
+from ..verify.probing import probe_unknown
 from . import show
 
 _MARKS = {"passed": "ok", "failed": "!!", "skipped": "--"}
@@ -21,7 +22,7 @@ SHOWN = 4                                      # failing cases of a kernel that 
 
 
 def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "", device: str = "cpu",
-              seeds: Sequence[int] = (), as_json: bool = False) -> int:
+              seeds: Sequence[int] = (), as_json: bool = False, isolated: bool = False) -> int:
     """Certify, print as it goes, and give the exit code: 1 if a kernel fails or none could be asked.
 
     It may be interrupted: what passed until then is certified.
@@ -29,6 +30,11 @@ def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: s
     if lane not in LANES:
         raise ConfigError(f"the lanes of lz verify are {', '.join(LANES)}, got {lane!r}")
     chosen = chosen_kernels(backend, kernel, op)
+    condemned = probe_unknown(chosen, device) if isolated else {}
+    for name, reason in condemned.items():
+        if not as_json:
+            show.text(f"!!  {name}, in a process of its own: {reason.message}")
+    chosen = [k for k in chosen if k.id not in condemned]
     verdicts: list[Verdict] = []
     interrupted = False
     try:
@@ -43,10 +49,11 @@ def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: s
     if as_json:
         show.as_json({"level": 1, "lane": lane, "device": device, "interrupted": interrupted, "counts": dict(counts),
                       "certificates": str(certificates.folder(hardware.probe(device))),
+                      "condemned": {name: reason.to_json() for name, reason in condemned.items()},
                       "kernels": [v.to_json() for v in verdicts]})
     else:
         _summary(verdicts, counts, len(chosen), device, interrupted)
-    return 130 if interrupted else 1 if counts["failed"] or not counts["passed"] else 0
+    return 130 if interrupted else 1 if condemned or counts["failed"] or not counts["passed"] else 0
 
 
 def chosen_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:

@@ -106,6 +106,7 @@ def inputs(
 
 
 CASES: tuple[dict[str, Any], ...] = (
+    {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 70},
     {}, {"causal": True}, {"hkv": 2}, {"hkv": 1, "causal": True}, {"lse": True}, {"lse": True, "hkv": 2},
     {"sq": 1, "sk": 257, "hkv": 2}, {"sq": 1, "sk": 1}, {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
     {"sq": 1, "sk": 129, "hq": 8, "hkv": 2, "causal": True, "align": "bottom_right", "lse": True},

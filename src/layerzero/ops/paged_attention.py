@@ -129,6 +129,7 @@ def inputs(
 
 
 CASES: tuple[dict[str, Any], ...] = (
+    {"context": (70, 9), "lengths_q": (9, 1), "d": 128},
     {}, {"lse": True}, {"layout": "HND"}, {"layout": "HND", "lse": True, "page_size": 4}, {"page_size": 1},
     {"page_size": 64, "context": (130, 64)}, {"page_size": 256, "context": (3, 300), "layout": "HND"},
     {"hkv": 1}, {"hkv": 4, "d": 72}, {"context": (24, 24, 24)}, {"context": (24, 24), "layout": "HND", "window": 9},

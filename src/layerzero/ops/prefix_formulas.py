@@ -100,7 +100,8 @@ def _splits_at_spaces(pre: Mapping[str, Any] | None) -> bool:
     if pre is None or kind in _SPLITS_AT_SPACES:
         return pre is not None
     if kind == "Sequence":                     # those after the first see its pieces one by one
-        members = pre.get("pretokenizers", ())
+        # Digits cuts between a digit and what is none, wherever they stand: the place is kept, or made a cut already.
+        members = [m for m in pre.get("pretokenizers", ()) if m.get("type") != "Digits"]
         return bool(members) and _splits_at_spaces(members[0])
     if kind == "ByteLevel":
         return bool(pre.get("use_regex", True))

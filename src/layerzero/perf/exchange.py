@@ -6,7 +6,6 @@ The first line says what follows and how many lines, so that a file that was cut
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -102,6 +101,6 @@ def _checked_id(line: Mapping[str, Any]) -> str:
 def _rates(line: Mapping[str, Any]) -> tuple[Rates, float]:
     numbers = [line[name] for name in ("flops_per_us", "bytes_per_us", "at")]
     for n in numbers:
-        if isinstance(n, bool) or not isinstance(n, (int, float)) or not 0 < n < math.inf:
+        if isinstance(n, bool) or not isinstance(n, (int, float)) or not 0 < n < 1e300:
             raise DataError(f"rates of {line['rates']!r} must be numbers > 0, got {n!r}")
     return Rates(float(numbers[0]), float(numbers[1])), float(numbers[2])

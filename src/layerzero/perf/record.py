@@ -72,7 +72,7 @@ class Measurement(NamedTuple):
                 values.append(value)
                 continue
             low, kind = _LEAST.get(name, 0.0), int if name == "samples" else float
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < 1e300:
                 raise DataError(f"measurement of {self.kernel!r}: {name} must be a number >= {low:g}, got {value!r}")
             values.append(kind(value))
         return Measurement._make(values)

@@ -11,13 +11,15 @@ import torch
 from ..runtime import jit
 from ..runtime import world as worlds
 from ..runtime.calls import values
+from ..runtime.capabilities import is_numeric
 from ..runtime.inspection import dispatcher_of
 from ..runtime.tables import InForce
 from ..runtime.world import World
 from ..spec.errors import DataError, LayerZeroError
+from ..spec.op import Op
 from ..spec.reason import Code, Reason
 from .lower import lowered
-from .table import Stamp, Table
+from .table import Row, Stamp, Table
 
 
 def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -> Table | None:
@@ -57,13 +59,19 @@ def check(table: Table, world: World) -> None:
     reasons = stamp.drift(now)
     for row in table.rows:
         op = world.catalog.ops.get(row.op)
-        unknown = [] if op is None else [n for n, _ in (*row.when, *row.sizes) if n not in op.fact_names]
+        unknown = [] if op is None else unknown_facts(row, op)
         if op is None or unknown:
             reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(), "absent", row.op))
     if reasons:
         lines = [f"  {r.message}" for r in dict.fromkeys(reasons)]
         raise DataError(f"{table} is refused: not everything is as it was when it was solved\n" + "\n".join(lines)
                         + "\nRun lz solve again on this machine", reasons)
+
+
+def unknown_facts(row: Row, op: Op) -> list[str]:
+    """Those that a call of the op does not have, or not as a size."""
+    return [n for n, _ in row.when if n not in op.fact_names] + [
+        n for n, _ in row.sizes if n not in op.fact_names or not is_numeric(n, op)]
 
 
 def _warmed(table: Table) -> frozenset[Any]:

@@ -8,8 +8,10 @@ op one function finds the family of a call's facts. An answer is the number of a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
+from ..spec.errors import DataError
 from .table import Facts, Number, Row, Span, Table
 
 Box = tuple[int, Mapping[str, Span]]           # number of the row, and its sizes
@@ -21,12 +23,13 @@ _WIDTH = 110
 
 def lower(table: Table) -> str:
     """The text of the module."""
+    _check_names(table)
     lines = [f'"""Which kernel serves which call: dispatch table {table.id} as plain comparisons. Made by lz solve.',
-             "", f"For {table.stamp.device.name}. Each function named after an operation takes the facts of a call and",
-             'gives the number of its row in KERNELS, or -1: choose at run time."""', "",
+             "", f"For {_told(table.stamp.device.name)}. Each function named after an operation takes the facts of",
+             'a call and gives the number of its row in KERNELS, or -1: choose at run time."""', "",
              f"TABLE = {table.id!r}", "", "# The kernels of each row, best first.", "KERNELS = ("]
     for i, row in enumerate(table.rows):
-        lines += [f"    # {i}: {row}", f"    {tuple(c.kernel for c in row.choices)!r},"]
+        lines += [f"    # {i}: {_told(row)}", f"    {tuple(c.kernel for c in row.choices)!r},"]
     lines.append(")")
     for op, rows in table.by_op.items():
         lines += _op(op, rows)
@@ -45,6 +48,21 @@ def module(table: Table) -> dict[str, Any]:
     scope: dict[str, Any] = {"__name__": f"layerzero_table_{table.id}"}
     exec(compile(lower(table), f"<table {table.id}>", "exec"), scope)  # made above; values are written by repr
     return scope
+
+
+def _check_names(table: Table) -> None:
+    """Names of the table become names of the module: one that is no identifier would be code of its file."""
+    for op, rows in table.by_op.items():
+        names = {op, *(identifier(n) for _, row in rows for n, _ in row.sizes)}
+        odd = sorted(n for n in names if not n.isidentifier() or iskeyword(n))
+        if odd:
+            raise DataError(f"{table}: wanted names of an operation and its sizes, got {', '.join(map(repr, odd))}; "
+                            "run lz solve again")
+
+
+def _told(what: Any) -> str:
+    """Text for a comment or a docstring: on one line, whatever the file says."""
+    return "".join(c if c.isprintable() and c not in '"\\' else " " for c in str(what))
 
 
 def _op(op: str, rows: Sequence[tuple[int, Row]]) -> list[str]:

@@ -388,7 +388,7 @@ def text_of(value: Any, owner: str) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e300       # also of whole numbers that no float holds
 
 
 def wrong(owner: str, want: str, got: Any) -> DataError:

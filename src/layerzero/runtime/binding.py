@@ -126,7 +126,7 @@ def permutation(source: Sequence[str], target: Sequence[str]) -> tuple[int, ...]
 
 
 def _move(name: str, axes: tuple[int, ...]) -> str:
-    swapped = [i for i, a in enumerate(axes) if a != i]
+    swapped = [i - len(axes) for i, a in enumerate(axes) if a != i]    # from the end: leading axes may be missing
     if len(swapped) == 2:
         return f"{name}.transpose({swapped[0]}, {swapped[1]})"
     return f"{name}.permute({axes})"

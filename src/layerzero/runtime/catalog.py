@@ -1,28 +1,32 @@
 """Which ops and kernels there are: our own files, plugins by entry point, and what a program registers.
 
-A plugin that does not fit is refused by name and mismatch; the rest of the library goes on.
+A plugin that does not fit is refused by name and mismatch; the rest of the library goes on. Which releases of LayerZero
+it needs is read before it is imported.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from ..backends import CATALOG as BACKENDS
 from ..ops import CATALOG as OPS
+from ..select.policy import Layer, PolicyRule
 from ..spec.errors import RegistrationError
 from ..spec.event import BackendUnavailable, Event
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
-from .loading import is_version_range
+from .loading import is_version_range, satisfies
 
 PLUGIN_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)   # importing strangers may raise anything
 ENTRY_POINTS = ("layerzero.ops", "layerzero.backends")
+POLICIES = "layerzero.policies"
 
 
 @dataclass(frozen=True)
@@ -90,17 +94,79 @@ def discover() -> tuple[Catalog, list[Event]]:
     catalog = Catalog(builtin_ops(), tuple(kernels))
     problems: list[Event] = []
     for group in ENTRY_POINTS:
-        for entry in importlib.metadata.entry_points(group=group):
-            origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.name
+        for entry, origin in _plugins(group, problems):
             try:
                 found = catalog
                 for item in _items(entry.load(), origin):
                     found = found.adding(item, origin)
                 catalog = found                # all of it or nothing
             except PLUGIN_ERRORS as e:
-                problems.append(BackendUnavailable(kernel=entry.name, reason=Reason(
-                    Code.IMPORT_FAILED, f"plugin {entry.name} of {origin}", f"{type(e).__name__}: {e}")))
+                problems.append(_refused(entry, origin, e))
     return catalog, problems
+
+
+def plugin_policy(catalog: Catalog) -> tuple[Layer | None, list[Event]]:
+    """What plugins advise, as the lowest layer; events for those that do not fit."""
+    settings: dict[str, Any] = {}
+    rules: list[PolicyRule] = []
+    problems: list[Event] = []
+    ops = {op.name: op.fact_names for op in catalog.ops.values()}
+    for entry, origin in _plugins(POLICIES, problems):
+        try:
+            layer = _advice(entry.load(), origin)
+            for rule in layer.rules:
+                rule.check(ops)
+            other = [n for n, value in layer.settings.items() if settings.get(n, value) != value]
+            if other:
+                raise RegistrationError(f"plugin {origin} sets {other[0]} to {layer.settings[other[0]]!r}, another one "
+                                        f"set it to {settings[other[0]]!r}; decide it in the policy file and drop one")
+            settings |= layer.settings
+            rules += layer.rules
+        except PLUGIN_ERRORS as e:
+            problems.append(_refused(entry, origin, e))
+    return Layer("default", settings, tuple(rules)) if settings or rules else None, problems
+
+
+def _plugins(group: str, problems: list[Event]) -> Iterator[tuple[Any, str]]:
+    """The entry points of a group and where each comes from, without those for other releases of LayerZero."""
+    ours = getattr(importlib.import_module("layerzero"), "__version__", "")
+    for entry in importlib.metadata.entry_points(group=group):
+        origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.name
+        wanted = _wanted_release(entry.dist)
+        if not ours or satisfies(ours, wanted):
+            yield entry, origin
+        else:
+            problems.append(BackendUnavailable(kernel=entry.name, reason=Reason(
+                Code.VERSION_CONFLICT, f"layerzero {wanted}", f"{ours} (plugin {entry.name} of {origin})")))
+
+
+def _wanted_release(distribution: Any) -> str:
+    """The range of LayerZero's versions in the dependencies of a package; "" for any."""
+    from packaging.requirements import InvalidRequirement, Requirement  # not needed where there are no plugins
+    for text in (distribution.requires or ()) if distribution else ():
+        try:
+            found = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if found.name.lower() == "layerzero" and (found.marker is None or found.marker.evaluate()):
+            return str(found.specifier)
+    return ""
+
+
+def _refused(entry: Any, origin: str, error: BaseException) -> Event:
+    return BackendUnavailable(kernel=entry.name, reason=Reason(
+        Code.IMPORT_FAILED, f"plugin {entry.name} of {origin}", f"{type(error).__name__}: {error}"))
+
+
+def _advice(plugin: object, origin: str) -> Layer:
+    """A mapping with rules and settings, or a module with one as POLICY."""
+    said = getattr(plugin, "POLICY", plugin)
+    if not isinstance(said, Mapping) or not said.keys() <= {"rules", "settings"}:
+        raise RegistrationError(f"plugin {origin} offers {str(said)[:80]} as its policy; wanted is a mapping POLICY "
+                                "with rules, settings or both")
+    if not all(isinstance(rule, PolicyRule) for rule in said.get("rules", ())):
+        raise RegistrationError(f"plugin {origin}: the rules of a policy are made with lz.PolicyRule.of(...)")
+    return Layer("default", said.get("settings", {}), tuple(replace(r, origin=origin) for r in said.get("rules", ())))
 
 
 def _items(plugin: object, origin: str) -> Iterable[Op | Kernel]:

@@ -13,6 +13,7 @@ sticky   the device context is gone: the backend is disabled and DeviceLost is r
 from __future__ import annotations
 
 import torch
+import torch.utils.checkpoint
 
 from ..spec.errors import DeviceLost, InvalidCall
 from ..spec.launch import LaunchRefused
@@ -23,8 +24,9 @@ from ..spec.reason import Code, Reason
 FAULTS: tuple[type[BaseException], ...] = (Exception,)
 
 # Of these, what is not the kernel's doing and is passed on: the caller's mistake, a device that an op called by
-# the kernel found lost, and a warning that the caller made an error.
-PASSED_ON: tuple[type[BaseException], ...] = (InvalidCall, DeviceLost, Warning)
+# the kernel found lost, a warning that the caller made an error, and what torch's checkpoint ends a recomputation with.
+PASSED_ON: tuple[type[BaseException], ...] = (
+    InvalidCall, DeviceLost, Warning, torch.utils.checkpoint._StopRecomputationError)
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 

@@ -63,7 +63,7 @@ def module() -> Any:
         path = library_path()
         if not path.exists():
             return None
-        spec = importlib.util.spec_from_file_location("fastpath", path)
+        spec = importlib.util.spec_from_file_location("layerzero.runtime.fastpath", path)
         assert spec is not None and spec.loader is not None
         found = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)

@@ -32,7 +32,7 @@ from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import AnyOf, Condition, Rule, When
 from . import config, context, events, hardware, health, loading, measurements
-from .catalog import Catalog, discover
+from .catalog import Catalog, discover, plugin_policy
 from .context import Override
 from .memory import headroom
 from .tables import InForce
@@ -196,18 +196,19 @@ def _create() -> World:
     with _writing:
         if _current is None:
             catalog, problems = discover()
-            policy, path, stamp = _initial_policy(catalog)
+            advice, refused = plugin_policy(catalog)
+            policy, path, stamp = _initial_policy(catalog, advice)
             perf, told = measurements.load(policy, catalog.kernels)
             _current = World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp, born=time.monotonic())
-            for event in (*problems, *told):
+            for event in (*problems, *refused, *told):
                 events.emit(event)
             _announce(_current)
         return _current
 
 
-def _initial_policy(catalog: Catalog) -> tuple[Policy, Path | None, config.FileStamp | None]:
+def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Path | None, config.FileStamp | None]:
     ops = {op.name: op.fact_names for op in catalog.ops.values()}
-    layers = [layer for layer in (config.environment_layer(ops=ops),) if layer is not None]
+    layers = [layer for layer in (advice, config.environment_layer(ops=ops)) if layer is not None]
     path = config.policy_path()
     stamp = None
     if path is not None:

@@ -152,6 +152,10 @@ class PolicyRule:
                                   f"write {p + '.*'!r} for all of a backend")
         if not all(isinstance(test, (Rule, Like)) for test in self.when):
             raise ConfigError(f"{self.action}: when takes single rules; build it with parse_when")
+        for test in self.when:
+            words = (test.fact, *test.patterns) if isinstance(test, Like) else (test.fact,)
+            if not all(isinstance(word, str) for word in words):
+                raise ConfigError(f"{self.action}: a condition has a fact and patterns that are text, got {test!r}")
         try:
             factor = float(self.factor)
             if not 0 < factor < math.inf or isinstance(self.factor, (str, bool)):

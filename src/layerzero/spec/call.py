@@ -138,5 +138,5 @@ def _read_calls(path: Path) -> Iterator[Call]:
             continue
         try:
             yield Call.from_json(json.loads(line))
-        except (json.JSONDecodeError, SpecError, RecursionError) as e:
+        except (ValueError, RecursionError) as e:          # of JSON, of its digits, or a SpecError
             raise DataError(f"{path}:{number}: {e}") from e

@@ -58,7 +58,7 @@ def parse(source: str) -> Expr:
 
 
 def _walk(node: ast.AST, source: str) -> list[tuple[str, Any]]:
-    if isinstance(node, ast.Name):
+    if isinstance(node, ast.Name) and node.id not in _CALLS:
         return [("fact", node.id)]
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return [("const", node.value)]

@@ -4,6 +4,7 @@
   powers of two, around tiles of 64 and 128, odd ones, one.
 - `crossed`: two or three of the op's own cases together, with a size or two changed.
 - `STRESS`: what neither would find, by op: long, many, far.
+- `reaching`: for one kernel, cases that give an argument which it takes but none of the other cases it takes gives.
 
 A combination that the contract refuses, or that costs too much, is dropped: the op's own checks and reference decide.
 """
@@ -15,17 +16,19 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..runtime.facts import read
 from ..runtime.faults import FAULTS
 from ..spec.expr import parse
+from ..spec.kernel import Kernel
 from ..spec.op import Op
-from .contract import case_values
+from .contract import case_values, formula
 
 Case = Mapping[str, Any]
 
@@ -33,6 +36,7 @@ SIZES = (1, 2, 3, 5, 7, 8, 12, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72, 8
          191, 192, 193, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513, 576, 640, 704, 768, 1000, 1024,
          1025, 1536, 2048)
 FEW = (1, 2, 3, 5, 16, 31, 33, 96, 127, 192, 257, 320, 512, 1025)
+_UNASKED = ("enable_gqa", "dropout_p", "seed", "seed_rows", "offset")      # what torch asks for; what is random
 FLOPS, ELEMENTS = 6e7, 1.2e6                   # the largest case that sweeps and crossings may make
 
 _NORMS: tuple[dict[str, Any], ...] = (
@@ -56,6 +60,7 @@ STRESS: Mapping[str, tuple[dict[str, Any], ...]] = {
         {"extreme": True, "mask": "bool"}, {"extreme": True, "lse": True, "hkv": 2}, {"sq": 2, "sk": 4096, "b": 1},
         {"sq": 1, "sk": 8192, "b": 1, "hq": 2, "hkv": 1}, {"mask": "dead_rows", "lse": True, "hkv": 2},
         {"layout": "bshd", "sq": 9, "sk": 40, "causal": True, "align": "bottom_right", "hkv": 1},
+        {"layout": "bshd", "window": (16, 0), "causal": True, "sq": 64, "sk": 64, "d": 64},
         {"b": 3, "sq": 0, "sk": 0}, {"sq": 4, "sk": 0, "lse": True}, {"stride": "sparse", "hkv": 2, "causal": True}),
     "varlen_attention": (
         {"lengths_q": (0, 0, 5)}, {"lengths_q": (5, 0), "lengths_k": (7, 3)}, {"lengths_q": (3,), "lengths_k": (0,)},
@@ -79,7 +84,9 @@ STRESS: Mapping[str, tuple[dict[str, Any], ...]] = {
         {"batch": 64, "vocab": 33, "top_p": 0.5, "scale": 1.0},
         {"batch": 64, "vocab": 33, "top_k": 3}, {"batch": 200, "vocab": 12, "scale": 1.0},
         {"batch": 200, "vocab": 12, "scale": 1.0, "random": "generator"}, {"batch": 64, "vocab": 50, "min_p": 0.3},
-        {"batch": 64, "vocab": 33, "temperature": 2.5}, {"batch": 64, "vocab": 33, "special": "ties", "top_k": 2}),
+        {"batch": 64, "vocab": 33, "temperature": 2.5}, {"batch": 64, "vocab": 33, "special": "ties", "top_k": 2},
+        {"penalties": "history"}, {"penalties": "history", "temperature": 0.0},
+        {"vocab": 9001, "top_p": 0.9, "penalties": "history"}),
     "rope": (
         {"far": True, "s": 3, "ids": "int64"}, {"b": 3, "ids": "int64", "batched": False, "layout": "bshd", "hkv": 1},
         {"b": 5, "s": 4097, "hq": 1, "hkv": 1, "d": 2}),
@@ -112,6 +119,115 @@ def _cases(op: Op, lane: str, seed: int) -> tuple[Case, ...]:
     for case in tried:
         found.setdefault(key(case), case)
     return tuple(found.values())
+
+
+def unlimited(kernel: Kernel) -> list[str]:
+    """The optional arguments that the kernel must heed in any call: no rule of it speaks of them."""
+    spoken = {leaf.fact.partition(".")[0] for rule in kernel.requires for leaf in rule.leaves()}
+    left = [p for p in kernel.op.params
+            if not p.required and p.kind != "generator" and p.name not in (*spoken, *_UNASKED)]
+    return [p.name for p in left if p.name != kernel.op.variant or set(kernel.variants) - {p.default}]
+
+
+def given_by(op: Op, values: Mapping[str, Any]) -> frozenset[str]:
+    """The arguments that are not at their default."""
+    return frozenset(p.name for p in op.params if not p.required and values[p.name] is not p.default
+                     and (isinstance(values[p.name], Tensor) or values[p.name] != p.default))
+
+
+class Reached(NamedTuple):
+    """A case that the kernel takes and that gives the argument; or one to which it is given from another case."""
+
+    argument: str
+    case: Case
+    donor: Case | None = None
+
+
+def reaching(kernel: Kernel, lane: str, homes: Sequence[Mapping[str, Any]],
+             seed: int = 0) -> tuple[list[Reached], set[str]]:
+    """How to give the kernel what `unlimited` names and no case of the lane that it takes gives; and what cannot be.
+
+    One of the cases that the kernel takes joined with another one, or with the argument of another one. `homes`: the
+    facts of the devices it may be on.
+    """
+    def takes(facts: Mapping[str, Any]) -> bool:
+        return any(next(kernel.reasons({**facts, **home}), None) is None for home in homes)
+
+    op = kernel.op
+    known = {dtype: known_cases(op, lane, seed, dtype) for dtype in op.dtypes}
+    served = [(dtype, *row) for dtype, rows in known.items() for row in rows if takes(row[2])]
+    missing = set(unlimited(kernel)).difference(*(given for _, _, given, _ in served))
+    found: list[Reached] = []
+    for name in sorted(missing) if served else ():
+        parts = [(case, given) for case, given, _ in known[op.dtypes[0]] if name in given][:4]
+        ways: list[tuple[bool, Reached]] = []
+        for part, giving in parts:
+            near = sorted(served, key=lambda row: -len(row[2] & giving))[:6]       # type: ignore[misc]
+            ways += _ways(op, name, part, [(case, dtype) for dtype, case, _, _ in near], takes)
+            if ways and ways[-1][0]:
+                break
+        found += [max(ways, key=lambda way: way[0])[1]] if ways else []
+    return found, missing - {way.argument for way in found}
+
+
+def _ways(op: Op, name: str, part: Case, bases: Sequence[tuple[Case, str]],
+          takes: Callable[[Mapping[str, Any]], bool]) -> Iterator[tuple[bool, Reached]]:
+    """Up to the first in which the argument makes a difference to the result, which each says of itself."""
+    for base, dtype in bases:
+        joined = ({**base, **part}, {**part, **base}, *({**base, word: part[word]} for word in part))
+        own = _growth(op, base)                # no larger than a case that is run anyway
+        ways = [Reached(name, case) for case in joined
+                if _accepted(op, case, None if _growth(op, case) <= own else FLOPS)] + [Reached(name, base, part)]
+        for way in ways:
+            made = with_argument(op, way, dtype)
+            if made is not None and name in given_by(op, made) and takes(read(op, made)):
+                matters = _matters(op, made, name)
+                yield matters, way
+                if matters:
+                    return
+
+
+def _matters(op: Op, values: Mapping[str, Any], name: str) -> bool:
+    """Does the result change without the argument?"""
+    try:
+        one, other = formula(op, values), formula(op, {**values, name: op.by_name[name].default})
+    except FAULTS:                             # no call without it
+        return True
+    if len(one) != len(other):
+        return True
+    return any(not torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a != b
+               for a, b in zip(one, other))
+
+
+@lru_cache(maxsize=128)
+def known_cases(op: Op, lane: str, seed: int,
+                dtype: str) -> tuple[tuple[Case, frozenset[str], Mapping[str, Any]], ...]:
+    """Every case of a lane with what it gives and its facts."""
+    every = ((case, case_values(op, case, dtype)) for case in cases_for(op, lane, seed))
+    return tuple((case, given_by(op, values), read(op, values)) for case, values in every)
+
+
+def with_argument(op: Op, way: Reached, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, Any] | None:
+    """The values; None where the argument of the donor does not fit the case."""
+    values = case_values(op, way.case, dtype, device, seed)
+    if way.donor is None:
+        return values
+    values[way.argument] = case_values(op, way.donor, dtype, device, seed)[way.argument]
+    try:
+        facts = read(op, values)
+        if any(rule.check(facts) is not None for rule in op.requires):
+            return None
+        if op.extra_check is not None:
+            op.extra_check(values, facts)
+        op.reference(**values)
+    except FAULTS:                             # of a combination nobody thought of
+        return None
+    return values
+
+
+def small_stress(op: Op) -> list[Case]:
+    """Of STRESS, what is not large."""
+    return [c for c in STRESS.get(op.name, ()) if _growth(op, c) <= 40]
 
 
 def _numbers(op: Op) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Three lanes. `quick` takes seconds for a kernel: all cases of the op at every dtype, a few more sizes and crossings,
 each kind of circumstance once, gradients. `full` has every size and every layout of every tensor, `stress` also many
-seeds. A kernel passes if no case fails; what its own rules refuse is counted as skipped.
+seeds. A kernel that compiles is asked less, and for circumstances and gradients in the longer lanes only. A kernel
+passes if no case fails; what its own rules refuse is counted as skipped.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,11 +31,13 @@ from ..runtime.facts import read
 from ..runtime.faults import FAULTS
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from .cases import cases_for, degenerate, dtypes_for, key
-from .circumstances import check_dropout, check_threads, circumstances
+from ..spec.reason import Reason
+from .cases import cases_for, degenerate, dtypes_for, key, reaching
+from .circumstances import Handed, check_dropout, check_threads, circumstances
 from .contract import CaseResult, call, case_values, check_case, formula, refusals, results_of
 from .diagnosis import Diagnosis, diagnose
 from .gradients import check_gradients, gradient_cases
+from .graphs import certificate_fields
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}   # and their seeds
@@ -94,7 +99,7 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick", seeds: Seq
     `stop_early`: once it has failed, only a little more is asked, enough to say what is wrong.
     """
     started, results, failed, since = time.perf_counter(), [], 0, 0    # type: float, list[CaseResult], int, int
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _many_compilations(kernel):
         warnings.simplefilter("ignore")
         for check in _checks(kernel, device, lane, LANES[lane] if seeds is None else seeds):
             result = check()
@@ -109,6 +114,14 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick", seeds: Seq
     verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis)
     made = _certificate(kernel, device, verdict) if verdict.status == "passed" else None
     return Verdict(kernel.id, kernel.op.name, lane, tuple(results), made, diagnosis, time.perf_counter() - started)
+
+
+def _many_compilations(kernel: Kernel) -> Any:
+    """One size in many circumstances is compiled more often than torch allows a function in a program."""
+    if not kernel.jit:
+        return nullcontext()
+    from torch._dynamo import config  # imports much, which a kernel that compiles needs anyway
+    return config.patch(recompile_limit=512)
 
 
 def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "quick",
@@ -136,17 +149,23 @@ def publish() -> None:
 
 def _checks(kernel: Kernel, device: str, lane: str, seeds: Sequence[int]) -> Iterator[Callable[[], CaseResult]]:
     op = kernel.op
-    absent = loading.availability(kernel)
+    absent = loading.availability(kernel) or _elsewhere(kernel, device)
     if absent is not None:
         yield partial(CaseResult, kernel.id, {}, op.dtypes[0], "skipped", (absent,))
         return
     for seed in seeds:
-        cells = [(case, dtype) for case in cases_for(op, lane, seed) for dtype in dtypes_for(op, lane, case)]
+        cases = cases_for(op, lane, seed)
+        ways, _ = reaching(kernel, lane, [hardware.probe(device).facts()], seed)
+        cases += tuple(way.case for way in ways if way.donor is None)
+        cells = [(case, dtype) for case in cases for dtype in dtypes_for(op, lane, case)]
         cells = _served(kernel, cells, device, seed)
         if kernel.jit:
             limit = JIT_CASES[lane]
             cells = cells[::max(len(cells) // limit, 1)][:limit]
             yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in cells)
+            if lane != "quick" and seed == seeds[0]:           # each may compile anew, so each kind once
+                yield from _in_circumstances(kernel, cells, device, "quick", seed)
+                yield from islice(_backwards(kernel, device, "quick", seed), limit)
             continue
         own = {key(case) for case in op.cases}
         first = [cell for cell in cells if key(cell[0]) in own and cell[1] == op.dtypes[0]]
@@ -156,9 +175,18 @@ def _checks(kernel: Kernel, device: str, lane: str, seeds: Sequence[int]) -> Ite
             yield partial(check_threads, kernel, case, dtype, device, seed)
             if op.name == "attention":
                 yield partial(check_dropout, kernel, dtype, device, seed)
+        yield from (partial(check_case, kernel, way.case, dtype, device, seed, Handed(way))
+                    for way in ways if way.donor is not None for dtype in dtypes_for(op, lane, way.case))
         yield from _in_circumstances(kernel, cells, device, lane, seed)
         yield from _backwards(kernel, device, lane, seed)
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in later)
+
+
+def _elsewhere(kernel: Kernel, device: str) -> Reason | None:
+    """Why no call on this device is one for the kernel, where its rules on hardware alone say so."""
+    here = hardware.probe(device).facts()
+    alone = (rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()} <= here.keys())
+    return next((reason for rule in alone if (reason := rule.check(here)) is not None), None)
 
 
 def _served(kernel: Kernel, cells: list[Cell], device: str, seed: int) -> list[Cell]:
@@ -221,7 +249,7 @@ def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
         worst_over_eager=max(eager, default=0.0), deterministic=kernel.deterministic,
         writes_all=kernel.op.read is None, nan_propagates=nan_propagates(kernel, device),
         made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        layerzero=loading.installed_version("layerzero") or "")
+        layerzero=loading.installed_version("layerzero") or "", **certificate_fields(kernel, device))
 
 
 def nan_propagates(kernel: Kernel, device: str = "cpu") -> bool | None:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.facts import dtype_name
 from ..runtime.faults import FAULTS, classify, reason_of
 from ..spec.kernel import Kernel
 from ..spec.op import Op
+from .cases import Reached, with_argument
 from .contract import CaseResult, Circumstance, call, case_values, judge, refusals, results_of, upcast
 from .memory import LAYOUTS, far_apart, relaid
 
@@ -68,6 +70,18 @@ class Filled(Circumstance):
             filled = t.clone()
             filled[(0,) * t.dim()] = 300.0
         return {**values, op.main_tensor: filled}
+
+
+class Handed(Circumstance):
+    """One argument of another case is given too: the kernel takes it, and no case of its own has it."""
+
+    def __init__(self, way: Reached) -> None:
+        self.way, self.name = way, f"given the {way.argument} of {dict(way.donor or {})}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        main = values[op.main_tensor]
+        made = with_argument(op, self.way, dtype_name(main.dtype), main.device.type)
+        return None if made is None else {**values, self.way.argument: made[self.way.argument]}
 
 
 class Same(Circumstance):

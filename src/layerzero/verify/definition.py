@@ -22,6 +22,7 @@ from .schema import Fields, read, read_json, read_lines
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1", "int64", "int32", "int16",
           "int8", "bool")
 LANGUAGES = ("python", "triton", "cpp", "cuda", "tilelang")
+UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)   # a zero byte; the parser's own limits
 STATUSES = ("PASSED", "INCORRECT_SHAPE", "INCORRECT_NUMERICAL", "INCORRECT_DTYPE", "RUNTIME_ERROR", "COMPILE_ERROR",
             "TIMEOUT")
 
@@ -139,6 +140,9 @@ def _definition(f: Fields, origin: Path | None) -> Definition:
     found = Definition(
         f.text("name"), f.text("op_type"), f.each("axes", _axis), f.each("inputs", _tensor), f.each("outputs", _tensor),
         f.text("reference"), f.texts("tags"), f.optional_text("description"), f.texts("constraints"), origin)
+    for part in ("name", "op_type"):
+        if not _is_file_name(getattr(found, part)):
+            f.wrong(part, "the name of a file or folder too", getattr(found, part))
     for group in ("inputs", "outputs"):
         for name, spec in getattr(found, group).items():
             for axis in spec.shape or ():
@@ -149,11 +153,16 @@ def _definition(f: Fields, origin: Path | None) -> Definition:
     for i, text in enumerate(found.constraints):
         try:
             ast.parse(text, mode="eval")
-        except SyntaxError as e:
-            f.wrong(f"constraints[{i}]", f"an expression ({e.msg})", text)
+        except UNPARSED as e:
+            f.wrong(f"constraints[{i}]", f"an expression ({getattr(e, 'msg', '') or e})", text)
     if found.reference:
         _check_reference(f, found)
     return found
+
+
+def _is_file_name(text: str) -> bool:
+    """Datasets have a file for each name: one that leads elsewhere is refused."""
+    return text not in (".", "..") and not any(c in "/\\\0" for c in text)
 
 
 def _check_reference(f: Fields, found: Definition) -> None:
@@ -161,6 +170,9 @@ def _check_reference(f: Fields, found: Definition) -> None:
         tree = ast.parse(found.reference)
     except SyntaxError as e:
         f.wrong("reference", f"Python code ({e.msg} in line {e.lineno})", (e.text or "").strip())
+        return
+    except UNPARSED as e:
+        f.wrong("reference", f"Python code ({e})", found.reference)
         return
     run = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run"), None)
     if run is None:
@@ -391,11 +403,12 @@ def _evaluation(f: Fields) -> Evaluation:
         if (f.data.get(name) is not None) != wanted:
             f.wrong(name, "given" if wanted else f"absent where status is {status}", f.data.get(name))
     errors = Fields(f.data.get("correctness") or {}, f.at("correctness"), f.errors)
+    extra = errors.inner("extra").data if errors.data.get("extra") is not None else None
     times = Fields(f.data.get("performance") or {}, f.at("performance"), f.errors)
     return Evaluation(
         status, environment.text("hardware"), {name: libs.text(name) for name in libs.data}, f.text("timestamp"),
         f.text("log", "", empty=True), errors.number("max_relative_error", 0.0, least=0.0),
-        errors.number("max_absolute_error", 0.0, least=0.0), errors.data.get("extra"),
+        errors.number("max_absolute_error", 0.0, least=0.0), extra,
         times.number("latency_ms", 0.0, least=0.0), times.number("reference_latency_ms", 0.0, least=0.0))
 
 

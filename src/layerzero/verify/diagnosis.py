@@ -60,7 +60,8 @@ CLASSES: Mapping[str, str] = {
 # What is said of a kernel if the same complaint stands against every failing case.
 _DIRECT = ("distribution", "in-place change", "aliasing", "shape", "dtype", "threads", "fault", "global state")
 _BY_CIRCUMSTANCE = (
-    ("autocast", "dtype"), ("2^31", "index overflow"), ("changed in place", "state"), ("after another call", "state"),
+    ("given the ", "convention"), ("autocast", "dtype"), ("2^31", "index overflow"),
+    ("changed in place", "state"), ("after another call", "state"),
     ("threads", "threads"), ("inference mode", "mode"), ("recording gradients", "mode"), (" is ", "layout"),
     ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"), ("transposed", "layout"),
     ("offset", "layout"), ("spread", "layout"), ("filled with", "sizes"))
@@ -134,13 +135,29 @@ def _explained(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[C
     if kernel.op.read is not None:
         return "unknown", f"no altered reference explains it: {forward[0].detail}"
     dtypes = {r.dtype for r in forward}
+    argument = _argument(kernel.op, where)
+    if argument and "float32" in dtypes:
+        return "convention", f"right without {argument}, wrong with it, in float32 too: {forward[0].detail}"
     right_when_wide = "float32" not in dtypes and any(r.passed and r.dtype == "float32" for r in results)
     if right_when_wide or all(r.error < 0.05 for r in forward):
-        return "precision", (f"close, but {forward[0].ratio:.1f} times what is allowed, in "
+        far = f"{forward[0].ratio:.1f} times what is allowed" if math.isfinite(forward[0].ratio) else "other codes"
+        return "precision", (f"close, but {far}, in "
                              f"{', '.join(sorted(dtypes))}: {forward[0].detail}")
     if any(r.passed for r in results) and where:
         return "sizes", forward[0].detail
+    if kernel.op.family == "sampling":
+        return "distribution", f"other tokens or probabilities than the contract's: {forward[0].detail}"
     return "unknown", f"no altered reference explains it: {forward[0].detail}"
+
+
+def _argument(op: Op, where: str) -> str:
+    """The optional argument that the failing calls have in common, given or at another value than its default."""
+    for part in where.split(" and "):
+        name, _, value = part.partition(" is ")
+        found = op.by_name.get(name.split(" ")[0].partition(".")[0])
+        if found is not None and not found.required and value != str(found.default):
+            return found.name
+    return ""
 
 
 def _list(names: Sequence[str]) -> str:

@@ -74,6 +74,11 @@ class DecoderConfig:
         return self.window - 1 if self.window else -1
 
     @property
+    def jumps(self) -> bool:
+        """Does the derivative of the activation jump?"""
+        return self.activation in ("relu", "reglu")
+
+    @property
     def gated(self) -> bool:
         return self.activation in GATED
 

@@ -63,20 +63,30 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, 
     return turned(q), turned(k)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, window_left: int, layout: str) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, window_left: int = -1,
+               layout: str = "bshd", attn_mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """A mask is added; where it is True or False, a key is seen where it is True."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    place = torch.arange(q.shape[2], device=q.device)
-    distance = place[:, None] - place
-    hidden = distance < 0
-    if window_left >= 0:
-        hidden = hidden | (distance > window_left)
-    scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
-    return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(1, 2)
+    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_mask is not None:
+        scores = scores + (attn_mask if attn_mask.is_floating_point() else torch.zeros_like(
+            attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -math.inf))
+    if is_causal:
+        distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+        hidden = distance < 0
+        if window_left >= 0:
+            hidden = hidden | (distance > window_left)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def _mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str, bias_in: Tensor | None,
-         bias_down: Tensor | None) -> Tensor:
+def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.group_norm(x, groups, weight, bias, eps)
+
+
+def _mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str, bias_in: Tensor | None = None,
+         bias_down: Tensor | None = None) -> Tensor:
     shape = DecoderConfig(x.shape[-1], 1, activation=activation)
     return F.linear(activated(shape, F.linear(x, weight_in, bias_in)), weight_down, bias_down)
 
@@ -95,4 +105,5 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 _FORMULAS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm, "layer_norm": _layer_norm, "add_rms_norm": _add_rms_norm, "rope": _rope,
-    "attention": _attention, "mlp": _mlp, "linear": _linear, "embedding": _embedding, "cross_entropy": _cross_entropy}
+    "attention": _attention, "mlp": _mlp, "linear": _linear, "embedding": _embedding, "cross_entropy": _cross_entropy,
+    "group_norm": _group_norm}

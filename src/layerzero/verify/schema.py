@@ -35,7 +35,7 @@ class Fields:
             else:
                 self.wrong(name, "a text" if empty else "a text that is not empty", value)
             return ""
-        return value
+        return value if self.written(name, value) else ""
 
     def optional_text(self, name: str) -> str:
         return self.text(name, empty=True) if self.data.get(name) is not None else ""
@@ -46,6 +46,9 @@ class Fields:
             if isinstance(value, str) else value
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.missing(name) if value is None else self.wrong(name, "a number", value)
+            return 0.0
+        if isinstance(value, int) and abs(value) > 10**300:    # no float holds it
+            self.wrong(name, "a number", value)
             return 0.0
         if least is not None and value < least:
             self.wrong(name, f"a number >= {least:g}", value)
@@ -79,7 +82,7 @@ class Fields:
         if not isinstance(value, list) or any(not isinstance(v, str) or not v for v in value):
             self.wrong(name, "a list of texts that are not empty", value)
             return ()
-        return tuple(value)
+        return tuple(value) if self.written(name, "".join(value)) else ()
 
     def inner(self, name: str) -> Fields:
         if name not in self.data:
@@ -96,6 +99,8 @@ class Fields:
             return {}
         if "" in members:
             self.errors.append(f"{self.at(name)}: has a member without a name")
+        if not self.written(name, "".join(map(str, members))):
+            return {}
         return {key: read(Fields(value, f"{self.at(name)}.{key}", self.errors)) for key, value in members.items()}
 
     def listed(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
@@ -104,6 +109,13 @@ class Fields:
             self.missing(name) if value is None else self.wrong(name, "a list that is not empty", value)
             return ()
         return tuple(read(Fields(v, f"{self.at(name)}[{i}]", self.errors)) for i, v in enumerate(value))
+
+    def written(self, name: str, text: str) -> bool:
+        """Can it be written to a file? JSON may hold half of a surrogate pair, which is no character."""
+        if text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text):
+            return True
+        self.wrong(name, "text without lone surrogates", text)
+        return False
 
     def missing(self, name: str) -> None:
         self.errors.append(f"{self.at(name)}: is missing")
@@ -126,7 +138,7 @@ def read(data: Any, model: Callable[[Fields], T], what: str, origin: str) -> T:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:         # also of UTF-8, and of a number with too many digits
         raise DataError(f"{path}: wanted a readable JSON file; {e}") from e
 
 
@@ -140,10 +152,10 @@ def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 yield f"{path}:{i}", json.loads(line)
-            except json.JSONDecodeError as e:
+            except (ValueError, RecursionError) as e:
                 raise DataError(f"{path}:{i}: wanted one JSON object on the line; {e}") from e
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**80 else "a very large number"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -36,7 +36,7 @@ from ...spec.rules import (
     when,
 )
 from ..packing import PACKED
-from .common import HALF, HARDWARE, HEAD_DIMS, LIBRARY, LN2
+from .common import HALF, HARDWARE, HEAD_DIMS, LIBRARY, LN2, TRIED
 
 GROUPS = (1, 2, 3, 4, 6, 8, 16)                # query heads for a KV head that decode is instantiated for
 MOST_TOP_K = 1024
@@ -209,7 +209,7 @@ KERNELS = (
         *HARDWARE, HALF, present("k.dtype", Code.FEATURE_UNSUPPORTED), contiguous("q"), contiguous("k"),
         aligned("q", 16), aligned("k", 16), one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID),
         multiple_of("half", 8), at_least("seq", 1, Code.EMPTY_INPUT), at_least("batch", 1, Code.EMPTY_INPUT),
-        at_least("kv_heads", 1, Code.EMPTY_INPUT)), variants=("bhsd", "bshd"), prior=4.0, overhead_us=30.0, **LIBRARY,
+        at_least("kv_heads", 1, Code.EMPTY_INPUT)), variants=("bhsd", "bshd"), prior=4.0, overhead_us=30.0, **TRIED,
         note="cos and sin are joined into one table, once for as long as they live unchanged"),
     Kernel("flashinfer.sample", sample, _sample, (
         *HARDWARE, dtypes("float32", "float16", "bfloat16"), at_least("batch", 1, Code.EMPTY_INPUT),

@@ -42,7 +42,7 @@ from ...spec.rules import (
     unit_stride,
     when,
 )
-from .common import HALF, HARDWARE, HEAD_DIMS, LIBRARY, LN2
+from .common import HALF, HARDWARE, HEAD_DIMS, LIBRARY, LN2, TRIED
 
 WORKSPACE = 128 << 20                          # bytes, what FlashInfer recommends
 MOST_PLANS = 8                                 # of a kind on one device and stream; each holds 16 MiB
@@ -353,7 +353,7 @@ KERNELS = (
         at_most("group", 32), equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
         off("return_lse", Code.LSE_UNSUPPORTED), dtypes("int32", of="block_table.dtype"),
         dtypes("int32", of="context_lens.dtype"), unit_stride("block_table")), variants=BOTH, prior=9.0,
-        overhead_us=40.0, workspace=str(WORKSPACE), **LIBRARY, note="reads lengths and pages on the device: no plan"),
+        overhead_us=40.0, workspace=str(WORKSPACE), **TRIED, note="reads lengths and pages on the device: no plan"),
     Kernel("flashinfer.paged_prefill_fa2", paged_attention, _paged_prefill_fa2, (*PAGED, PREFILL), variants=BOTH,
            prior=9.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.paged_prefill_fa3", paged_attention, _paged_prefill_fa3, (*PAGED, PREFILL, HOPPER),
@@ -361,7 +361,8 @@ KERNELS = (
     Kernel("flashinfer.varlen_fa2", varlen_attention, _varlen_fa2, RAGGED, prior=10.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.varlen_fa3", varlen_attention, _varlen_fa3, (*RAGGED, HOPPER), prior=15.0, overhead_us=60.0,
            **_PLANNED),
-    Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0, **_PLANNED),
+    Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0,
+           **{**_PLANNED, **TRIED}),
     Kernel("flashinfer.mla_fa3", mla_paged_attention, _mla_fa3, (*LATENT, HOPPER), prior=9.0, overhead_us=60.0,
-           **_PLANNED),
+           **{**_PLANNED, **TRIED}),
 )

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
+from ...ops.linear import OP as linear
+from ...ops.mlp import OP as mlp
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
 from ...spec.errors import InvalidCall
@@ -25,6 +27,7 @@ from ...spec.rules import (
     any_of,
     at_least,
     at_most,
+    cpu_isa,
     device,
     dtypes,
     equals,
@@ -134,6 +137,35 @@ def _rope() -> Callable[..., Any]:
     return run
 
 
+def _linear_vector() -> Callable[..., Any]:
+    product, empty, threads = build.module().product, torch.empty, torch.get_num_threads
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows, inputs = weight.shape
+        out = empty((*x.shape[:-1], rows), dtype=x.dtype)
+        product(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, inputs,
+                weight.stride(0), False, threads())
+        return out
+
+    return run
+
+
+def _mlp_vector() -> Callable[..., Any]:
+    product, empty, threads = build.module().product, torch.empty, torch.get_num_threads
+
+    def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, *, bias_in: Tensor | None = None,
+            bias_down: Tensor | None = None) -> Tensor:
+        (rows, inputs), (results, inner) = weight_in.shape, weight_down.shape
+        between, out = empty((inner,), dtype=x.dtype), empty((*x.shape[:-1], results), dtype=x.dtype)
+        product(x.data_ptr(), weight_in.data_ptr(), 0 if bias_in is None else bias_in.data_ptr(), between.data_ptr(),
+                rows, inputs, weight_in.stride(0), True, threads())
+        product(between.data_ptr(), weight_down.data_ptr(), 0 if bias_down is None else bias_down.data_ptr(),
+                out.data_ptr(), results, inner, weight_down.stride(0), False, threads())
+        return out
+
+    return run
+
+
 def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "",
             untested: bool = False) -> Kernel:
@@ -154,7 +186,19 @@ DECODE: tuple[Condition, ...] = (
     absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
     equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
 
+ONE_ROW: tuple[Condition, ...] = (
+    dtypes("bfloat16"), cpu_isa("avx512f"), equals("rows", 1, Code.SHAPE_UNSUPPORTED), unit_stride("x"))
+
 KERNELS = (
+    _kernel(linear, _linear_vector, 10.0, 3.0, *ONE_ROW, unit_stride("weight", repair=False), unit_stride("bias"),
+            absent("activation"), at_least("in_features", 1, Code.EMPTY_INPUT),
+            at_least("out_features", 1, Code.EMPTY_INPUT), name="linear_vector",
+            note="torch's product for one row takes 20 microseconds before it begins"),
+    _kernel(mlp, _mlp_vector, 10.0, 5.0, *ONE_ROW, equals("activation", "swiglu"),
+            absent("weight_up.dtype"), absent("bias_up.dtype"), at_least("out", 1, Code.EMPTY_INPUT),
+            *(unit_stride(w, repair=False) for w in ("weight_in", "weight_down")),
+            *(unit_stride(b) for b in ("bias_in", "bias_down")), name="mlp_vector",
+            note="activation and product of gate and up where they are computed"),
     _kernel(attention, _attention_decode, 20.0, 3.0, *DECODE, at_least("group", 2),
             any_of(at_most("seq_q", FEW_ROWS), at_least("head_dim", 65)), name="attention_decode", variants=("bhsd",),
             note="reads each key and value once for all query heads that share it; the same on any number of threads"),

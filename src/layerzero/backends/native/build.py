@@ -81,7 +81,8 @@ def module() -> ModuleType:
         raise ImportError("LayerZero's own CPU kernels are not built; run: lz build")
     import torch  # noqa: F401  its OpenMP must be there first
 
-    spec = importlib.util.spec_from_file_location("kernels", path)
+    # Python keeps it under this name for all to import: Hugging Face's library is called kernels.
+    spec = importlib.util.spec_from_file_location("layerzero_cpu_kernels", path)
     assert spec is not None and spec.loader is not None
     try:
         found = importlib.util.module_from_spec(spec)

@@ -14,7 +14,9 @@ static inline int thread_number() { return 0; }
 
 #include "attention.h"
 #include "norms.h"
+#include "products.h"
 #include "rope.h"
+#include "token.h"
 
 namespace {
 
@@ -153,13 +155,40 @@ PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return none_or_memory_error(without_gil(work > 65536, [&] { return FOR_DTYPES(run_rope, a, half, half_table); }));
 }
 
+PyObject *product(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Product a;
+  a.x = (const bf16 *)in.address(), a.weight = (const bf16 *)in.address(), a.bias = (const bf16 *)in.address();
+  a.out = (bf16 *)in.address();
+  a.rows = in.whole(), a.inputs = in.whole(), a.row = in.whole(), a.gated = in.whole();
+  a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(a.rows * a.inputs > 65536, [&] { return run_product(a); }));
+}
+
+PyObject *token(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Token t;
+  bool half = in.whole();
+  t.qkv = in.address(), t.cos = in.address(), t.sin = in.address();
+  t.keys = in.address(), t.values = in.address(), t.out = in.address();
+  t.batch = in.whole(), t.heads = in.whole(), t.kv_heads = in.whole(), t.dim = in.whole(), t.half = in.whole();
+  t.angle_row = in.whole(), t.room_row = in.whole(), t.length = in.whole();
+  t.scale = float(in.real()), t.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  bool worth_it = t.batch * t.kv_heads * t.length * t.dim > 16384;
+  return none_or_memory_error(without_gil(worth_it, [&] { return half ? run_token<bf16>(t) : run_token<float>(t); }));
+}
+
 PyMethodDef methods[] = {
+    {"token", (PyCFunction)(void (*)(void))token, METH_FASTCALL, nullptr},
+    {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL, nullptr},
     {"attention_decode", (PyCFunction)(void (*)(void))attention_decode, METH_FASTCALL, nullptr},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, nullptr},
     {"rope", (PyCFunction)(void (*)(void))rope, METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "kernels", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "layerzero_cpu_kernels", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_kernels() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_layerzero_cpu_kernels() { return PyModule_Create(&module); }

@@ -22,8 +22,10 @@ def _pages(table_ptr, first, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
     """The pages of the keys from `first` on; 0 for those past `end`."""
     key = first + tl.arange(0, BLOCK_N)
     if PAGE > 0:
-        return tl.load(table_ptr + key // PAGE, mask=key < end, other=0)
-    return key
+        page = tl.load(table_ptr + key // PAGE, mask=key < end, other=0).to(tl.int64)
+    else:
+        page = key.to(tl.int64)
+    return page
 
 
 @triton.jit
@@ -37,8 +39,8 @@ def _tile(
     key = first + tl.arange(0, BLOCK_N)
     inside = key < end
     if PAGE > 0:
-        k_at = page.to(tl.int64) * k_page + (key % PAGE) * k_token
-        v_at = page.to(tl.int64) * v_page + (key % PAGE) * v_token
+        k_at = page * k_page + (key % PAGE) * k_token
+        v_at = page * v_page + (key % PAGE) * v_token
     else:
         k_at = key.to(tl.int64) * k_token
         v_at = key.to(tl.int64) * v_token

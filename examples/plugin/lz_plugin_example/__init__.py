@@ -1,0 +1,3 @@
+"""An operation, two kernels and a policy for LayerZero, from outside."""
+
+VERSION = "1.0"

@@ -1,0 +1,104 @@
+"""Coverage-guided fuzzing of the parsers: python fuzz/run.py policy --seconds 60, or without a name all in turn.
+
+Needs atheris. What is found is written to fuzz/found/ as it came in; `--keep` also adds to the corpus what reached
+new code, as small as it gets. Exit code 1 if something other than a LayerZeroError came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CORPUS = HERE / "corpus"
+FOUND = HERE / "found"
+MOST_KEPT = 16                                 # files of a target's corpus
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?", help="one of the functions of targets.py; default: each in turn")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each target")
+    parser.add_argument("--seed", type=int, default=0, help="0: another one every time")
+    parser.add_argument("--keep", action="store_true", help="add what reached new code to the corpus")
+    parser.add_argument("--list", action="store_true", help="name the targets")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    asked, rest = parser.parse_known_args()
+    if asked.inside:
+        fuzz(asked.target, rest)
+        return 0
+    if rest:
+        parser.error(f"unknown: {' '.join(rest)}")
+    from targets import TARGETS
+    if asked.list:
+        print("\n".join(f"{name:14} {(of.__doc__ or '').splitlines()[0]}" for name, of in TARGETS.items()))
+        return 0
+    if asked.target and asked.target not in TARGETS:
+        parser.error(f"there is no target {asked.target!r}; there are {', '.join(TARGETS)}")
+    names = [asked.target] if asked.target else list(TARGETS)
+    return max(run(name, asked.seconds, asked.seed, asked.keep) for name in names)
+
+
+def run(name: str, seconds: float, seed: int, keep: bool) -> int:
+    """A process of its own: libFuzzer ends the one it runs in."""
+    from targets import MOST_BYTES
+    FOUND.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as new:
+        flags = [f"-max_total_time={max(round(seconds), 1)}", f"-seed={seed}", f"-max_len={MOST_BYTES}",
+                 f"-artifact_prefix={FOUND}/{name}-", "-timeout=20", "-rss_limit_mb=4096", "-print_final_stats=1"]
+        done = subprocess.run([sys.executable, __file__, name, "--inside", *flags, new, str(CORPUS / name)],
+                              stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, errors="replace")
+        lines = done.stdout.splitlines()
+        runs = next((line.split()[-1] for line in lines if "number_of_executed_units" in line), "?")
+        reached = next((line for line in reversed(lines) if " cov: " in line), "")
+        print(f"{name}: {runs} inputs, {reached.strip() or 'no coverage'}, exit {done.returncode}", flush=True)
+        if done.returncode:
+            start = next((i for i, line in enumerate(lines) if "Uncaught Python exception" in line), -30)
+            print("\n".join(lines[start:]))
+        if keep and not done.returncode:
+            _keep(name, Path(new))
+    return 1 if done.returncode else 0
+
+
+def _keep(name: str, new: Path) -> None:
+    """The smallest of what reached new code, as many as there is room for."""
+    home = CORPUS / name
+    home.mkdir(parents=True, exist_ok=True)
+    room = MOST_KEPT - len(list(home.iterdir()))
+    for path in sorted((p for p in new.iterdir()), key=lambda p: p.stat().st_size)[:max(room, 0)]:
+        content = path.read_bytes()
+        (home / hashlib.sha256(content).hexdigest()[:12]).write_bytes(content)
+
+
+def fuzz(name: str, flags: list[str]) -> None:
+    import atheris
+    with atheris.instrument_imports(include=[
+            "layerzero.spec", "layerzero.select", "layerzero.perf", "layerzero.plan", "layerzero.verify.schema",
+            "layerzero.verify.definition", "layerzero.verify.constraints", "layerzero.runtime.config",
+            "layerzero.runtime.capabilities", "layerzero.runtime.certificates", "layerzero.tune"]):
+        from targets import TARGETS
+    from mutations import mutated
+
+    from layerzero.spec.errors import LayerZeroError
+
+    def one(content: bytes) -> None:
+        with contextlib.suppress(LayerZeroError):
+            TARGETS[name](content)
+
+    def mutator(content: bytes, most: int, seed: int) -> bytes:
+        if seed % 4 == 0:
+            return atheris.Mutate(content, most)
+        return mutated(bytes(content), random.Random(seed))[:most]
+
+    atheris.Setup([sys.argv[0], *flags], one, custom_mutator=mutator)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,387 @@
+"""Pipelines and models of diffusers, served by lz calls.
+
+    report = patch_diffusers(pipe)             # attention, norms, feed-forward and linear layers of its models
+    print(report)                              # what was replaced, what was left, and why
+    unpatch_diffusers(pipe)
+
+Everything that is changed belongs to the one model: its attention processors are replaced by copies, its norms and
+other layers change their class. No global of diffusers is set, so another model in the process sees nothing.
+(`model.set_attention_backend(...)` of diffusers sets its global default as well.)
+
+Two kinds of processors exist. Those with a backend get the backend "layerzero", which `register_diffusers` adds to
+diffusers. Those without, which call torch's scaled_dot_product_attention, get a subclass in which that
+one name means lz.attention; all else they do is their own code, of whatever version is installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..spec.errors import ConfigError
+from .diffusers_backend import NO_CONTEXT_PARALLEL, attention_dispatch, backend_name, sdpa
+from .diffusers_backend import register_diffusers as register_diffusers
+from .transformers.patch import patch, unpatch
+from .transformers.recognise import Recogniser
+from .transformers.replacements import hooked_everywhere, is_bare, patched_class, public, recipe_of, stock_of
+
+PARTS = ("attention", "norm", "mlp", "linear")
+_STOCK = "_layerzero_diffusers"                # of a class: the one it stands for
+_ORIGINAL = "_layerzero_original"              # of a processor: the one it was copied from
+_SDPA = "scaled_dot_product_attention"
+_TEXT_ENCODER = {"attention": ("attention", "rope"), "norm": ("layer_norm", "rms_norm"),
+                 "mlp": ("mlp", "moe"), "linear": ("linear", "lm_head")}       # kinds of lz.patch, which patches it
+_MLP_ACTIVATIONS = {"GEGLU": "geglu", "SwiGLU": "swiglu"}
+
+
+@dataclass(frozen=True)
+class DiffusersReport:
+    """What was done to a pipeline or model, by component ("" for a model on its own)."""
+
+    replaced: Mapping[tuple[str, str, str], int]       # (component, class, op) -> how many
+    left: Mapping[tuple[str, str, str], int]           # (component, class, why) -> how many
+
+    def count(self, op: str) -> int:
+        """How many modules now call this op."""
+        return sum(n for (_, _, name), n in self.replaced.items() if name == op)
+
+    def to_dict(self) -> dict[str, list[dict[str, Any]]]:
+        return {"replaced": [{"component": c, "class": k, "op": o, "count": n} for (c, k, o), n in
+                             self.replaced.items()],
+                "left": [{"component": c, "class": k, "why": w, "count": n} for (c, k, w), n in self.left.items()]}
+
+    def __str__(self) -> str:
+        def line(component: str, name: str, then: str, n: int) -> str:
+            return f"  {n:4d} x {f'{component}: ' if component else ''}{name} {then}"
+
+        done = [line(c, k, f"-> lz.{op}", n) for (c, k, op), n in self.replaced.items()]
+        rest = [line(c, k, f"({why})", n) for (c, k, why), n in self.left.items()]
+        return "\n".join(["replaced:", *(done or ["  nothing"]), *(["left:", *rest] if rest else [])])
+
+
+def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersReport:
+    """Serve this pipeline's or model's attention, norms, feed-forward and linear layers; twice changes nothing more."""
+    parts = _known(parts)
+    register_diffusers()
+    components = _components(target, "patch_diffusers")
+    for name, model in components.items():
+        _refuse_context_parallel(name, model)
+    replaced: Counter[tuple[str, str, str]] = Counter()
+    left: Counter[tuple[str, str, str]] = Counter()
+    for name, model in components.items():
+        if _is_transformers(model):
+            skipped = [kind for part in PARTS if part not in parts for kind in _TEXT_ENCODER[part]]
+            for row in patch(model, skip=skipped).rows:
+                (replaced if row.patched else left)[name, row.kind, row.op or row.why] += row.count
+            continue
+        copies: dict[int, Any] = {}            # a processor that serves several modules still does
+        for module in list(model.modules()):
+            if "attention" in parts and _has_processor(module):
+                kind, why = _replace_processor(module, copies)
+                (left if why else replaced)[name, kind, why or "attention"] += 1
+            _replace_class(module, name, parts, replaced, left)
+        if "linear" in parts:
+            _replace_linear(model, name, replaced, left)
+    return DiffusersReport(dict(replaced), dict(left))
+
+
+def unpatch_diffusers(target: Any) -> None:
+    """As it was before patch_diffusers: the same processors and classes. What others replaced since stays theirs."""
+    for model in _components(target, "unpatch_diffusers").values():
+        unpatch(model)
+        for module in list(model.modules()):
+            processor = getattr(module, "processor", None)
+            if processor is not None and _ORIGINAL in getattr(processor, "__dict__", {}):
+                module.processor = vars(processor)[_ORIGINAL]
+            elif hasattr(type(processor), _STOCK):         # diffusers makes new ones of the class it finds
+                processor.__class__ = getattr(type(processor), _STOCK)
+            stock = getattr(type(module), _STOCK, None)
+            if stock is not None:
+                module.__class__ = stock
+
+
+@contextmanager
+def patched_diffusers(target: Any, parts: Iterable[str] = PARTS) -> Iterator[DiffusersReport]:
+    """patch_diffusers for the time of a block."""
+    try:
+        yield patch_diffusers(target, parts)
+    finally:
+        unpatch_diffusers(target)
+
+
+def attn_processor(like: Any = None) -> Any:
+    """For `set_attn_processor`: does what `like` does (AttnProcessor2_0, which is a UNet's) with lz.attention."""
+    attention_dispatch()
+    if like is None:
+        from diffusers.models.attention_processor import AttnProcessor2_0
+        like = AttnProcessor2_0()
+    made, why = _processor_like(like)
+    if why:
+        raise ConfigError(f"wanted a processor that calls {_SDPA} or has a backend, got {type(like).__name__}: {why}")
+    return made
+
+
+# processors
+
+def _has_processor(module: nn.Module) -> bool:
+    return callable(getattr(module, "processor", None))
+
+
+def _replace_processor(module: nn.Module, copies: dict[int, Any]) -> tuple[str, str]:
+    """The name of its class, and why it was left ("": it was replaced)."""
+    processor: Any = module.processor
+    kind = type(processor).__name__
+    if _ORIGINAL in getattr(processor, "__dict__", {}) or hasattr(type(processor), _STOCK):
+        return kind, ""
+    found = copies.get(id(processor))
+    if found is None:
+        found, why = _processor_like(processor)
+        if why:
+            return kind, why
+        vars(found)[_ORIGINAL] = processor     # not by setattr: a module would become part of the state
+        copies[id(processor)] = found
+    module.processor = found
+    return kind, ""
+
+
+def _processor_like(processor: Any) -> tuple[Any, str]:
+    """A copy that calls lz.attention, or why there is none."""
+    made = copy.copy(processor)
+    if hasattr(processor, "_attention_backend"):
+        made._attention_backend = backend_name()
+        return made, ""
+    kind: Any = type(processor)
+    served = serving(kind)
+    if served is None:
+        return None, "computes attention by itself"
+    made.__class__ = served
+    return made, ""
+
+
+def _refuse_context_parallel(name: str, model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if getattr(getattr(module, "processor", None), "_parallel_config", None) is not None:
+            raise ConfigError(f"{name or type(model).__name__}.{path}: wanted a model on one device; "
+                              f"{NO_CONTEXT_PARALLEL}. Nothing was patched")
+
+
+# classes of modules
+
+def _replace_class(module: nn.Module, component: str, parts: frozenset[str], replaced: Counter[tuple[str, str, str]],
+                   left: Counter[tuple[str, str, str]]) -> None:
+    stock: Any = getattr(type(module), _STOCK, type(module))
+    found = _recognised(stock)
+    if found is None or found[0] not in parts:
+        return
+    why = _unfit(module, stock)
+    if why:
+        left[component, stock.__name__, why] += 1
+        return
+    module.__class__ = serving(stock)
+    replaced[component, stock.__name__, found[1]] += 1
+
+
+def _replace_linear(model: nn.Module, component: str, replaced: Counter[tuple[str, str, str]],
+                    left: Counter[tuple[str, str, str]]) -> None:
+    """The linear layers that no feed-forward layer of ours computes with its own."""
+    recognise = Recogniser()
+    inside = {id(part) for module in model.modules() if getattr(type(module), _STOCK, None) is not None
+              and hasattr(module, "net") for part in module.modules()}
+    for module in model.modules():
+        if stock_of(module) is not nn.Linear or id(module) in inside:
+            continue
+        verdict = recipe_of(module) or recognise(module)
+        if isinstance(verdict, str):
+            left[component, "Linear", verdict] += 1
+        elif verdict is not None:
+            module.__class__ = patched_class(nn.Linear, verdict)
+            replaced[component, "Linear", "linear"] += 1
+
+
+def _recognised(stock: type) -> tuple[str, str] | None:
+    """(part, op) of a class of modules; None for one that stays as it is."""
+    if stock in _forwards():
+        op = _forwards()[stock][0]
+        return ("mlp" if op == "mlp" else "norm"), op
+    if issubclass(stock, nn.Module) and any(map(_aliases, _methods(stock).values())):
+        return "attention", "attention"
+    return None
+
+
+def _unfit(module: nn.Module, stock: type) -> str:
+    if "forward" in vars(module):
+        return "its forward was replaced by a hook"
+    if any(len(s) != 1 for s in (getattr(module, "normalized_shape", (1,)), getattr(module, "dim", (1,)))
+           if isinstance(s, tuple)):
+        return "normalises over several dimensions"
+    if _forwards().get(stock, ("",))[0] == "mlp" and not _mlp_arguments(module):
+        return "not a feed-forward layer of plain linear layers with GELU, GEGLU or SwiGLU"
+    return ""
+
+
+@functools.cache
+def serving(stock: Any) -> Any:
+    """The class that does what `stock` does with lz calls; None where there is nothing to serve."""
+    if stock in _forwards():
+        members: dict[str, Any] = {"forward": _forwards()[stock][1]}
+    else:
+        members = {name: _rewired(fn) for name, fn in _methods(stock).items() if _aliases(fn)}
+        if not members:
+            return None
+    # Its name stays: diffusers asks processors for theirs. A pickled or copied one is patched again.
+    return type(stock.__name__, (stock,), {
+        **members, _STOCK: stock, "__module__": stock.__module__, "__qualname__": stock.__qualname__,
+        "__reduce_ex__": lambda self, protocol: (_blank, (stock,), vars(self))})
+
+
+def _blank(stock: type) -> Any:
+    served: Any = serving(stock) or stock
+    return served.__new__(served)
+
+
+def _methods(cls: type) -> dict[str, types.FunctionType]:
+    return {name: fn for base in reversed(cls.__mro__) for name, fn in vars(base).items()
+            if isinstance(fn, types.FunctionType) and name != "__init__"}
+
+
+def _mentions(code: types.CodeType, name: str) -> bool:
+    return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
+
+
+def _aliases(fn: types.FunctionType) -> dict[str, Any]:
+    """The globals by which a function computes attention, and what they become; nothing for another function."""
+    dispatch = attention_dispatch().dispatch_attention_fn
+    ours: dict[int, Any] = {}
+    if _mentions(fn.__code__, _SDPA):
+        ours = {id(nn.functional): _functional(), id(nn.functional.scaled_dot_product_attention): sdpa}
+    elif "backend" not in [name for const in fn.__code__.co_consts if isinstance(const, tuple) for name in const]:
+        ours = {id(dispatch): functools.partial(dispatch, backend=backend_name())}
+    return {name: ours[id(value)] for name, value in fn.__globals__.items()
+            if id(value) in ours and _mentions(fn.__code__, name)}
+
+
+def _rewired(fn: types.FunctionType) -> types.FunctionType:
+    scope = {**fn.__globals__, **_aliases(fn)}
+    scope.pop("__name__", None)                # with it, torch.compile would read the module's globals, not these
+    made = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
+    made.__kwdefaults__, made.__doc__, made.__qualname__ = fn.__kwdefaults__, fn.__doc__, fn.__qualname__
+    made.__annotations__ = fn.__annotations__
+    return made
+
+
+@functools.cache
+def _functional() -> types.ModuleType:
+    """torch.nn.functional with our attention."""
+    made = types.ModuleType(nn.functional.__name__)
+    vars(made).update(vars(nn.functional))
+    setattr(made, _SDPA, sdpa)
+    return made
+
+
+@functools.cache
+def _forwards() -> dict[type, tuple[str, Callable[..., Any]]]:
+    """class -> (op, its forward with that op)."""
+    from diffusers.models.attention import FeedForward
+    from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+
+    layer_norm, rms_norm, group_norm, mlp = (
+        public(name) for name in ("layer_norm", "rms_norm", "group_norm", "mlp"))
+
+    def otherwise(self: Any, x: Tensor) -> bool:
+        """Where torch has rules of its own for the dtype of the result: autocast, a weight of another dtype."""
+        return (self.weight is not None and self.weight.dtype != x.dtype) or (x.dtype != torch.float32 and _autocast())
+
+    def layer_norm_forward(self: Any, input: Tensor) -> Any:
+        if otherwise(self, input):
+            return nn.LayerNorm.forward(self, input)
+        return layer_norm(input, self.weight, self.bias, self.eps)
+
+    def wide_layer_norm_forward(self: Any, inputs: Tensor) -> Any:
+        return layer_norm(inputs, self.weight, self.bias, self.eps)
+
+    def group_norm_forward(self: Any, input: Tensor) -> Any:
+        if otherwise(self, input):
+            return nn.GroupNorm.forward(self, input)
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+    def torch_rms_norm_forward(self: Any, x: Tensor) -> Any:
+        if otherwise(self, x):
+            return nn.RMSNorm.forward(self, x)
+        return rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
+
+    def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
+        if self.bias is not None or otherwise(self, hidden_states):
+            return RMSNorm.forward(self, hidden_states)
+        return rms_norm(hidden_states, self.weight, self.eps)
+
+    def feed_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = None if args or kwargs or self.training else _mlp_arguments(self)
+        if not given:
+            return FeedForward.forward(self, hidden_states, *args, **kwargs)
+        return mlp(hidden_states, **given)
+
+    return {nn.LayerNorm: ("layer_norm", layer_norm_forward), FP32LayerNorm: ("layer_norm", wide_layer_norm_forward),
+            nn.GroupNorm: ("group_norm", group_norm_forward), nn.RMSNorm: ("rms_norm", torch_rms_norm_forward),
+            RMSNorm: ("rms_norm", rms_norm_forward), FeedForward: ("mlp", feed_forward)}
+
+
+_autocast = torch._C._is_any_autocast_enabled
+
+
+def _mlp_arguments(layer: Any) -> dict[str, Any] | None:
+    """Weights and activation for lz.mlp. Asked at every call: a LoRA or a hook may have come since."""
+    if len(layer.net) not in (3, 4) or hooked_everywhere():
+        return None
+    first, down = layer.net[0], layer.net[2]
+    up: Any = getattr(first, "proj", None)
+    if not (is_bare(first, type(first)) and _plain_linear(up) and _plain_linear(down)):
+        return None
+    kind = type(first).__name__
+    if kind == "GELU":
+        activation = "gelu_tanh" if first.approximate == "tanh" else "gelu"
+        return {"weight_in": up.weight, "weight_down": down.weight, "activation": activation, "bias_in": up.bias,
+                "bias_down": down.bias}
+    if kind not in _MLP_ACTIVATIONS:
+        return None
+    inner = down.in_features                   # the rows of the gate come last there
+    return {"weight_in": up.weight[inner:], "weight_up": up.weight[:inner], "weight_down": down.weight,
+            "activation": _MLP_ACTIVATIONS[kind], "bias_in": None if up.bias is None else up.bias[inner:],
+            "bias_up": None if up.bias is None else up.bias[:inner], "bias_down": down.bias}
+
+
+def _plain_linear(module: Any) -> bool:
+    return is_bare(module, nn.Linear) and type(module.weight) is nn.Parameter      # a quantized weight is a subclass
+
+
+# what may be given
+
+def _known(parts: Iterable[str]) -> frozenset[str]:
+    asked = frozenset((parts,) if isinstance(parts, str) else parts)
+    if not asked <= set(PARTS):
+        raise ConfigError(f"patch_diffusers: parts must be among {', '.join(PARTS)}, got {', '.join(sorted(asked))}")
+    return asked
+
+
+def _components(target: Any, caller: str) -> dict[str, nn.Module]:
+    """The models in a pipeline by name; a model on its own has none."""
+    attention_dispatch()
+    if isinstance(target, nn.Module):
+        return {"": target}
+    parts = getattr(target, "components", None)
+    if not isinstance(parts, Mapping):
+        raise ConfigError(f"{caller}: wanted a pipeline or a model of diffusers, got {type(target).__name__}; pass the "
+                          "pipeline, or the torch module in it")
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == "transformers" for base in type(model).__mro__)

@@ -1,0 +1,80 @@
+"""LayerZero as an attention backend of diffusers, and as what its processors take for torch's attention."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from ..spec.errors import ConfigError
+from .transformers.replacements import public
+
+BACKEND = "layerzero"
+NO_CONTEXT_PARALLEL = (
+    'the attention backend "layerzero" was given a parallel config and cannot split a sequence over devices; '
+    'unpatch_diffusers(model), or model.set_attention_backend("native"), where context parallelism is on')
+_attention = public("attention")
+_registering = threading.Lock()
+
+
+def register_diffusers() -> None:
+    """Make "layerzero" an attention backend of diffusers, as for `model.set_attention_backend`. Sets none."""
+    dispatch = attention_dispatch()
+    names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
+    with _registering:
+        if BACKEND in names._value2member_map_:
+            return
+        member = str.__new__(names, BACKEND)   # diffusers has no other way to add a name, and takes no plain string
+        member._name_, member._value_ = BACKEND.upper(), BACKEND
+        member.__reduce_ex__ = lambda protocol: (backend_name, ())     # a process that reads a pickle learns it, too
+        registry.register(member)(attend)      # context parallelism is not claimed: diffusers refuses the pair
+        setattr(names, member._name_, member)
+        names._member_names_.append(member._name_)
+        names._member_map_[member._name_] = names._value2member_map_[BACKEND] = member
+
+
+def backend_name() -> Any:
+    register_diffusers()
+    return attention_dispatch().AttentionBackendName(BACKEND)
+
+
+def attention_dispatch() -> Any:
+    try:
+        from diffusers.models import attention_dispatch as module
+    except ImportError as e:
+        raise ConfigError(f"wanted diffusers with attention backends (0.36 or later): {e}; "
+                          "pip install -U 'layerzero[diffusers]'") from e
+    return module
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:
+    """The backend: tensors are (batch, seq, heads, dim), a mask of (batch, keys) tells which keys are there."""
+    if _parallel_config is not None:
+        raise ConfigError(NO_CONTEXT_PARALLEL)
+    if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None, :]
+    return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, "bshd")
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:
+    """What scaled_dot_product_attention means in a processor of ours."""
+    return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, "bhsd")
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, return_lse: bool, layout: str,
+) -> Any:
+    if attn_mask is not None and attn_mask.dtype != query.dtype and attn_mask.is_floating_point():
+        attn_mask = attn_mask.to(query.dtype)  # torch takes a float32 mask with any query
+    out = _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                     causal_align="top_left" if is_causal else None, return_lse=return_lse, layout=layout)
+    return (out[0], out[1].transpose(1, 2)) if return_lse else out

@@ -1,0 +1,172 @@
+"""The files of one build: safe to read, hashed, and copied to where nobody changes them between check and import.
+
+Compiled Python files are left out of both. Python would prefer them to the source beside them, and no digest of a
+repository covers them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from ...runtime.config import cache_dir
+from .errors import HubError, Tampered, UnsafePath
+
+_BYTECODE = (".pyc", ".pyo")
+MOST_UNPACKED = 8 << 30                        # bytes; more is taken for an archive made to fill the disk
+
+
+@dataclass(frozen=True)
+class Content:
+    """Relative path -> sha256 of every file; `sha256` is of all of them together."""
+
+    files: Mapping[str, str]
+
+    @property
+    def sha256(self) -> str:
+        text = "".join(f"{name}\0{digest}\n" for name, digest in sorted(self.files.items()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @classmethod
+    def of(cls, folder: Path, root: Path) -> Content:
+        """Of the files under `folder`; a link must stay inside `root`."""
+        return cls({name: _hash(path) for name, path in _files(folder, root)})
+
+    def check(self, wanted: Mapping[str, str], owner: str, told_by: str) -> None:
+        """Tampered, naming each file that is not as `wanted`."""
+        changed = [f"{n}: wanted sha256 {wanted[n][:16]}..., got {self.files[n][:16]}..."
+                   for n in sorted(wanted.keys() & self.files.keys()) if wanted[n] != self.files[n]]
+        missing = [f"{n}: missing" for n in sorted(wanted.keys() - self.files.keys())]
+        added = [f"{n}: not listed" for n in sorted(self.files.keys() - wanted.keys())]
+        if found := changed + missing + added:
+            raise Tampered(f"{owner} is not what {told_by} says: {'; '.join(found[:8])}"
+                           f"{f'; and {len(found) - 8} more' if len(found) > 8 else ''}. Fetch the repository again; "
+                           "if the change is meant, look at it and lock it anew: lz hub lock")
+
+
+def _files(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
+    home = root.resolve()
+    for at, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f != "__pycache__")
+        for name in (*folders, *names):
+            inside(Path(at, name), home)
+        for name in sorted(names):
+            path = Path(at, name)
+            if path.suffix in _BYTECODE:
+                continue
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise UnsafePath(f"{path}: wanted a plain file, got something else; remove it from the repository")
+            yield path.relative_to(folder).as_posix(), path
+        linked = [f for f in folders if Path(at, f).is_symlink()]
+        if linked:                             # os.walk does not follow them, so they would be missing from the hash
+            raise UnsafePath(f"{Path(at, linked[0])}: a link to a folder; put the files themselves there")
+
+
+def inside(path: Path, root: Path) -> Path:
+    """`path` with its links followed, if that is still under `root`."""
+    try:
+        found = path.resolve(strict=True)
+    except (OSError, RuntimeError) as e:
+        raise UnsafePath(f"{path}: wanted a file of the repository, got a link to nothing or in a circle: {e}") from e
+    if not found.is_relative_to(root.resolve()):
+        raise UnsafePath(f"{path} leads to {found}, outside of {root}; a repository may hold only its own files")
+    return found
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def home_of_copy(folder: Path, content: Content) -> Path:
+    """Where the private copy is, and what was found out about it."""
+    return cache_dir() / "hub" / f"{content.sha256[:32]}-{folder.name}"
+
+
+def private_copy(folder: Path, root: Path, content: Content) -> Path:
+    """The same files where only this user writes, named by their hash. What was checked is what is imported."""
+    home = home_of_copy(folder, content)
+    copy = home / folder.name
+    if _is_intact(copy, content):
+        return copy
+    home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = Path(tempfile.mkdtemp(prefix="copying-", dir=home.parent))
+    try:
+        for name, path in _files(folder, root):
+            target = draft / folder.name / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        Content.of(draft / folder.name, draft).check(content.files, str(folder), "the check a moment ago")
+        try:
+            os.rename(draft, home)
+        except OSError:                        # there is one: another process was faster, or it is damaged
+            if not _is_intact(copy, content):
+                shutil.rmtree(home)
+                os.rename(draft, home)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return copy
+
+
+def _is_intact(copy: Path, content: Content) -> bool:
+    return copy.is_dir() and Content.of(copy, copy).files == content.files
+
+
+# Archives
+
+def unpack(archive: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:
+    """A repository carried as .zip or .tar(.gz). Refused as a whole if one member would land outside of `into`."""
+    source, target = Path(archive), Path(into)
+    if target.exists() and any(target.iterdir()):
+        raise HubError(f"{target}: wanted an empty or a new folder to unpack {source.name} into; choose another")
+    try:
+        if zipfile.is_zipfile(source):
+            with zipfile.ZipFile(source) as packed:
+                _unpack({i.filename: (i.file_size, partial(packed.open, i)) for i in packed.infolist() if not i.is_dir()
+                         and not _refuse_link(source, i.filename, stat.S_ISLNK(i.external_attr >> 16))}, source, target)
+        else:
+            with tarfile.open(source) as bundle:
+                _unpack({m.name: (m.size, partial(bundle.extractfile, m)) for m in bundle.getmembers()
+                         if not m.isdir() and not _refuse_link(source, m.name, not m.isfile())}, source, target)
+    except (zipfile.BadZipFile, tarfile.TarError, OSError, EOFError) as e:
+        raise HubError(f"{source}: wanted a repository as .zip or .tar.gz; {e}") from e
+    return target
+
+
+def _refuse_link(source: Path, name: str, is_link: bool) -> bool:
+    if is_link:
+        raise UnsafePath(f"{source}: {name!r} is a link or a device; wanted plain files only, nothing was unpacked")
+    return False
+
+
+def _unpack(members: Mapping[str, tuple[int, Callable[[], IO[bytes] | None]]], source: Path, target: Path) -> None:
+    for name in members:
+        parts = PurePosixPath(name.replace("\\", "/")).parts
+        if not parts or parts[0].startswith("/") or ".." in parts or ":" in parts[0]:
+            raise UnsafePath(f"{source}: {name!r} would land outside of {target}; nothing was unpacked")
+    if (total := sum(size for size, _ in members.values())) > MOST_UNPACKED:
+        raise HubError(f"{source} would unpack to {total} bytes; at most {MOST_UNPACKED} are taken")
+    for name, (size, opened) in members.items():
+        path = target.joinpath(*PurePosixPath(name).parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = opened()
+        assert stream is not None              # of a plain file, and others were refused
+        with stream, path.open("wb") as out:
+            while block := stream.read(1 << 20):
+                size -= len(block)
+                if size < 0:
+                    raise HubError(f"{source}: {name} holds more bytes than it says; the archive is not to be trusted")
+                out.write(block)

@@ -1,0 +1,106 @@
+"""hub.lock: which repositories may be loaded, at which commit, and the hash of every file of every build.
+
+`kernels.lock`, as `kernels lock` writes it, is read too. It pins commits and no content, so it can say that a
+repository of the cache is another one, and not that its files were changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...plan.table import check_keys, check_schema, read_json, text_of, write_json, wrong
+from .content import Content
+from .errors import HubError, LockViolation
+
+SCHEMA = "layerzero.hub.lock/1"
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One version of a repository. Without `variants` only the commit is pinned."""
+
+    commit: str = ""                           # "" for a local folder, which has none
+    variants: Mapping[str, Mapping[str, str]] | None = None    # build -> file -> sha256
+
+    def check(self, key: str, commit: str, variant: str, content: Content, told_by: str) -> None:
+        """LockViolation or Tampered if what is here is not what was pinned."""
+        if self.commit and self.commit != commit:
+            raise LockViolation(f"{key}: {told_by} wants commit {self.commit}, got {commit or 'a folder without one'}; "
+                                "fetch that commit, or lock the new one: lz hub lock")
+        if self.variants is None:
+            return
+        if variant not in self.variants:
+            raise LockViolation(f"{key}: {told_by} has the builds {', '.join(sorted(self.variants))}, got {variant}; "
+                                "look at what is new and lock it: lz hub lock")
+        content.check(self.variants[variant], f"{key} {variant}", told_by)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"commit": self.commit, "variants": {v: dict(files) for v, files in (self.variants or {}).items()}}
+
+
+@dataclass(frozen=True)
+class Lock:
+    pins: Mapping[str, Pin] = field(default_factory=dict)      # "org/name@1"
+    path: str = SCHEMA
+
+    def pin(self, name: str, version: str) -> tuple[str, Pin]:
+        """The pin of a version; of the only one that is pinned where `version` is ""."""
+        known = [k for k in self.pins if k.rpartition("@")[0] == name]
+        key = f"{name}@{version}" if version else known[0] if len(known) == 1 else ""
+        if key not in self.pins:
+            raise LockViolation(
+                f"{self.path} does not pin {name}{f' version {version}' if version else ''}; it pins "
+                f"{', '.join(known or sorted(self.pins)) or 'nothing'}. Ask for one of these, or lock it: lz hub lock")
+        return key, self.pins[key]
+
+    def __contains__(self, name: str) -> bool:
+        return any(k.rpartition("@")[0] == name for k in self.pins)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "kernels": {k: self.pins[k].to_json() for k in sorted(self.pins)}}
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_json(path, self.to_json())
+
+
+def read(path: Path) -> Lock:
+    """Ours, or a kernels.lock."""
+    data = read_json(path, "a lockfile, as lz hub lock or kernels lock writes it")
+    if isinstance(data, list):
+        return _of_kernels(path, data)
+    check_schema(data, SCHEMA, str(path))
+    check_keys(data, ("schema", "kernels"), str(path))
+    pins = {}
+    for key, pin in _items(data["kernels"], f"{path}.kernels"):
+        check_keys(pin, ("commit", "variants"), f"{path}.kernels.{key}")
+        if "@" not in key or type(pin["commit"]) is not str:
+            raise wrong(f"{path}.kernels.{key}", "name@version with a commit", pin["commit"])
+        at = f"{path}.kernels.{key}.variants"
+        pins[key] = Pin(pin["commit"], {v: {name: text_of(digest, f"{at}.{v}.{name}") for name, digest in _items(
+            files, f"{at}.{v}")} for v, files in _items(pin["variants"], at)})
+    return Lock(pins, str(path))
+
+
+def _items(value: Any, owner: str) -> Iterable[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        raise wrong(owner, "an object", value)
+    return value.items()
+
+
+def _of_kernels(path: Path, data: list[Any]) -> Lock:
+    from kernels._rust import KernelLocks, KernelVersion
+    try:
+        locks = KernelLocks.from_json(json.dumps(data))
+    except ValueError as e:
+        raise HubError(f"{path}: wanted a kernels.lock, as kernels lock writes it; {e}") from e
+    pins = {}
+    for wanted, lock in locks.items():
+        version = wanted.version
+        named = str(version.version) if isinstance(version, KernelVersion.Version) else version.revision
+        pins[f"{wanted.repo_id}@{named}"] = Pin(lock.commit)
+    return Lock(pins, str(path))

@@ -1,0 +1,319 @@
+"""The tokenizer of a model, and the tokenizers inside pipelines.
+
+    handle = tokenizer_for(model)              # a model, its config, its pipeline, its folder, a GGUF file
+    patch_tokenizer(pipe)                      # pipe encodes a system prompt once, and its ids stay the same
+
+`tokenizer_for` never asks the network. A tokenizer with more ids than the model has embeddings is refused.
+
+`patch_tokenizer` lets a fast tokenizer of transformers encode by lz.tokenize with its memory of prefixes. Each of them
+is known by a hash of all that decides its results, so two models never share tokens and any change of a tokenizer
+starts from nothing. What lz.tokenize does not do (pairs, words that were split before, overflow) the tokenizer does
+itself, as it does short texts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..ops.prefix_formulas import SHORTEST
+from ..ops.tokenizer_identity import TokenizerHandle, from_json, kind_of
+from ..runtime.inspection import dispatcher_of
+from ..runtime.tokenizers import load_tokenizer
+from ..spec.errors import ConfigError, DataError
+from ..spec.reason import Code, Reason
+from .gguf_model import GGUFModel, _vocabulary
+
+_STOCK = "_layerzero_stock"                    # of a class: the one it stands for
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# What a pre-tokenizer is called in a GGUF file -> (the pattern of its pieces, normalizer, whole words before merges).
+_PATTERNS: Mapping[str, tuple[str, Mapping[str, str] | None, bool]] = {
+    "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _REST, None, True),
+    "qwen2": (_WORDS + r"\p{N}" + _REST, {"type": "NFC"}, False)}
+
+
+# from a model
+
+def tokenizer_for(source: Any) -> TokenizerHandle:
+    """The tokenizer that belongs to a model, config, pipeline or tokenizer object, to a folder, or to a GGUF file."""
+    if isinstance(source, TokenizerHandle):
+        return source
+    if isinstance(source, GGUFModel):
+        return source.tokenizer  # type: ignore[no-any-return]
+    if isinstance(source, (str, os.PathLike)):
+        return _from_path(os.fspath(source))
+    if _kind(source) is not None:
+        return load_tokenizer(source)
+    inner = getattr(source, "tokenizer", None)             # a pipeline, a processor
+    if inner is not None and inner is not source:
+        return tokenizer_for(inner)
+    config = getattr(source, "config", source)
+    name = getattr(config, "_name_or_path", None) or getattr(source, "name_or_path", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"tokenizer_for: wanted a model that knows the folder it was loaded from, a pipeline, a "
+                          f"tokenizer, a folder or a GGUF file, got {type(source).__name__}; pass its tokenizer")
+    handle = _from_path(name)
+    rows = getattr(getattr(config, "get_text_config", lambda: config)(), "vocab_size", None)
+    largest = _largest_id(handle)
+    if isinstance(rows, int) and largest >= rows:
+        reason = Reason(Code.TOKENIZER_MISMATCH, f"one with ids below {rows}", f"one with the id {largest}")
+        raise DataError(f"tokenizer_for: {name}: {reason.message}; the model has no embedding for it", [reason])
+    return handle
+
+
+def _from_path(path: str) -> TokenizerHandle:
+    if path.endswith(".gguf"):
+        return gguf_tokenizer(path)
+    if os.path.isfile(path):
+        return load_tokenizer(path)
+    files = sorted(Path(path).glob("*.gguf")) if os.path.isdir(path) else []
+    if files and not any(Path(path, name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return gguf_tokenizer(files[0])        # the shards of one model all hold its tokenizer
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return load_tokenizer(path)            # without transformers a folder's tokenizer.json says enough
+    try:
+        return load_tokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
+    except (OSError, ValueError) as e:
+        raise DataError(f"tokenizer_for: {path!r}: wanted a folder with a tokenizer, or a model that was downloaded "
+                        f"before (nothing is downloaded here): {e}") from e
+
+
+def _largest_id(handle: TokenizerHandle) -> int:
+    if handle.kind == "tokenizers":
+        data = json.loads(handle.payload)
+        vocab = data["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
+        return max([*ids, *(token["id"] for token in data.get("added_tokens") or ())], default=-1)
+    if handle.kind == "tiktoken":
+        _, ranks, _, special = handle.payload
+        return max([*ranks.values(), *(special or {}).values()])
+    return -1
+
+
+# from a GGUF file
+
+def gguf_tokenizer(path: str | os.PathLike[str]) -> TokenizerHandle:
+    """The tokenizer in a GGUF file. Its weights are not read."""
+    found = Path(path)
+    facts = gguf_metadata(found)
+    kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2":
+        return _by_transformers(found, f"{kind!r} with the pre-tokenizer {cut!r}")
+    if cut not in _PATTERNS:
+        try:
+            made = _vocabulary(found, facts)
+        except DataError:
+            return _by_transformers(found, f"{kind!r} with the pre-tokenizer {cut!r}")
+    else:
+        pattern, normalizer, whole = _PATTERNS[cut]
+        made = _vocabulary(found, {**facts, "tokenizer.ggml.pre": "default"})
+        made["normalizer"], made["model"]["ignore_merges"] = normalizer, whole
+        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {**made["decoder"], "use_regex": False}]}
+    _put_around(made, facts)
+    return from_json(json.dumps(made), str(found))
+
+
+def _put_around(made: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """What the file says is added to each text."""
+    tokens = facts["tokenizer.ggml.tokens"]
+    ids = {side: facts.get(f"tokenizer.ggml.{side}_token_id") for side in ("bos", "eos")
+           if facts.get(f"tokenizer.ggml.add_{side}_token")}
+    added = {side: tokens[i] for side, i in ids.items() if i is not None}
+    if added:
+        single: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]
+        if "bos" in added:
+            single.insert(0, {"SpecialToken": {"id": added["bos"], "type_id": 0}})
+        if "eos" in added:
+            single.append({"SpecialToken": {"id": added["eos"], "type_id": 0}})
+        made["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {
+            t: {"id": t, "ids": [ids[side]], "tokens": [t]} for side, t in added.items()}}
+
+
+def _by_transformers(path: Path, what: str) -> TokenizerHandle:
+    """transformers knows how to convert more kinds, slowly."""
+    try:
+        from transformers import AutoTokenizer
+        return load_tokenizer(AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name,
+                                                            local_files_only=True))
+    except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as e:
+        raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2), or one that transformers converts, got {what}: "
+                        f"{e}") from e
+
+
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+
+def gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """All that a GGUF file says before its tensors. (The library gguf maps every string, which takes it seconds.)"""
+    try:
+        with open(path, "rb") as file:
+            if file.read(4) != b"GGUF":
+                raise DataError(f"{path}: wanted a GGUF file, found one that does not begin with GGUF")
+            version, _, count = struct.unpack("<IQQ", file.read(20))
+            if version not in (2, 3):
+                raise DataError(f"{path}: wanted version 2 or 3 of GGUF, got {version}; write the file again with a "
+                                "newer converter")
+            size = os.fstat(file.fileno()).st_size
+            return dict(_pairs(file, count, size))
+    except (struct.error, UnicodeDecodeError, KeyError) as e:
+        raise DataError(f"{path}: wanted a GGUF file, found one that is cut short or damaged: {e!r}") from e
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read: {e.strerror or e}") from e
+
+
+def _pairs(file: BinaryIO, count: int, size: int) -> Iterator[tuple[str, Any]]:
+    def number(kind: int) -> Any:
+        form = _NUMBERS[kind]
+        return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+
+    def checked(n: int) -> int:
+        if n > size:                           # a damaged length must not ask for all memory
+            raise KeyError(f"{n} items in {size} bytes")
+        return n
+
+    def value(kind: int) -> Any:
+        if kind == _STRING:
+            return file.read(checked(number(10))).decode("utf-8")
+        if kind != _ARRAY:
+            return number(kind)
+        inner, n = number(4), checked(number(10))
+        if inner in _NUMBERS:
+            form = f"<{n}{_NUMBERS[inner][1]}"
+            return list(struct.unpack(form, file.read(struct.calcsize(form))))
+        return [value(inner) for _ in range(n)]
+
+    for _ in range(checked(count)):
+        name = value(_STRING)
+        yield name, value(number(4))
+
+
+# in pipelines
+
+def patch_tokenizer(target: Any) -> tuple[str, ...]:
+    """Let a tokenizer, or those of a pipeline, encode by lz.tokenize. Returns their names ("" for one on its own)."""
+    found = dict(_tokenizers(target, "patch_tokenizer"))
+    for tokenizer in found.values():
+        if not hasattr(type(tokenizer), _STOCK):
+            kind: Any = type(tokenizer)
+            tokenizer.__class__ = _serving(kind)
+    return tuple(found)
+
+
+def unpatch_tokenizer(target: Any) -> None:
+    """As it was before patch_tokenizer."""
+    for _, tokenizer in _tokenizers(target, "unpatch_tokenizer"):
+        tokenizer.__class__ = getattr(type(tokenizer), _STOCK, type(tokenizer))
+
+
+def _tokenizers(target: Any, caller: str) -> Iterator[tuple[str, Any]]:
+    parts = getattr(target, "components", None)
+    if not isinstance(parts, Mapping):
+        parts = {"": target} if _kind(target) else {"tokenizer": getattr(target, "tokenizer", None)}
+    fast = {name: part for name, part in parts.items() if _kind(part) == "transformers" and _encodes_as_all(part)}
+    if not fast:
+        raise ConfigError(f"{caller}: wanted a fast tokenizer of transformers 5 that encodes as they all do, or a "
+                          f"pipeline with one, got {type(target).__name__}; call lz.tokenize with any other")
+    yield from fast.items()
+
+
+def _kind(tokenizer: Any) -> str | None:
+    cls: Any = type(tokenizer)
+    return kind_of(cls)
+
+
+def _encodes_as_all(tokenizer: Any) -> bool:
+    from transformers import PreTrainedTokenizerFast
+    stock = getattr(type(tokenizer), _STOCK, type(tokenizer))
+    ours = getattr(PreTrainedTokenizerFast, "_encode_plus", None)
+    return ours is not None and stock._encode_plus is ours and not hasattr(stock, "_batch_encode_plus")
+
+
+@functools.cache
+def _serving(stock: Any) -> Any:
+    """A subclass that asks lz.tokenize first. Its name stays, since transformers writes it into files."""
+    from transformers import BatchEncoding
+    from transformers.tokenization_utils_base import TruncationStrategy
+    from transformers.utils.generic import PaddingStrategy
+
+    tokenize = dispatcher_of("tokenize").public
+    pads = {PaddingStrategy.LONGEST: "longest", PaddingStrategy.MAX_LENGTH: "max_length"}
+
+    def served(self: Any, text: Any, given: Mapping[str, Any]) -> Any:
+        """None where only the tokenizer itself can do what is asked."""
+        batched = isinstance(text, (list, tuple))
+        own = ("text_pair", "is_split_into_words", "stride", "return_overflowing_tokens", "return_special_tokens_mask",
+               "return_length")
+        types = given.get("return_token_type_ids")
+        texts = text if batched else [text]
+        if any(given.get(name) for name in own) or not all(isinstance(t, str) for t in texts) \
+                or (types or (types is None and "token_type_ids" in self.model_input_names)):
+            return None
+        if max(map(len, texts), default=0) < SHORTEST:     # too short to be remembered: nothing to gain
+            return None
+        padding = pads.get(given.get("padding_strategy", PaddingStrategy.DO_NOT_PAD), False)
+        cut = given.get("truncation_strategy", TruncationStrategy.DO_NOT_TRUNCATE) != TruncationStrategy.DO_NOT_TRUNCATE
+        longest = given.get("max_length")
+        if ((padding == "max_length" or cut) and longest is None) or (padding and self.pad_token_id is None):
+            return None
+        mask = given.get("return_attention_mask")
+        split = given.get("split_special_tokens")
+        tokens = tokenize(
+            list(text) if batched else text, self, add_special_tokens=given.get("add_special_tokens", True),
+            parse_special=not (self.split_special_tokens if split is None else split), truncation=cut, padding=padding,
+            max_length=longest, padding_side=given.get("padding_side"), pad_id=self.pad_token_id,
+            pad_to_multiple_of=given.get("pad_to_multiple_of"),
+            return_offsets=bool(given.get("return_offsets_mapping")),
+            return_attention_mask="attention_mask" in self.model_input_names if mask is None else mask,
+            cache_prefix=True)
+        data = {"input_ids": tokens.ids, "attention_mask": tokens.attention_mask, "offset_mapping": tokens.offsets}
+        data = {name: rows for name, rows in data.items() if rows is not None}
+        for ids in tokens.ids if batched else [tokens.ids]:
+            self._eventual_warn_about_too_long_sequence(ids, longest, given.get("verbose", True))
+        tensors = given.get("return_tensors")
+        again = _Encodings(lambda: stock._encode_plus(self, text, **{**given, "return_tensors": None}).encodings)
+        return BatchEncoding(data, again, tensors, tensors is not None and not batched, n_sequences=1)
+
+    def encode_plus(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
+        found = None if args else served(self, text, kwargs)
+        return stock._encode_plus(self, text, *args, **kwargs) if found is None else found
+
+    return type(stock.__name__, (stock,), {
+        "_encode_plus": encode_plus, _STOCK: stock, "__module__": stock.__module__, "__qualname__": stock.__qualname__,
+        "__reduce_ex__": lambda self, protocol: (_blank, (stock,), vars(self))})
+
+
+class _Encodings(Sequence[Any]):
+    """For .tokens(), .char_to_token() and the like of a result: encoded by the tokenizer itself, when first asked."""
+
+    def __init__(self, encode: Callable[[], Sequence[Any]]) -> None:
+        self._encode, self._made = encode, None
+
+    def _all(self) -> Any:
+        if self._made is None:
+            self._made = self._encode()  # type: ignore[assignment]
+        return self._made
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._all()[i]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
+
+
+def _blank(stock: Any) -> Any:
+    served = _serving(stock)
+    return served.__new__(served)

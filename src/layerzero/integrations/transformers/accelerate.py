@@ -1,0 +1,260 @@
+"""lz.accelerate(model): everything that lz can do for the speed of a model, in one call, undone by one call.
+
+    report = lz.accelerate(model)
+    print(report)                              # what was done, what was left and why, what it gains here
+    model.generate(**inputs)                   # as before
+    report.undo()                              # or lz.unaccelerate(model)
+
+First lz.patch. Then, for a decoder that is recognised (decoders.py), a decode step of its own: kernels chosen once,
+weights that belong to one product joined, a cache that grows in place, on CUDA the whole step in a graph. Both are
+compared with the model as it was, in the same run: what gives other results is not used, nor is what is slower.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...spec.errors import ConfigError
+from ...tune.harness import Race, Ratio, stopwatch
+from .accelerated import Accelerated
+from .decoders import NotRecognised, recognise
+from .patch import patch as patch_modules
+from .patch import unpatch
+from .report import PatchReport
+
+# How far results may be from those of the model as it was, relative, over all of them.
+CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+LEAST_ROUNDS = 5
+PREFILL, CONTEXT, TOKENS = 128, 64, 3          # tokens of the trial: prompt timed, prompt before decoding, decoded
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Microseconds of the model as it was and as it is, in turns."""
+
+    stock_us: float
+    ours_us: float
+    ratio: Ratio
+
+    def __str__(self) -> str:
+        return f"{self.stock_us / 1e3:.2f} ms -> {self.ours_us / 1e3:.2f} ms, {self.ratio} ({self.ratio.verdict})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stock_us": self.stock_us, "ours_us": self.ours_us, "ratio": self.ratio.to_json()}
+
+
+@dataclass
+class Acceleration:
+    """What was done to a model. As a context manager it is undone at the end of the block."""
+
+    model: str                                 # its class
+    done: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)              # what was not done, and why
+    gains: dict[str, Gain] = field(default_factory=dict)       # prefill, decode
+    error: float | None = None                 # of the decode step, relative to the model as it was
+    patched: PatchReport | None = None
+    _model: Any = field(default=None, repr=False)
+    _step: Accelerated | None = field(default=None, repr=False)
+    _unpatch: bool = field(default=False, repr=False)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What the decode step runs: what it is for -> kernel."""
+        return {} if self._step is None else self._step.kernels
+
+    @property
+    def served(self) -> dict[str, int]:
+        """Tokens by the decode step so far, in a graph ("captured") and not."""
+        return {} if self._step is None else dict(self._step.served)
+
+    @property
+    def declined(self) -> dict[str, int]:
+        """Tokens that the model's own code computed instead, by reason."""
+        return {} if self._step is None else dict(self._step.declined)
+
+    def undo(self) -> None:
+        """Make the model what it was. Calling it again changes nothing."""
+        self._drop_step()
+        if self._unpatch:
+            unpatch(self._model)
+            self._unpatch = False
+        vars(self._model).pop("_layerzero_acceleration", None)
+
+    def _drop_step(self) -> None:
+        if self._step is not None:
+            if vars(self._model).get("forward") is self._step:
+                del self._model.forward
+            self._step.undo()
+            self._step = None
+
+    def __enter__(self) -> Acceleration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model is not accelerated."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"model": self.model, "done": self.done, "left": self.left, "error": self.error,
+                "gains": {n: g.to_json() for n, g in self.gains.items()}, "kernels": self.kernels,
+                "served": self.served, "declined": self.declined}
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: " + ("nothing was changed" if not self.done else "; ".join(self.done))]
+        lines += [f"  {name}: {gain}" for name, gain in self.gains.items()]
+        lines += [f"  left: {text}" for text in self.left]
+        if self._step is not None:
+            lines += [f"  {what}: {kernel}" for what, kernel in self.kernels.items()]
+            lines += [f"  {n} tokens by the model's own code: {why}" for why, n in self.declined.items()]
+        return "\n".join(lines)
+
+
+def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None, measure: bool = True,
+               seconds: float = 3.0) -> Acceleration:
+    """Let `model` run as fast as lz can make it, and say what was done and what it gains on this machine.
+
+    patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture: the decode step in a
+    CUDA graph; by default where the model is on CUDA. measure: time it against the model as it was, for about `seconds`
+    each for a prompt and a token, and keep only what is not slower.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
+    before = vars(model).get("_layerzero_acceleration")
+    if before is not None:
+        return before  # type: ignore[no-any-return]
+    report = Acceleration(type(model).__name__, _model=model)
+    trial = _Trial(model, report)
+    if patch:
+        report.patched = patch_modules(model)
+        report._unpatch = report.patched.changed > 0
+        if report._unpatch:
+            report.done.append(f"{report.patched.changed} modules by lz.patch")
+    try:
+        parts = recognise(model)
+        with torch.inference_mode(False), torch.no_grad():     # joined weights are weights like any other
+            report._step = Accelerated(model, parts, parts.weights.is_cuda if capture is None else capture)
+    except NotRecognised as why:
+        report.left.append(f"no decode step: {why}")
+    if report._step is not None:
+        model.forward = report._step           # type: ignore[method-assign]
+        trial.prove()
+    if measure:
+        trial.time(seconds)
+    if report._step is not None:
+        layers = len(report._step.layers)
+        graph = report.served.get("captured", 0) > 0 and report._step.parts.weights.is_cuda
+        report.done.append(f"a decode step for its {layers} layer{'s' if layers > 1 else ''}"
+                           + (", in a CUDA graph" if graph else ""))
+    if report.done:
+        vars(model)["_layerzero_acceleration"] = report
+    return report
+
+
+def unaccelerate(model: nn.Module) -> bool:
+    """Undo lz.accelerate(model); False where there is nothing to undo."""
+    report = vars(model).get("_layerzero_acceleration")
+    if report is not None:
+        report.undo()
+    return report is not None
+
+
+class _Trial:
+    """The model as it was, with the same weights, to compare with."""
+
+    def __init__(self, model: Any, report: Acceleration) -> None:
+        self.model, self.report = model, report
+        self.stock: Any = None
+        config = getattr(model, "config", None)
+        self.vocab = getattr(config, "vocab_size", None)
+        if not isinstance(self.vocab, int) or getattr(config, "is_encoder_decoder", False):
+            self.vocab = None                  # no decoder that takes tokens: nothing is known to try it with
+            return
+        shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+        self.stock = copy.deepcopy(model, shared)
+        unpatch(self.stock)
+
+    def tokens(self, count: int) -> Tensor:
+        gen = torch.Generator("cpu").manual_seed(0)
+        place = next(self.model.parameters()).device
+        assert self.vocab is not None
+        return torch.randint(0, self.vocab, (1, count), generator=gen, device="cpu").to(place)
+
+    @torch.no_grad()
+    def prove(self) -> None:
+        """The decode step gives what the model gives, or it is not used."""
+        ids, results = self.tokens(CONTEXT + TOKENS), []
+        for model in (self.stock, self.model):
+            cache = model(ids[:, :CONTEXT], use_cache=True).past_key_values
+            out = [model(ids[:, i:i + 1], past_key_values=cache, use_cache=True)[0].float()
+                   for i in range(CONTEXT, CONTEXT + TOKENS)]
+            results.append(torch.cat(out))
+        stock, ours = results
+        self.report.error = float((ours - stock).norm() / stock.norm().clamp_min(1e-30))
+        step = self.report._step
+        assert step is not None
+        limit = CLOSE.get(next(self.model.parameters()).dtype, 1e-3)
+        if not step.served:
+            self._give_up("it served no token: " + "; ".join(step.declined))
+        elif not self.report.error <= limit:   # NaN too
+            self._give_up(f"its results are off by {self.report.error:.1e}, more than {limit:.0e}")
+
+    def _give_up(self, why: str) -> None:
+        self.report._drop_step()
+        self.report.left.append(f"no decode step: {why}")
+
+    @torch.no_grad()
+    def time(self, seconds: float) -> None:
+        if self.stock is None:
+            self.report.left.append("not measured: what it takes as input is not known; time it on your own inputs")
+            return
+        place = next(self.model.parameters()).device.type
+        prompt = self.tokens(PREFILL)
+        report = self.report
+        if report._unpatch:
+            prefill = self._gain({"stock": lambda: self.stock(prompt, use_cache=True),
+                                  "ours": lambda: self.model(prompt, use_cache=True)}, seconds, place)
+            report.gains["prefill"] = prefill
+            if prefill.ratio.verdict == "slower":
+                unpatch(self.model)
+                report._unpatch = False
+                report.done.pop(0)
+                report.left.append("lz.patch was undone: a prompt took longer with it")
+        if report._step is not None:
+            ways = {name: self._decoding(model) for name, model in (("stock", self.stock), ("ours", self.model))}
+            report.gains["decode"] = self._gain(ways, seconds, place)
+            if report.gains["decode"].ratio.verdict == "slower":
+                self._give_up("a token took longer with it")
+
+    def _decoding(self, model: Any) -> Callable[[], Any]:
+        """One token, and the cache as it was again."""
+        ids = self.tokens(CONTEXT + 1)
+        cache = model(ids[:, :CONTEXT], use_cache=True).past_key_values
+        token = ids[:, CONTEXT:]
+
+        def way() -> None:
+            model(token, past_key_values=cache, use_cache=True)
+            cache.crop(-1)
+
+        return way
+
+    @staticmethod
+    def _gain(ways: Mapping[str, Callable[[], Any]], seconds: float, device: str) -> Gain:
+        race = Race(stopwatch(device, flush=False))
+        for name, way in ways.items():
+            race.enter(name, way)
+        end = time.perf_counter() + seconds
+        race.run(LEAST_ROUNDS)
+        while time.perf_counter() < end:
+            race.run()
+        timings = race.timings
+        return Gain(timings.median("stock"), timings.median("ours"), timings.gain("stock", "ours"))

@@ -1,0 +1,215 @@
+"""The forward of an accelerated model: one token by the decode step, everything else by the model's own code.
+
+Which calls are served is decided call by call, and every other one is counted with the reason. The model is watched:
+a hook, another module in the place of one, weights that were moved or cast, and the step no longer serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from itertools import chain, repeat
+from operator import contains, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from ...runtime import events, faults
+from ...spec.event import Fallback
+from .captured import CapturedSteps, Uncapturable
+from .decode_step import DecodeStep, HostMemory, JoinedLayer
+from .decoders import DecoderParts, NotRecognised
+from .growing_cache import growing
+
+# What a call may also hold and what it must then be. Anything else is left to the model.
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "use_cache": (None, True), "return_dict": (None, True), "output_attentions": (None, False),
+    "output_hidden_states": (None, False), "labels": (None,), "inputs_embeds": (None,)}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_autocast = torch._C._is_any_autocast_enabled
+
+
+class Watch:
+    """What must stay as it is: the modules, their weights and where these lie, and that nobody hooks into them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        inner = [m for m in modules if m is not model]
+        self._hooks = [getattr(m, name) for m in inner for name in _HOOKS]
+        self._attributes = [vars(m) for m in inner]
+        self._held = [held for m in modules for held in (m._modules, m._parameters) if held]
+        self._known = self._all_held()
+        self._weights = list(model.parameters())
+        self._places = list(map(Tensor.data_ptr, self._weights))
+
+    def _all_held(self) -> list[Any]:
+        return list(chain.from_iterable(held.values() for held in self._held))
+
+    def _hooked(self) -> bool:
+        """Hooks of transformers itself, which stay once outputs were recorded, do nothing while none are."""
+        others = [h for held in self._hooks for h in held.values()
+                  if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
+        recorder = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+        return bool(others) or recorder is None or recorder.get() is not None
+
+    def disturbed(self) -> str:
+        """What is no longer as it was, or nothing."""
+        if (any(self._hooks) and self._hooked()) or nn_module._has_any_global_hook():
+            return "a hook on one of its modules"
+        if any(map(contains, self._attributes, repeat("forward"))):
+            return "a module with a forward of its own"
+        held = self._all_held()
+        if len(held) != len(self._known) or not all(map(is_, held, self._known)):
+            return "a module or weight in the place of another"
+        if list(map(Tensor.data_ptr, self._weights)) != self._places:
+            return "weights that were moved or cast"
+        return ""
+
+
+class Accelerated:
+    """Takes the place of `model.forward`."""
+
+    def __init__(self, model: Any, parts: DecoderParts, capture: bool) -> None:
+        self.model, self.parts = model, parts
+        self.layers = tuple(JoinedLayer(p) for p in parts.layers)
+        self.served: Counter[str] = Counter()
+        self.declined: Counter[str] = Counter()
+        self.broken = ""                       # the fault that ended it
+        self._steps: dict[int, DecodeStep] = {}
+        self._captured = CapturedSteps(parts) if capture else None
+        self._watch = Watch(model)
+        self._result = BaseModelOutputWithPast if parts.head is None else CausalLMOutputWithPast
+        functools.update_wrapper(self, type(model).forward.__get__(model))
+
+    def step(self, batch: int) -> DecodeStep:
+        found = self._steps.get(batch)
+        if found is None or found.stale():
+            found = self._steps[batch] = DecodeStep(self.parts, self.layers, batch, self._captured is not None)
+            if self._captured is not None:
+                self._captured.forget(batch)
+        return found
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return {what: kernel for step in self._steps.values() for what, kernel in step.bind.kernels.items()}
+
+    def undo(self) -> None:
+        self._steps.clear()
+        self._captured = None
+        for layer in self.layers:
+            layer.undo()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ids = args[0] if args else kwargs.get("input_ids")
+        if torch.compiler.is_compiling() or ids is None or ids.dim() != 2 or ids.shape[1] != 1:
+            return type(self.model).forward(self.model, *args, **kwargs)
+        try:
+            return self._one_token(*args, **kwargs)
+        except NotRecognised as reason:
+            self.declined[str(reason)] += 1
+        except faults.FAULTS as error:
+            kind = faults.classify(error)
+            if isinstance(error, faults.PASSED_ON) or kind == "sticky":
+                raise
+            if kind != "memory":
+                self.broken = f"a fault of the step: {faults.reason_of(error, kind).message}"
+            events.emit(Fallback("decode step", "layerzero", type(self.model).__name__,
+                                 faults.reason_of(error, kind)))
+            self.declined[self.broken or "out of memory"] += 1
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def _one_token(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None,
+                   past_key_values: Any = None, logits_to_keep: Any = 0, **others: Any) -> Any:
+        self._check(past_key_values, logits_to_keep, others)
+        batch = input_ids.shape[0]
+        refused = growing(past_key_values)
+        if refused or len(past_key_values.layers) != len(self.layers):
+            raise NotRecognised(refused or "a cache for another number of layers")
+        length = past_key_values.layers[0].keys.shape[2]
+        if past_key_values.layers[0].keys.shape[0] != batch:
+            raise NotRecognised("a cache for another batch")
+        mask = self._mask(attention_mask, batch, length)
+        if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != 1):
+            raise NotRecognised("position_ids for more than the new token")
+        step = self.step(batch)
+        out = None
+        if self._captured is not None and mask is None and _at(position_ids, length):
+            try:
+                out = self._captured(step, input_ids, past_key_values, length)
+            except NotRecognised as why:
+                self.declined[f"served without a graph: {why}"] += 1
+                if isinstance(why, Uncapturable):
+                    self._captured = None
+        self.served["step" if out is None else "captured"] += 1
+        if out is None:
+            out = self._uncaptured(step, input_ids, position_ids, past_key_values.layers, length, mask)
+        if self.parts.head is None:
+            return self._result(last_hidden_state=out, past_key_values=past_key_values)
+        return self._result(logits=out, past_key_values=past_key_values)
+
+    def _uncaptured(self, step: DecodeStep, ids: Tensor, position_ids: Tensor | None, layers: list[Any], length: int,
+                    mask: Tensor | None) -> Tensor:
+        x = nn.functional.embedding(ids, self.parts.embed.weight)
+        if position_ids is None:
+            position_ids = torch.full((1, 1), length, device=ids.device)
+        memory = HostMemory(step, layers, mask, self.parts.rotary(x, position_ids))
+        try:
+            return step(x, memory.angles, memory)
+        except BaseException:
+            memory.undo()
+            raise
+
+    def _check(self, cache: Any, keep: Any, others: Mapping[str, Any]) -> None:
+        """Is this a call that the step does just as the model would?"""
+        if self.broken:
+            raise NotRecognised(self.broken)
+        if torch.is_grad_enabled():
+            raise NotRecognised("gradients are on")
+        if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+            raise NotRecognised("no cache" if cache is None else f"a cache that is {type(cache).__name__}")
+        if type(keep) is not int:
+            raise NotRecognised("logits_to_keep is a tensor")
+        for name, value in others.items():
+            if name not in HARMLESS:
+                if value is not None:
+                    raise NotRecognised(f"the argument {name}")
+            elif not any(value is v for v in HARMLESS[name]):
+                raise NotRecognised(f"{name} is given")
+        config = self.model.config
+        if config.output_attentions or config.output_hidden_states or not config.return_dict:
+            raise NotRecognised("more than the logits is asked for by the configuration")
+        if self.model.training or _autocast():
+            raise NotRecognised("training mode" if self.model.training else "autocast")
+        disturbed = self._watch.disturbed()
+        if disturbed:
+            raise NotRecognised(disturbed)
+
+    def _mask(self, mask: Any, batch: int, length: int) -> Tensor | None:
+        """Nothing where every key is seen."""
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise NotRecognised("a mask that is made already")
+        if mask.shape != (batch, length + 1):
+            raise NotRecognised("a mask for another length")
+        return None if bool(mask.all()) else mask.bool()[:, None, None, :]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model is not accelerated: it has the forward of its class."""
+        copied = memo[id(self.model)]
+        return type(self.model).forward.__get__(copied)
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("an accelerated model cannot be pickled: call lz.unaccelerate(model) first, or save "
+                                   "its state_dict")
+
+
+def _at(position_ids: Tensor | None, length: int) -> bool:
+    return position_ids is None or bool((position_ids == length).all())

@@ -1,0 +1,182 @@
+"""The decode step in a CUDA graph: everything that changes from token to token lies in memory that stays where it is.
+
+A cache moves into the buffers of a `Fixed` memory, which has room for a number of tokens; how many there are is a
+number on the device, which the graph itself raises by one. The token is copied in, the graph is replayed, and the
+logits are where they were the last time. A cache that outgrows its buffers moves to larger ones with a graph of their
+own. While a cache is in use its buffers are its alone; when it is gone, the next one takes them, graph and all.
+
+Without a CUDA device the same steps run one by one; only the graph is missing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from ...runtime import graphs
+from ...spec.errors import NoKernel
+from ...spec.grid import bucket_top
+from .decode_step import DecodeStep
+from .decoders import DecoderParts, NotRecognised
+from .growing_cache import LEAST_ROOM
+
+MOST_DIM, MOST_GROUP = 256, 16                 # of heads, for the kernels of triton_step.py
+PAGE = 64                  # the buffers are read as pages of so many tokens
+MOST_CACHES = 4            # in use at the same time; more are served without a graph
+
+
+class Fixed:
+    """Buffers, and the graph that works on them. A `Memory` for the decode step."""
+
+    def __init__(self, step: DecodeStep, parts: DecoderParts, size: int) -> None:
+        weights = parts.weights
+        self.step, self.parts, self.size = step, parts, -(-size // PAGE) * PAGE
+        batch = step.batch
+        self.rooms = [tuple(weights.new_zeros((batch, self.size, at.kv_heads, at.head_dim)) for _ in "kv")
+                      for at in step.layers]
+        self._pages = [tuple(room.view(-1, PAGE, *room.shape[2:]) for room in pair) for pair in self.rooms]
+        place = weights.device
+        pages = torch.arange(batch * self.size // PAGE, dtype=torch.int32, device=place)
+        self._table = pages.view(batch, -1)
+        # How many tokens there are before the new one, and with it, for each row of the batch: raised together.
+        self._state = torch.zeros(1 + batch, dtype=torch.int64, device=place)
+        self._position, self._lengths = self._state[:1], self._state[1:]
+        self._ids = torch.zeros((batch, 1), dtype=torch.int64, device=place)
+        cos, sin = parts.rotary(weights, torch.arange(self.size, device=place)[None])
+        self._angles = torch.cat((cos, sin), -1)[0].contiguous()
+        self._fused = step.fast if self._fit() else None
+        self._runs = [self._bound(i) for i in range(len(step.layers))] if self._fused is None else []
+        if self._fused is not None:
+            step.bind.kernels["attention, captured"] = "triton.attention_decode, with rope and cache in one launch"
+        self.length = -1                       # what the state says, as the host knows it
+        self.owner: Callable[[], Any] = lambda: None           # the cache whose tokens these are
+        self._replay: Callable[[], None] | None = None
+        self._out: Tensor | None = None
+
+    def _bound(self, layer: int) -> Callable[..., Any]:
+        """The attention of a layer, as a function of turned queries, (batch, heads, dim)."""
+        at, pages = self.step.layers[layer], self._pages[layer]
+        query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
+        run = self.step.bind("attention, captured", "paged_attention", query, *pages, self._table, self._lengths,
+                             scale=at.scale)
+        return lambda query: run(query, *pages, self._table, self._lengths)
+
+    def _fit(self) -> bool:
+        """Can the kernels of triton_step.py serve all layers?"""
+        return self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
+            at.head_dim <= MOST_DIM and at.heads // at.kv_heads <= MOST_GROUP and at.scale > 0
+            for at in self.step.layers)
+
+    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.rooms[layer]
+        if self._fused is not None:
+            query = self._fused.turn_and_keep(both, value, self._angles, self._position, keys, values)
+            out = self._fused.attend(query, keys, values, self._lengths, self.step.layers[layer].scale)
+        else:
+            queries = both.shape[2] - value.shape[2]
+            keys.index_copy_(1, self._position, both[:, :, queries:])
+            values.index_copy_(1, self._position, value)
+            out = self._runs[layer](both[:, 0, :queries])
+        return out.flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
+
+    def _run(self) -> Tensor:
+        """What is captured."""
+        angles = None
+        if self._fused is None:
+            cos, sin = self._angles.index_select(0, self._position).expand(self.step.batch, -1)[:, None].chunk(2, -1)
+            angles = cos, sin
+        out = self.step(embedding(self._ids, self.parts.embed.weight), angles, self)
+        self._state.add_(1)
+        return out
+
+    def take(self, cache: Any) -> None:
+        """Move the keys and values of a cache here."""
+        for layer, (keys, values) in zip(cache.layers, self.rooms):
+            length = layer.keys.shape[2]
+            for room, states in ((keys, layer.keys), (values, layer.values)):
+                if states.untyped_storage().data_ptr() == room.untyped_storage().data_ptr():
+                    states = states.clone()
+                room[:, :length] = states.transpose(1, 2)
+            layer.move(keys, values, length)
+        self.owner, self.length = weakref.ref(cache), -1
+
+    def holds(self, cache: Any) -> bool:
+        """Are all tokens of the cache here? Something else may have given it other tensors."""
+        return all(layer.is_in(keys) for layer, (keys, _) in zip(cache.layers, self.rooms))
+
+    def __call__(self, ids: Tensor, cache: Any, length: int) -> Tensor:
+        self._ids.copy_(ids)
+        if self.length != length:
+            self._state.fill_(length + 1)
+            self._position.fill_(length)
+        self.length = -1                       # should it break
+        if self._replay is None:
+            out = self._run()
+        else:
+            self._replay()
+            assert self._out is not None
+            out = self._out.clone()            # the next token overwrites it
+        self.length = length + 1
+        for layer in cache.layers:
+            layer.show(length + 1)
+        return out
+
+    def capture(self) -> None:
+        """Before a cache moves in: the warm-up writes to the first places of the buffers."""
+        if not self._ids.is_cuda:
+            return
+        self._state.fill_(1)
+        found = graphs.attempt(self._run)
+        if found.problems:
+            raise Uncapturable(f"the step cannot be captured: {found.problems[0]}")
+        self._out, self._replay, self.length = found.result, found.graph.replay, -1
+
+
+class Uncapturable(NotRecognised):
+    """No graph can be made of the step, now or later."""
+
+
+class CapturedSteps:
+    """The buffers and graphs of one model."""
+
+    def __init__(self, parts: DecoderParts) -> None:
+        self._parts = parts
+        self._choosing = threading.Lock()
+        self._fixed: dict[int, list[Fixed]] = {}               # batch -> those that can serve it
+
+    def forget(self, batch: int) -> None:
+        self._fixed.pop(batch, None)
+
+    def __call__(self, step: DecodeStep, ids: Tensor, cache: Any, length: int) -> Tensor:
+        """One token; NotRecognised where it cannot be done by a graph."""
+        with self._choosing:                   # two threads must not take the same buffers
+            known = self._fixed.setdefault(step.batch, [])
+            found = next((f for f in known if f.owner() is cache and f.size > length), None)
+            if found is None:
+                found = self._free(step, known, length)
+                found.take(cache)
+            elif not found.holds(cache):
+                found.take(cache)
+        return found(ids, cache, length)
+
+    def _free(self, step: DecodeStep, known: list[Fixed], length: int) -> Fixed:
+        if len(known) >= MOST_CACHES:          # those that are too small for it make room
+            known[:] = [f for f in known if f.owner() is not None or f.size > length]
+        found = next((f for f in known if f.owner() is None and f.size > length), None)
+        if found is None:
+            if len(known) >= MOST_CACHES:
+                raise NotRecognised(f"{MOST_CACHES} caches are in use in graphs already")
+            with torch.inference_mode(False), torch.no_grad():     # the buffers outlive the caller's mode
+                try:
+                    found = Fixed(step, self._parts, bucket_top(length + LEAST_ROOM))
+                except NoKernel as e:
+                    raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
+                found.capture()
+            known.append(found)
+        return found

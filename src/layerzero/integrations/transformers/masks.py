@@ -1,0 +1,117 @@
+"""Masks for transformers, which also say what they are.
+
+transformers' own SDPA masks leave a mask out only where `is_causal` alone says it. Ours are the same tensors, and
+one that is nothing but causality or a window carries a `Pattern`: the attention then needs no mask, so that fast
+kernels qualify. A model that slices, joins or overwrites its mask loses the pattern with it, never the meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+_ATTRIBUTE = "_layerzero_pattern"
+
+
+class Pattern(NamedTuple):
+    """What a mask says: keys [first, last) are seen, the last query on the last of them; windows as lz.attention's."""
+
+    first: int
+    last: int
+    is_causal: bool
+    window_left: int
+    window_right: int
+
+
+def attention_mask(**given: Any) -> Tensor | None:
+    """A mask as transformers' `sdpa_mask` makes it, with a pattern where it has one."""
+    pattern = _pattern(given) if "q_offset" in given and not _tracing(given) else None
+    if pattern is None:
+        return masking_utils.sdpa_mask(**given)  # type: ignore[no-any-return]
+    given["attention_mask"] = None              # it hides nothing
+    if pattern.last < given["kv_length"] and given["q_length"] == 1:
+        given["allow_is_causal_skip"] = False   # without a mask, one query would see keys that are not there yet
+    # Overwriting a mask must be seen later, and tensors made in inference mode do not count their versions.
+    with torch.inference_mode(False):
+        mask: Tensor | None = masking_utils.sdpa_mask(**given)
+    if mask is not None:
+        setattr(mask, _ATTRIBUTE, (pattern, mask._version))
+    return mask
+
+
+def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
+    """The pattern of a mask for so many queries and keys, if it has one and was not overwritten since."""
+    found = getattr(mask, _ATTRIBUTE, None)
+    if found is None or found[1] != mask._version or mask.shape[-2:] != (queries, keys):
+        return None
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _pattern(given: dict[str, Any]) -> Pattern | None:
+    kind, held = _anatomy(given["mask_function"])
+    queries, keys = given["q_length"], given["kv_length"]
+    if kind in (_CAUSAL, _SLIDING):
+        offset = given["q_offset"]
+        if isinstance(offset, Tensor):
+            if queries == 1 and offset.device.type != "cpu":
+                return None                     # one token for a static cache: reading it would wait for the device
+            offset = given["q_offset"] = int(offset)
+        diagonal = offset - given["kv_offset"]         # query 0 stands at this key
+        last = diagonal + queries
+        if diagonal < 0 or last > keys:
+            return None
+        first, left = 0, -1
+        if kind == _SLIDING:
+            window = held[0]
+            first = max(0, diagonal - window + 1)
+            left = window - 1 if last - first > window else -1
+        pattern = Pattern(first, last, queries > 1, left, -1)
+    elif kind == _FULL:
+        pattern = Pattern(0, keys, False, -1, -1)
+    elif kind == _SLIDING_BOTH_WAYS and queries == keys and given["q_offset"] == given["kv_offset"] == 0:
+        pattern = Pattern(0, keys, False, held[0], held[0])
+    else:
+        return None
+    return pattern if _all_seen(given["attention_mask"], given["kv_offset"], pattern) else None
+
+
+def _all_seen(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
+    """No key of the pattern is padding."""
+    if padding is None:
+        return True
+    end = kv_offset + pattern.last
+    return padding.shape[-1] >= end and bool(padding[:, kv_offset + pattern.first:end].all())
+
+
+def _tracing(given: dict[str, Any]) -> bool:
+    """Whether values cannot be looked at: then the mask is computed in the graph, as transformers does it."""
+    return masking_utils.is_tracing(given["attention_mask"]) or (
+        isinstance(given["q_offset"], Tensor) and masking_utils.is_tracing(given["q_offset"]))
+
+
+def _anatomy(function: Callable[..., Any]) -> tuple[tuple[CodeType, ...], tuple[Any, ...]]:
+    """What a mask function is made of: the code of it and of those it calls, and the values they hold."""
+    if not isinstance(function, FunctionType):
+        return (), ()
+    codes: tuple[CodeType, ...] = (function.__code__,)
+    held: tuple[Any, ...] = ()
+    for cell in function.__closure__ or ():
+        inside = cell.cell_contents
+        for part in inside if isinstance(inside, tuple) else (inside,):
+            if isinstance(part, FunctionType):
+                more, values = _anatomy(part)
+                codes, held = codes + more, held + values
+            else:
+                held += (part,)
+    return codes, held
+
+
+_CAUSAL = _anatomy(masking_utils.causal_mask_function)[0]
+_SLIDING = _anatomy(masking_utils.sliding_window_causal_mask_function(1))[0]
+_FULL = _anatomy(masking_utils.bidirectional_mask_function)[0]
+_SLIDING_BOTH_WAYS = _anatomy(masking_utils.sliding_window_bidirectional_mask_function(1))[0]

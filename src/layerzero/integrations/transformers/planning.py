@@ -1,0 +1,98 @@
+"""Which kernels the decode step runs: those that lz would choose, and for the products, which are nearly all of the
+time, those that are fastest here and now.
+
+On a CUDA device they are timed as they will run: in a graph, over weights that are not in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...plan.bake import bind
+from ...runtime import context, faults, graphs
+from ...runtime import world as worlds
+from ...runtime.inspection import dispatcher_of
+from ...select.policy import PolicyRule
+from ...spec.errors import LayerZeroError
+from ...tune.contest import eligible
+from ...tune.harness import Race, cache_bytes, stopwatch
+
+Run = Callable[..., Any]
+ROUNDS = 12
+COLD = 4                   # times the cache: so much memory is gone through by one sample
+LARGE, SMALL_CALLS = 1 << 20, 16               # bytes of a tensor that counts for that; calls where there is none
+
+
+class Binder:
+    """lz.bind, once for each kind of call; which kernels were chosen is kept for the report."""
+
+    def __init__(self, captured: bool) -> None:
+        self._bound: dict[Any, Run] = {}
+        self._captured = captured
+        self.kernels: dict[str, str] = {}      # what it is for -> kernel
+
+    def __call__(self, what: str, op: str, *tensors: Tensor | None, **fixed: Any) -> Run:
+        key = (op, tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors),
+               tuple((n, (v.shape, v.dtype) if isinstance(v, Tensor) else v) for n, v in fixed.items()))
+        found = self._bound.get(key)
+        if found is None:
+            found = self._bound[key] = self._bind(op, tensors, fixed)
+        self.kernels[what] = found.kernel  # type: ignore[attr-defined]
+        return found
+
+    def _bind(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
+        if not self._captured:
+            return bind(op, *tensors, **fixed)
+        # What is compiled on first use is compiled before the capture. Inductor's takes too long for what it gains.
+        with context.overriding({"allow_jit": True, "graph_strict_mode": True},
+                                (PolicyRule.of("deny", "torch.compiled*"),)):
+            return bind(op, *tensors, **fixed)
+
+    def fastest(self, what: str, op: str, *calls: tuple[Tensor, ...], **fixed: Any) -> Run:
+        """The kernel for calls like these, as lz chooses it; where the step is captured, by a race over them all."""
+        chosen = self(what, op, *calls[0], **fixed)
+        if not (self._captured and calls[0][0].is_cuda):
+            return chosen
+        key = ("fastest", op, tuple((t.shape, t.dtype) for t in calls[0]), tuple(fixed.items()))
+        found = self._bound.get(key)
+        if found is None:
+            found = self._bound[key] = self._race(op, chosen, calls, fixed)
+        self.kernels[what] = found.kernel  # type: ignore[attr-defined]
+        return found
+
+    def _race(self, op: str, chosen: Run, calls: Sequence[tuple[Tensor, ...]], fixed: dict[str, Any]) -> Run:
+        dispatcher = dispatcher_of(op)
+        facts = dispatcher.facts(dispatcher.bound(calls[0], fixed))
+        runs = {chosen.kernel: chosen}         # type: ignore[attr-defined]
+        for step in eligible(worlds.current(), dispatcher.op, facts).steps:
+            if step.kernel.startswith(("reference.", "torch.compiled")) or step.kernel in runs:
+                continue
+            try:
+                with context.overriding({"allow_jit": True, "graph_strict_mode": True}):
+                    runs[step.kernel] = bind(op, *calls[0], backend=step.kernel, **fixed)
+            except LayerZeroError:             # it cannot serve in a graph
+                continue
+        ring, race = _cold(calls), Race(stopwatch("cuda", flush=False), faults.FAULTS)
+        kept = []                              # the graphs live as long as they are timed
+        for name, run in runs.items():
+            tried = graphs.attempt(lambda run=run: [run(*call) for call in ring])  # type: ignore[misc]
+            if not tried.problems:
+                kept.append(tried)
+                race.enter(name, tried.graph.replay)
+        race.run(ROUNDS)
+        timings = race.timings
+        return runs[min(timings.rounds, key=timings.median)] if timings.rounds else chosen
+
+
+def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    """Calls one after the other, so many that the large tensors of the first are out of the cache after the last."""
+    wanted, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
+    if not large:
+        return [calls[0]] * SMALL_CALLS
+    ring = list(calls)
+    while sum(large) * len(ring) < wanted:
+        ring.append(tuple(t.clone() if t.nbytes > LARGE else t for t in calls[0]))
+    return ring[:max(2, -(-wanted // sum(large)))]

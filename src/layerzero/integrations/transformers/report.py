@@ -1,0 +1,123 @@
+"""What lz.patch did to a model, what it left and why, and which kernels serve it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...runtime import recording
+from ...runtime.inspection import stats
+from ...spec.call import TensorSpec
+from ...spec.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Row:
+    """Modules alike: their path with * for a number, what they are, who computes them now."""
+
+    path: str
+    kind: str                                  # one of lz.patch's kinds, or the class of what was left
+    op: str                                    # "" for what was left
+    count: int
+    why: str = ""                              # why it was left, or that it was patched before
+
+    @property
+    def patched(self) -> bool:
+        return bool(self.op)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Calls of one op that one kernel served."""
+
+    op: str
+    kernel: str
+    calls: int
+    example: str = ""                          # the sizes of the first of them
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernels served; `note` says whose calls these are."""
+
+    rows: tuple[Served, ...]
+    note: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"note": self.note, "rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        cells = [(r.op, r.kernel, str(r.calls), r.example) for r in self.rows]
+        return "\n".join([self.note, *aligned(("op", "kernel", "calls", "for example"), cells)])
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Printed it is a table; `to_dict` is for machines; `explain` names the kernels."""
+
+    model: str                                 # its class
+    rows: tuple[Row, ...]
+    changed: int                               # modules that this call patched
+    notes: tuple[str, ...] = ()
+    _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    _before: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def patched(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.patched)
+
+    @property
+    def left(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.patched)
+
+    def counts(self) -> dict[str, int]:
+        """How many modules of each kind lz computes."""
+        found: Counter[str] = Counter()
+        for row in self.patched:
+            found[row.kind] += row.count
+        return dict(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model": self.model, "changed": self.changed, "counts": self.counts(),
+                "rows": [{**asdict(row), "patched": row.patched} for row in self.rows], "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        served = ", ".join(f"{n} {kind}" for kind, n in self.counts().items()) or "nothing"
+        cells = [(row.path, row.kind, f"lz.{row.op}" if row.op else "left", str(row.count), row.why)
+                 for row in self.rows]
+        return "\n".join([f"{self.model}: {served}; {self.changed} modules changed",
+                          *aligned(("module", "kind", "by", "count", "why"), cells), *self.notes])
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """The kernels that serve a call of the model with these arguments, which is made; without arguments, those
+        that served since the model was patched."""
+        if not args and not kwargs:
+            rows = [Served(op, kernel, n - self._before.get(op, {}).get(kernel, 0))
+                    for op, kernels in stats().calls.items() for kernel, n in kernels.items()]
+            return Explanation(tuple(r for r in rows if r.calls > 0),
+                               "calls of this process since the model was patched, of other models too")
+        model = self._model() if self._model is not None else None
+        if model is None:
+            raise ConfigError("explain wants to call the model, which is gone; keep it, or patch it again")
+        with recording.recording() as recorder:
+            model(*args, **kwargs)
+        found: dict[tuple[str, str], Served] = {}
+        for call in recorder.calls:
+            kernel = call.name.rpartition(" ")[2]
+            sizes = next((f"{'x'.join(map(str, a.shape))} {a.dtype}" for a in call.arguments.values()
+                          if isinstance(a, TensorSpec)), "")
+            known = found.get((call.op, kernel))
+            found[call.op, kernel] = Served(call.op, kernel, call.count + (known.calls if known else 0),
+                                            known.example if known else sizes)
+        return Explanation(tuple(found.values()), f"one call of {self.model}")
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines]

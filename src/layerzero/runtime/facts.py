@@ -16,6 +16,7 @@ from ..spec.errors import InvalidCall
 from ..spec.expr import parse
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
+from .faults import capturing
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -63,7 +64,7 @@ def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = Non
     grad = torch.is_grad_enabled()
     facts["grad"] = grad and any(t.requires_grad for t in tensors.values())
     facts["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    facts["graph"] = facts["device"] == "cuda" and torch.cuda.is_current_stream_capturing()
+    facts["graph"] = facts["device"] == "cuda" and capturing()
     return facts
 
 

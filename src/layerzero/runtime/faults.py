@@ -12,6 +12,8 @@ sticky   the device context is gone: the backend is disabled and DeviceLost is r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.utils.checkpoint
 
@@ -64,3 +66,21 @@ def reason_of(error: BaseException, kind: str) -> Reason:
     code = {"memory": Code.OUT_OF_MEMORY, "timeout": Code.KERNEL_TIMEOUT, "sticky": Code.DEVICE_FAULT,
             "capture": Code.CUDA_GRAPH_UNSAFE, "lost": Code.CUDA_GRAPH_UNSAFE}.get(kind, Code.KERNEL_FAILED)
     return Reason(code, f"its time limit ({text})" if kind == "timeout" else None, text)
+
+
+when_lost: list[Callable[[Reason], None]] = []     # told when a call finds the device context gone
+
+
+def capturing() -> bool:
+    """Is a CUDA graph being captured? The first question of a call to the device, and so where a context that an
+    earlier kernel has ruined is found: DeviceLost."""
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError as e:
+        if classify(e) != "sticky":
+            raise
+        reason = reason_of(e, "sticky")
+        for tell in when_lost:
+            tell(reason)
+        raise DeviceLost(f"a kernel that ran before {reason.message}. {reason.code.advice}. CUDA_LAUNCH_BLOCKING=1 "
+                         "tells which one.", [reason]) from e

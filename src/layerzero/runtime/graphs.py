@@ -226,12 +226,15 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
         return Attempt(calls=calls, problems=tuple(problems))
     torch.cuda.synchronize()
     free_after, reserved_after, after = _memory()
+    known = any("segment_pool_id" in s for s in after.values())        # whose a segment is, torch tells since 2.3
+    ours = [s for s in after.values() if tuple(s.get("segment_pool_id", ())) == tuple(pool)]
     outside = [s for address, s in after.items()
                if address not in segments and tuple(s.get("segment_pool_id", pool)) != tuple(pool)]
+    kept = sum(s["total_size"] for s in ours) if known else reserved_after - reserved
     elsewhere = sum(s["total_size"] for s in outside)
     problems = [Problem("allocation", f"{elsewhere} bytes were allocated outside the graph's own pool, so on a stream "
                         "that is not captured")] if outside else []
-    return Attempt(cuda_graph, result, since(before), reserved_after - reserved, free - free_after, tuple(problems))
+    return Attempt(cuda_graph, result, since(before), kept, free - free_after, tuple(problems))
 
 
 def _memory() -> tuple[int, int, dict[int, Any]]:

@@ -97,6 +97,17 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
         change_health(kernel.health, lambda old: health.failed(old, reason, now, threshold, cooldown))
 
 
+def _suspect(reason: Reason) -> None:
+    """Of what ran before a device was found lost, nobody can tell which kernel it was; but if only one library that is
+    not torch's own was loaded, it is the one to take out."""
+    groups = {kernel.health for kernel, _ in _loaded.values() if kernel.package and kernel.package != "torch"}
+    if len(groups) == 1:
+        change_health(groups.pop(), lambda old: health.disabled(reason))
+
+
+faults.when_lost.append(_suspect)
+
+
 def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> KernelFailed:
     """The error for a call inside a capture that is no more: no other kernel could serve it either."""
     if not guilty:

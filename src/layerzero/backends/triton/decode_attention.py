@@ -21,7 +21,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _pages(table_ptr, first, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
     """The pages of the keys from `first` on; 0 for those past `end`."""
     key = first + tl.arange(0, BLOCK_N)
-    if PAGE > 0:
+    if PAGE > 0:  # noqa: SIM108  Triton wants one assignment for each
         page = tl.load(table_ptr + key // PAGE, mask=key < end, other=0).to(tl.int64)
     else:
         page = key.to(tl.int64)

@@ -28,7 +28,7 @@ SERVED = {
     "phi3": {"attention": 2, "rms_norm": 5, "linear": 4, "mlp": 2, "lm_head": 1, "rope": 2},
     "gpt2": {"attention": 2, "layer_norm": 5, "linear": 4, "mlp": 2, "lm_head": 1},
     "gpt_neox": {"attention": 2, "layer_norm": 5, "linear": 4, "mlp": 2, "lm_head": 1, "rope": 2},
-    "falcon": {"layer_norm": 3, "linear": 4, "mlp": 2, "lm_head": 1, "rope": 2},
+    "falcon": {"layer_norm": 3, "linear": 4, "mlp": 2, "lm_head": 1, "attention": 2},
     "mixtral": {"attention": 2, "rms_norm": 5, "linear": 8, "moe": 2, "lm_head": 1, "rope": 2},
     "deepseek_v3": {"attention": 2, "rms_norm": 9, "linear": 10, "mlp": 2, "moe": 1, "lm_head": 1},
     "gpt_oss": {"attention": 2, "rms_norm": 5, "linear": 8, "lm_head": 1},

@@ -381,3 +381,48 @@ def test_trying_out_leaves_no_trace():
     assert torch.get_rng_state().equal(before)
     assert [m.training for m in model.modules()] == modes
     assert all(p is weights[n] and p.requires_grad for n, p in model.named_parameters())
+
+
+class OwnAttention(nn.Module):
+    """As one writes it by hand; `way` is how it gets at torch's attention."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 96), nn.Linear(64, 64)
+        self.forward_way = way
+
+    def heads(self, x):
+        return [t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in self.qkv(x).split((64, 16, 16), -1)]
+
+
+class ByAlias(OwnAttention):
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class ByPath(OwnAttention):
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        seen = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", [ByAlias, ByPath])
+def test_a_forward_that_calls_torchs_attention_is_served(kind):
+    torch.manual_seed(0)
+    model, other, x = kind("F").eval(), kind("F").eval(), torch.randn(2, 7, 64)
+    other.load_state_dict(model.state_dict())
+    want = model(x)
+    report = patch(model)
+    assert report.counts()["attention"] == 1, report
+    before = lz.stats().calls.get("attention", {})
+    torch.testing.assert_close(model(x), want)
+    torch.testing.assert_close(other(x), want, rtol=0, atol=0)         # the function itself was not touched
+    ran = lz.stats().calls["attention"]
+    assert sum(ran.values()) == sum(before.values()) + 1               # one key head for four: torch broadcasts it
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), want)
+    unpatch(model)
+    assert type(model) is kind and torch.equal(model(x), want)

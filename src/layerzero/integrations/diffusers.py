@@ -28,16 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from ..spec.errors import ConfigError
-from .diffusers_backend import NO_CONTEXT_PARALLEL, attention_dispatch, backend_name, sdpa
+from .diffusers_backend import NO_CONTEXT_PARALLEL, attention_dispatch, backend_name
 from .diffusers_backend import register_diffusers as register_diffusers
+from .rewiring import SDPA, mentions, public, rewired, sdpa_aliases
 from .transformers.patch import patch, unpatch
 from .transformers.recognise import Recogniser
-from .transformers.replacements import hooked_everywhere, is_bare, patched_class, public, recipe_of, stock_of
+from .transformers.replacements import hooked_everywhere, is_bare, patched_class, recipe_of, stock_of
 
 PARTS = ("attention", "norm", "mlp", "linear")
 _STOCK = "_layerzero_diffusers"                # of a class: the one it stands for
 _ORIGINAL = "_layerzero_original"              # of a processor: the one it was copied from
-_SDPA = "scaled_dot_product_attention"
 _TEXT_ENCODER = {"attention": ("attention", "rope"), "norm": ("layer_norm", "rms_norm"),
                  "mlp": ("mlp", "moe"), "linear": ("linear", "lm_head")}       # kinds of lz.patch, which patches it
 _MLP_ACTIVATIONS = {"GEGLU": "geglu", "SwiGLU": "swiglu"}
@@ -126,7 +126,7 @@ def attn_processor(like: Any = None) -> Any:
         like = AttnProcessor2_0()
     made, why = _processor_like(like)
     if why:
-        raise ConfigError(f"wanted a processor that calls {_SDPA} or has a backend, got {type(like).__name__}: {why}")
+        raise ConfigError(f"wanted a processor that calls {SDPA} or has a backend, got {type(like).__name__}: {why}")
     return made
 
 
@@ -234,7 +234,7 @@ def serving(stock: Any) -> Any:
     if stock in _forwards():
         members: dict[str, Any] = {"forward": _forwards()[stock][1]}
     else:
-        members = {name: _rewired(fn) for name, fn in _methods(stock).items() if _aliases(fn)}
+        members = {name: rewired(fn, found) for name, fn in _methods(stock).items() if (found := _aliases(fn))}
         if not members:
             return None
     # Its name stays: diffusers asks processors for theirs. A pickled or copied one is patched again.
@@ -253,38 +253,15 @@ def _methods(cls: type) -> dict[str, types.FunctionType]:
             if isinstance(fn, types.FunctionType) and name != "__init__"}
 
 
-def _mentions(code: types.CodeType, name: str) -> bool:
-    return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
-
-
 def _aliases(fn: types.FunctionType) -> dict[str, Any]:
     """The globals by which a function computes attention, and what they become; nothing for another function."""
     dispatch = attention_dispatch().dispatch_attention_fn
-    ours: dict[int, Any] = {}
-    if _mentions(fn.__code__, _SDPA):
-        ours = {id(nn.functional): _functional(), id(nn.functional.scaled_dot_product_attention): sdpa}
-    elif "backend" not in [name for const in fn.__code__.co_consts if isinstance(const, tuple) for name in const]:
-        ours = {id(dispatch): functools.partial(dispatch, backend=backend_name())}
-    return {name: ours[id(value)] for name, value in fn.__globals__.items()
-            if id(value) in ours and _mentions(fn.__code__, name)}
-
-
-def _rewired(fn: types.FunctionType) -> types.FunctionType:
-    scope = {**fn.__globals__, **_aliases(fn)}
-    scope.pop("__name__", None)                # with it, torch.compile would read the module's globals, not these
-    made = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
-    made.__kwdefaults__, made.__doc__, made.__qualname__ = fn.__kwdefaults__, fn.__doc__, fn.__qualname__
-    made.__annotations__ = fn.__annotations__
-    return made
-
-
-@functools.cache
-def _functional() -> types.ModuleType:
-    """torch.nn.functional with our attention."""
-    made = types.ModuleType(nn.functional.__name__)
-    vars(made).update(vars(nn.functional))
-    setattr(made, _SDPA, sdpa)
-    return made
+    found = sdpa_aliases(fn)
+    if not found and "backend" not in [name for const in fn.__code__.co_consts if isinstance(const, tuple)
+                                       for name in const]:
+        found = {name: functools.partial(dispatch, backend=backend_name()) for name, value in fn.__globals__.items()
+                 if value is dispatch and mentions(fn.__code__, name)}
+    return found
 
 
 @functools.cache

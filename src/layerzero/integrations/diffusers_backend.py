@@ -1,4 +1,4 @@
-"""LayerZero as an attention backend of diffusers, and as what its processors take for torch's attention."""
+"""LayerZero as an attention backend of diffusers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from ..spec.errors import ConfigError
-from .transformers.replacements import public
+from .rewiring import attended
 
 BACKEND = "layerzero"
 NO_CONTEXT_PARALLEL = (
     'the attention backend "layerzero" was given a parallel config and cannot split a sequence over devices; '
     'unpatch_diffusers(model), or model.set_attention_backend("native"), where context parallelism is on')
-_attention = public("attention")
 _registering = threading.Lock()
 
 
@@ -58,23 +57,4 @@ def attend(
         raise ConfigError(NO_CONTEXT_PARALLEL)
     if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
-    return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, "bshd")
-
-
-def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Any:
-    """What scaled_dot_product_attention means in a processor of ours."""
-    return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, "bhsd")
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool, return_lse: bool, layout: str,
-) -> Any:
-    if attn_mask is not None and attn_mask.dtype != query.dtype and attn_mask.is_floating_point():
-        attn_mask = attn_mask.to(query.dtype)  # torch takes a float32 mask with any query
-    out = _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                     causal_align="top_left" if is_causal else None, return_lse=return_lse, layout=layout)
-    return (out[0], out[1].transpose(1, 2)) if return_lse else out
+    return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, "bshd")

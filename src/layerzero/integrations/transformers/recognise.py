@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ...ops.moe_formulas import GATED, PLAIN
+from ..rewiring import sdpa_aliases
 from .replacements import ROTATIONS, Recipe, forward_for, is_bare, recipe_of, rotary, stock_of
 
 CLOSE = 1e-5                                   # of the largest result; gelu and its tanh form differ by ten times that
@@ -42,7 +43,7 @@ class Recogniser:
         look = _kind_of_candidate(module)
         if look is None:
             return None
-        refused = _obstacle(module) or ("" if look is Recogniser.rope else _unfit(module))
+        refused = _obstacle(module) or ("" if look in (Recogniser.rope, Recogniser.attention) else _unfit(module))
         if refused:
             return refused
         key = look, self._likeness(module)
@@ -159,6 +160,9 @@ class Recogniser:
                     return recipe
         return f"a {type(module).__name__} computes no mixture of experts that lz has"
 
+    def attention(self, module: nn.Module) -> Verdict:
+        return Recipe("attention", "attention")
+
     def rope(self, module: nn.Module) -> Verdict:
         forward = stock_of(module).forward  # type: ignore[attr-defined]
         names = rotary_names(forward)
@@ -189,6 +193,8 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
     if dims == [3, 3] and not module._buffers and not any(list(m.parameters()) for m in module.children()):
         return Recogniser.moe
     forward = getattr(stock_of(module), "forward", None)
+    if isinstance(forward, FunctionType) and sdpa_aliases(forward):
+        return Recogniser.attention
     if isinstance(forward, FunctionType) and rotary_names(forward):
         return Recogniser.rope
     if not dims and not module._buffers:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from ...runtime import catalog, dispatch, torch_face
+from ..rewiring import public, rewired, sdpa_aliases
 
 Forward = Callable[..., Any]
 
@@ -43,14 +43,6 @@ class Recipe:
     form: str = ""                             # the activation; of rope, which elements form a pair
     transposed: tuple[bool, ...] = ()          # layers that keep their weight as (in, out)
     dropout: bool = False                      # in training the stock forward serves
-
-
-def public(op: str) -> Callable[..., Any]:
-    """lz.<op>, also for torch.compile."""
-    declared = catalog.builtin_op(op)
-    found = dispatch.function(declared)
-    torch_face.define(declared)
-    return found
 
 
 def patched_class(stock: type, recipe: Recipe) -> type:
@@ -232,14 +224,21 @@ def _moe(stock: Forward, recipe: Recipe) -> Forward:
 
 def _rope(stock: Forward, recipe: Recipe) -> Forward:
     assert isinstance(stock, FunctionType)
-    theirs = stock.__globals__
-    # Without its name this scope is no module, and Dynamo reads it instead of the module of that name.
-    scope = {name: value for name, value in theirs.items() if name != "__name__"}
-    scope.update({name: rotary(theirs[name], recipe.form) for name in recipe.names})
-    made = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
+    made = rewired(stock, {name: rotary(stock.__globals__[name], recipe.form) for name in recipe.names})
     functools.update_wrapper(made, stock)
-    made.__kwdefaults__ = stock.__kwdefaults__
     return made
+
+
+def _attention(stock: Forward, recipe: Recipe) -> Forward:
+    """A forward that calls torch's attention by itself."""
+    assert isinstance(stock, FunctionType)
+    ours, compiling = rewired(stock, sdpa_aliases(stock)), torch.compiler.is_compiling
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (stock if compiling() else ours)(self, *args, **kwargs)
+
+    return forward
 
 
 # Which elements form a pair, and how the tables have each column twice: side by side ("halves") or next to each other.
@@ -267,9 +266,9 @@ def rotary(stock: Callable[..., Any], form: str) -> Callable[..., Any]:
 
 
 _MAKERS: dict[str, Callable[[Forward, Recipe], Forward]] = {
-    "rms_norm": _norm, "layer_norm": _norm, "linear": _linear, "lm_head": _linear, "mlp": _mlp, "moe": _moe,
-    "rope": _rope}
-KINDS = ("attention", *_MAKERS)
+    "attention": _attention, "rms_norm": _norm, "layer_norm": _norm, "linear": _linear, "lm_head": _linear,
+    "mlp": _mlp, "moe": _moe, "rope": _rope}
+KINDS = tuple(_MAKERS)
 
 
 def forward_for(stock: Forward, recipe: Recipe) -> Forward:

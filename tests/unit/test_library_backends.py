@@ -144,6 +144,7 @@ def installed(folder: Path, monkeypatch, made_for: str | None) -> None:
     monkeypatch.syspath_prepend(str(folder))
     loading.findable.cache_clear()
     loading.installed_version.cache_clear()
+    lz.clear_cache()                           # and what a world knows of it
 
 
 @pytest.fixture
@@ -152,6 +153,7 @@ def forgotten():
     yield
     loading.findable.cache_clear()
     loading.installed_version.cache_clear()
+    lz.clear_cache()                           # and what a world knows of it
 
 
 BUILT = '{"version": {"cuda": 1208, "hip": null, "torch": "2.10.0+cu128", "python": "3.10.19"}}'

@@ -65,7 +65,7 @@ def script(world, monkeypatch):
     place = worlds.current().place("cpu")
     worlds.publish(lambda w: w.but(perf=w.perf.including((), {place: ROOF})), "rates")
     found = Script()
-    monkeypatch.setattr(tuner, "stopwatch", lambda device, flush: found)
+    monkeypatch.setattr(tuner, "stopwatch", lambda device, flush, graph: found)
     return found
 
 

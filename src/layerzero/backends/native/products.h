@@ -18,6 +18,8 @@ struct Product {
 };
 
 constexpr int TOGETHER = 8;                     // rows of the weight: as many streams as keep memory busy
+constexpr int AHEAD = 4;                        // times as many rows: asked for before they are read. Rows of a small model
+                                                // are too short for the processor to see that they are read in order
 
 // The products of R rows with x, which lies as Unit<bf16> splits it, filled up with zeros.
 template <int R> INLINE inline void dots(const Product &a, int64_t first, const float *x, float *to) {
@@ -30,6 +32,7 @@ template <int R> INLINE inline void dots(const Product &a, int64_t first, const 
     vf low = load(x + d), high = load(x + d + W);
     each<R>([&](auto r) {
       vf some[2];
+      __builtin_prefetch(w + (AHEAD * R + r) * a.row + d);
       U::get(w + r * a.row + d, some);
       sums[r][0] += some[0] * low;
       sums[r][1] += some[1] * high;

@@ -2,6 +2,7 @@
 
     python cases.py KERNEL:DTYPE:EVERY ...     every n-th case of the op, and those of our own
     python cases.py crowded                    sampling from a row of thousands of equal scores
+    python cases.py expanded                   attention over a KV head that was expanded
 
 A process of its own: the interpreter is chosen by TRITON_INTERPRET=1 before Triton is first imported, for good.
 It runs on CPU tensors, so the rules about the device are lifted. What it computes with bfloat16 in a matrix
@@ -75,8 +76,24 @@ def crowded() -> None:
         say("crowded", "passed" if torch.equal(got, want) else "failed", f"{given}: {got} instead of {want}")
 
 
+def expanded() -> None:
+    """One KV head that the caller has expanded to all query heads, which the strides show."""
+    from layerzero.backends.triton.decode import attention_decode
+    from layerzero.ops.attention import reference
+
+    gen = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 8, 3, 32, generator=gen).half()
+    key, value = (torch.randn(2, 1, 200, 32, generator=gen).half().expand(2, 8, 200, 32) for _ in "kv")
+    for given in ({}, {"is_causal": True, "causal_align": "bottom_right"}, {"window_left": 20, "scale": 0.3}):
+        got, want = attention_decode(query, key, value, **given), reference(
+            query.float(), key.float(), value.float(), **given)
+        gap = (got.float() - want).abs().max().item()
+        say("expanded", "passed" if gap < 4e-3 else "failed", f"{given}: off by {gap}")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for task in sys.argv[1:]:
-        crowded() if task == "crowded" else contract(*task.split(":"))
+        own = {"crowded": crowded, "expanded": expanded}.get(task)
+        own() if own else contract(*task.split(":"))

@@ -26,7 +26,7 @@ RUNS = {
 def results() -> dict[str, list[dict[str, str]]]:
     """One process for all of them: most of its time would be imports."""
     tasks = [f"{name}:{how}" for name, how in RUNS.items()]
-    done = subprocess.run([sys.executable, str(Path(__file__).parent / "cases.py"), *tasks, "crowded"],
+    done = subprocess.run([sys.executable, str(Path(__file__).parent / "cases.py"), *tasks, "crowded", "expanded"],
                           capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, list[dict[str, str]]] = {}
@@ -36,7 +36,7 @@ def results() -> dict[str, list[dict[str, str]]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*RUNS, "crowded"])
+@pytest.mark.parametrize("name", [*RUNS, "crowded", "expanded"])
 def test_kernel_keeps_the_contract_in_the_interpreter(name: str, results: dict[str, list[dict[str, str]]]) -> None:
     ran = [r for r in results[name] if r["status"] != "skipped"]
     assert len(ran) >= 3, results[name]

@@ -148,7 +148,7 @@ KERNELS = (
             workspace="264 * 4 * 64 * (head_dim_v + 1)",
             note="reads each key and value once for all query heads and tokens that share it; one launch"),
     _kernel("paged_attention_decode", paged_attention, _paged_attention, 8.0, 25.0, HALF, *_few_rows("max_seqlen_q"),
-            *HEADS, POSITIVE_SCALE, at_least("batch", 1, Code.EMPTY_INPUT), at_most("group", 64),
+            *HEADS, POSITIVE_SCALE, at_least("batch", 1, Code.EMPTY_INPUT),
             any_of(absent("cu_seqlens_q.dtype"), present("max_seqlen_q", Code.MISSING_METADATA)),
             unit_stride("query"), *_cache("key_cache"), *_cache("value_cache"), unit_stride("block_table"),
             unit_stride("context_lens"), unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),

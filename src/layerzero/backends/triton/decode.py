@@ -98,6 +98,8 @@ def dense(
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, room, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
+    if key.stride(head) == 0 == value.stride(head) and heads * room <= MOST_ROWS:
+        key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)      # one head, expanded: it is read once
     kv_heads, keys, dim_v = key.shape[head], key.shape[seq], value.shape[3]
     out = torch.empty((*sizes[:3], dim_v), dtype=query.dtype, device=query.device)
     lse = torch.empty((batch, heads, room), dtype=torch.float32, device=query.device) if return_lse else None

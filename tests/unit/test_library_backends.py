@@ -21,6 +21,7 @@ from layerzero.backends.flashinfer import paged
 from layerzero.backends.flashinfer.common import ready
 from layerzero.ops.paged_formulas import page_table_from_csr
 from layerzero.runtime import loading
+from layerzero.runtime import world as worlds
 from layerzero.runtime.facts import read
 from layerzero.spec.device import Device
 from layerzero.spec.kernel import Kernel
@@ -144,7 +145,7 @@ def installed(folder: Path, monkeypatch, made_for: str | None) -> None:
     monkeypatch.syspath_prepend(str(folder))
     loading.findable.cache_clear()
     loading.installed_version.cache_clear()
-    lz.clear_cache()                           # and what a world knows of it
+    worlds.publish(lambda w: w.but(unloadable={}), "test")     # and what a world knows of it
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def forgotten():
     yield
     loading.findable.cache_clear()
     loading.installed_version.cache_clear()
-    lz.clear_cache()                           # and what a world knows of it
+    worlds.publish(lambda w: w.but(unloadable={}), "test")     # and what a world knows of it
 
 
 BUILT = '{"version": {"cuda": 1208, "hip": null, "torch": "2.10.0+cu128", "python": "3.10.19"}}'

@@ -65,7 +65,8 @@ def contract(name: str, dtype: str, every: str) -> None:
 
 def crowded() -> None:
     """More ties than the last step can list: it must go through the whole row, and find the same token."""
-    from layerzero.backends.triton.sampling import MOST_LISTED, sample
+    from layerzero.backends.triton.sampling import sample
+    from layerzero.backends.triton.sampling_search import MOST_LISTED
     from layerzero.ops.sample import reference
 
     logits = torch.zeros(1, MOST_LISTED + 500)

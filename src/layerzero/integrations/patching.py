@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -30,14 +29,8 @@ def unpatch(model: Any) -> None:
     unpatch_module(model)
 
 
-@contextmanager
-def patched(model: Any, **options: Any) -> Iterator[Any]:
+def patched(model: Any, **options: Any) -> AbstractContextManager[Any]:
     """lz.patch for a block."""
-    with _context(model, options) as report:
-        yield report
-
-
-def _context(model: Any, options: dict[str, Any]) -> AbstractContextManager[Any]:
     if _of_diffusers(model):
         from .diffusers import patched_diffusers
         return patched_diffusers(model, **options)

@@ -135,7 +135,7 @@ def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
     try:
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(cuda_graph, pool=pool, **options):
             yield
-    except BaseException:
+    except BaseException:                      # passed on, an interrupt too: what the capture left is put right first
         generator.graphsafe_set_state(generator.clone_state())
         with suppress(RuntimeError, AttributeError):           # the allocator was told so already, or never asked
             torch._C._cuda_endAllocateToPool(index, pool)

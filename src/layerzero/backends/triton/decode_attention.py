@@ -138,7 +138,8 @@ def decode_kernel(
     row = tl.arange(0, ROWS)                       # a query head of the group and a token
     token, head = row // GROUP, kv_head * GROUP + row % GROUP
     real = token < tokens
-    # Read here, once: read in the loop, which would let the first keys travel with them, Triton 3.6 compiles it wrong.
+    # Read here, once: read in the loop, which would let the first keys travel with them, they gave wrong results on an
+    # H200 with Triton 3.6.
     q = tl.load(q_ptr + head[None, :] * q_head + token[None, :] * q_token + dim[:, None],
                 mask=real[None, :] & (dim[:, None] < DIM), other=0.0)          # (DIM, ROWS)
     place = offset + token
@@ -164,7 +165,7 @@ def decode_kernel(
             False)
         page = _pages(table_ptr, first + BLOCK_N, end, BLOCK_N, PAGE)
     if full < end:
-        # Read once more: what the loop left behind is, as Triton 3.6 compiles it, not that of the last turn.
+        # Read once more: with what the loop left behind, results were wrong on an H200 with Triton 3.6.
         page = _pages(table_ptr, full, end, BLOCK_N, PAGE)
         acc, best, total = _tile(
             full, page, acc, best, total, q, k_ptr, v_ptr, place, slope, real, end, k_token, v_token, k_batch,

@@ -162,7 +162,7 @@ class Accelerated:
         memory = HostMemory(step, layers, mask, self.parts.rotary(x, position_ids))
         try:
             return step(x, memory.angles, memory)
-        except BaseException:
+        except BaseException:                  # passed on, an interrupt too: half a token must not stay in the cache
             memory.undo()
             raise
 

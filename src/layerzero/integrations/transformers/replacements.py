@@ -137,26 +137,16 @@ def _linear(stock: Forward, recipe: Recipe) -> Forward:
 
     # Under autocast torch keeps the lowered copy of a weight for the whole region: that is its business.
     @functools.wraps(stock)
-    def rows(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
             return stock(self, *args, **kwargs)
         x, weights = args[0], self._parameters
         weight = weights.get("weight")
         if weight is None or len(weights) != wanted or x.dtype != weight.dtype or _autocast():
             return stock(self, x)
-        return linear(x, weight, weights.get("bias"))
+        return linear(x, weight.t() if transposed else weight, weights.get("bias"))
 
-    @functools.wraps(stock)
-    def columns(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1:
-            return stock(self, *args, **kwargs)
-        x, weights = args[0], self._parameters
-        weight = weights.get("weight")
-        if weight is None or len(weights) != wanted or x.dtype != weight.dtype or _autocast():
-            return stock(self, x)
-        return linear(x, weight.t(), weights.get("bias"))
-
-    return columns if transposed else rows
+    return forward
 
 
 def _mlp(stock: Forward, recipe: Recipe) -> Forward:

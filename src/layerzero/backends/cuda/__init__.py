@@ -1,0 +1,108 @@
+"""Our own GPU kernels in CUDA C++, for what Triton has no words for: clusters of blocks, fragments in our own order.
+
+This file declares them; compiler.py compiles them with NVRTC when they are first called. They read raw memory, so they
+take plain tensors only, and have no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...ops.attention import OP as attention
+from ...ops.paged_attention import OP as paged_attention
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ...spec.reason import Code
+from ...spec.rules import (
+    Condition,
+    Rule,
+    absent,
+    aligned,
+    any_of,
+    at_least,
+    at_most,
+    device,
+    dtypes,
+    equals,
+    multiple_of,
+    one_of,
+    plain_tensors,
+    present,
+    sm,
+    unit_stride,
+    vendor,
+    when,
+)
+from . import compiler
+
+# What a test in the emulator, on the CPU, does without. Clusters came with compute capability 9.0.
+HARDWARE: tuple[Condition, ...] = (device("cuda"), vendor("nvidia"), sm(at_least=90))
+HALF = dtypes("float16", "bfloat16")
+MOST_GRID = 65535          # blocks along the second and third axis
+MOST_ROWS = 32             # of decode.cu: query heads that share a KV head times their tokens
+MOST_ROWS_WIDE = 16        # of heads of more than 128: more do not fit the registers
+
+
+def _attention() -> Callable[..., Any]:
+    from .decode import attention_decode
+    return attention_decode
+
+
+def _paged_attention() -> Callable[..., Any]:
+    from .decode import paged_attention_decode
+    return paged_attention_decode
+
+
+def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
+            *requires: Condition, **more: Any) -> Kernel:
+    return Kernel(f"cuda.{name}", op, load, (*HARDWARE, plain_tensors(), *requires),
+                  package="layerzero.backends.cuda", distribution="layerzero", built=compiler.ready, prior=prior,
+                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True, **more)
+
+
+def _in_place(tensor: str, to_bytes: int = 16) -> tuple[Condition, ...]:
+    """What is too large to be copied first must lie as it is read: in pieces of 16 bytes."""
+    return (unit_stride(tensor, repair=False), Rule(f"{tensor}.alignment", "ge", to_bytes, Code.POINTER_ALIGNMENT))
+
+
+def _few_rows(tokens: str, most: int) -> tuple[Condition, ...]:
+    """group * tokens <= most: a rule reads one fact, so there is one for each number of tokens that a group allows."""
+    allowed = {most // group: group for group in range(most, 0, -1)}           # tokens -> the smallest such group
+    return (at_most("group", most), at_most(tokens, most, Code.SEQ_LEN_UNSUPPORTED),
+            *(when(at_least("group", group), at_most(tokens, n, Code.SEQ_LEN_UNSUPPORTED))
+              for n, group in allowed.items() if group > 1))
+
+
+def _decode(tokens: str) -> tuple[Condition, ...]:
+    """What decode.cu takes, of tensors or of pages."""
+    return (HALF, one_of("head_dim", 64, 128, 256, code=Code.HEAD_DIM_INVALID),
+            equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), *_few_rows(tokens, MOST_ROWS),
+            *(when(at_least("head_dim", 129), rule) for rule in _few_rows(tokens, MOST_ROWS_WIDE)),
+            at_least("batch", 1, Code.EMPTY_INPUT), at_most("batch", MOST_GRID),
+            at_least("kv_heads", 1, Code.EMPTY_INPUT), at_most("kv_heads", MOST_GRID),
+            equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED), unit_stride("query"), aligned("query", 4))
+
+
+LAST_AT_LAST = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
+
+KERNELS = (
+    _kernel("attention_decode", attention, _attention, 10.0, 20.0, *_decode("seq_q"),
+            at_least("seq_q", 1, Code.EMPTY_INPUT), *_in_place("key"), *_in_place("value"),
+            when(equals("is_causal", True), LAST_AT_LAST), when(at_least("window_left", 0), LAST_AT_LAST),
+            equals("window_right", -1, Code.WINDOW_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
+            absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
+            variants=("bhsd", "bshd"),
+            note="each KV head is a cluster of blocks that meet in shared memory; nothing goes through global memory"),
+    _kernel("paged_attention_decode", paged_attention, _paged_attention, 10.0, 20.0, *_decode("max_seqlen_q"),
+            any_of(absent("cu_seqlens_q.dtype"), present("max_seqlen_q", Code.MISSING_METADATA)),
+            multiple_of("page_size", 16, Code.PAGE_SIZE_UNSUPPORTED), *_in_place("key_cache"),
+            *_in_place("value_cache"),
+            *(when(equals("dtype", d), one_of(f"{t}_cache.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+              for t in ("key", "value") for d in ("float16", "bfloat16")),
+            *(absent(f"{t}_scale.dtype", Code.KV_CACHE_DTYPE_MISMATCH) for t in ("key", "value")),
+            dtypes("int32", of="block_table.dtype"), dtypes("int32", of="context_lens.dtype"),
+            one_of("cu_seqlens_q.dtype", None, "int32", code=Code.DTYPE_UNSUPPORTED), unit_stride("block_table"),
+            unit_stride("context_lens"), unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
+            note="reads each page once for all query heads and tokens that share it; no length is read on the host"),
+)

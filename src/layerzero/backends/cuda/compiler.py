@@ -1,0 +1,354 @@
+"""Our CUDA C++, compiled by NVRTC when it is first needed, kept on disk, and launched through the driver.
+
+NVRTC comes with every torch that is built for CUDA: there is no nvcc and no header of the toolkit in this. A launch is
+two reads of torch's state and one call of the driver: all that is the same each time is laid out once for each thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...spec.errors import ConfigError, warn_caller
+from ...spec.launch import LaunchLimits, LaunchRefused, misfits, too_large
+from ...spec.reason import Code, Reason
+from .. import cache_dir
+
+FOLDER = Path(__file__).parent
+HEADER = "device.h"
+MAJORS = ("13", "12")                          # of CUDA, where torch does not say which
+Macros = tuple[tuple[str, int], ...]
+
+# Of the driver's interface, cuda.h
+INVALID_VALUE = 1
+MAX_DYNAMIC_SHARED, ANY_CLUSTER_SIZE = 8, 14   # of a function
+CLUSTER_DIMENSION = 4                          # of a launch
+DEVICE_ORDINAL = 9                             # of a pointer
+SHARED_OPT_IN = 97                             # of a device
+RELAXED = 2                                    # towards a capture
+PORTABLE_CLUSTER = 8
+
+
+# Finding NVRTC
+
+@lru_cache(maxsize=None)
+def nvrtc_path() -> str:
+    """The library that torch would use, as a path or, where the system knows it, as a name; "" if there is none."""
+    majors = (torch.version.cuda.partition(".")[0],) if torch.version.cuda else MAJORS
+    wheels = importlib.util.find_spec("nvidia")
+    homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))] or ["/usr/local/cuda"]
+    folders = [Path(torch.__file__).parent / "lib",
+               *(lib for base in (wheels and wheels.submodule_search_locations) or ()
+                 for lib in sorted(Path(base).glob("*/lib"))),
+               *(Path(home) / lib for home in homes for lib in ("lib64", "lib"))]
+    names = [f"libnvrtc.so.{major}" for major in majors]
+    for path in (folder / name for name in names for folder in folders):
+        if path.exists():
+            return str(path)
+    for name in names:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return name
+    return ""
+
+
+def ready() -> bool | Reason:
+    """Can kernels be compiled here? Nothing is loaded for that."""
+    return bool(nvrtc_path()) or Reason(Code.NOT_INSTALLED, "nvidia-cuda-nvrtc (the library NVRTC, libnvrtc)")
+
+
+@lru_cache(maxsize=None)
+def nvrtc() -> tuple[Any, str]:
+    """(the library, its version). ImportError where there is none, with what to do about it."""
+    path = nvrtc_path()
+    if not path:
+        raise ImportError("LayerZero's CUDA kernels are compiled by NVRTC, and libnvrtc was not found; install the "
+                          "package nvidia-cuda-nvrtc, or set CUDA_HOME to where CUDA is")
+    try:
+        if os.path.isabs(path):                # NVRTC opens this one by its name: by then it must be there
+            for beside in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
+                ctypes.CDLL(str(beside))
+        library = ctypes.CDLL(path)
+    except OSError as e:
+        raise ImportError(f"NVRTC does not load ({e}); install the nvidia-cuda-nvrtc that belongs to this torch "
+                          f"(CUDA {torch.version.cuda})") from e
+    library.nvrtcGetErrorString.restype = c_char_p
+    major, minor = c_int(), c_int()
+    library.nvrtcVersion(byref(major), byref(minor))
+    return library, f"{major.value}.{minor.value}"
+
+
+# Compiling
+
+_compiling = threading.Lock()
+
+
+def architecture(sm: int) -> str:
+    """Since Hopper each has instructions that no later one keeps; only code made for it alone may use them."""
+    return f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"
+
+
+def cubin(source: str, macros: Macros, arch: str) -> bytes:
+    """The machine code of a file of this folder; from disk if it was made before, by whatever process."""
+    text, header = (FOLDER / source).read_bytes(), (FOLDER / HEADER).read_bytes()
+    options = (f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in macros))
+    _, version = nvrtc()
+    digest = hashlib.sha256("\0".join((version, *options)).encode())
+    digest.update(hashlib.sha256(text).digest() + hashlib.sha256(header).digest())
+    path = cache_dir(os.environ) / "cuda" / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
+    with _compiling:                           # who waited here finds it on disk
+        found = _kept(path)
+        if found is None:
+            found = _compiled(Path(source).name, text, header, options)
+            _keep(path, found)
+    return found
+
+
+def _kept(path: Path) -> bytes | None:
+    try:
+        found = path.read_bytes()
+    except OSError:
+        return None
+    return found if found.startswith(b"\x7fELF") else None
+
+
+def _keep(path: Path, made: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            (Path(folder) / path.name).write_bytes(made)
+            os.replace(Path(folder) / path.name, path)     # in one step: another process sees all of it or nothing
+    except OSError as e:
+        warn_caller(f"cannot write {path}: {e.strerror}. The kernel works and will be compiled again in the next "
+                    "process; set LAYERZERO_CACHE_DIR to a folder that can be written", RuntimeWarning)
+
+
+def _compiled(name: str, text: bytes, header: bytes, options: tuple[str, ...]) -> bytes:
+    library, version = nvrtc()
+    program, size = c_void_p(), c_size_t()
+    _ask(library, library.nvrtcCreateProgram(byref(program), text, name.encode(), 1, (c_char_p * 1)(header),
+                                             (c_char_p * 1)(HEADER.encode())), name)
+    try:
+        given = (c_char_p * len(options))(*map(str.encode, options))
+        if library.nvrtcCompileProgram(program, len(options), given):
+            library.nvrtcGetProgramLogSize(program, byref(size))
+            log = (c_char * size.value)()
+            library.nvrtcGetProgramLog(program, log)
+            raise ConfigError(_complaint(name, version, options, log.value.decode(errors="replace")))
+        _ask(library, library.nvrtcGetCUBINSize(program, byref(size)), name)
+        made = (c_char * size.value)()
+        _ask(library, library.nvrtcGetCUBIN(program, made), name)
+        return made.raw
+    finally:
+        library.nvrtcDestroyProgram(byref(program))
+
+
+def _complaint(name: str, version: str, options: tuple[str, ...], log: str) -> str:
+    """The first line is all that a plan shows, so the first error is in it."""
+    lines = [line.strip() for line in log.strip().splitlines() if line.strip()]
+    first = next((line for line in lines if "error" in line), lines[0] if lines else "no word of why")
+    return (f"{name} did not compile with NVRTC {version}: {first}\n  options: {' '.join(options)}\n  "
+            + "\n  ".join(lines[:40])
+            + "\nLayerZero works without this kernel. If the architecture is what is refused, install a torch with a "
+            "newer CUDA; else report this text")
+
+
+def _ask(library: Any, code: int, name: str) -> None:
+    if code:
+        raise ConfigError(f"NVRTC did not take {name}: {library.nvrtcGetErrorString(code).decode()}; install the "
+                          f"nvidia-cuda-nvrtc that belongs to this torch (CUDA {torch.version.cuda})")
+
+
+# The driver
+
+class Attribute(Structure):
+    """CUlaunchAttribute of a cluster: its value is a union of 64 bytes."""
+
+    _fields_ = (("id", c_int), ("pad", c_char * 4), ("cluster", c_uint * 3), ("rest", c_char * 52))
+
+
+class Config(Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (("grid_x", c_uint), ("grid_y", c_uint), ("grid_z", c_uint), ("block_x", c_uint), ("block_y", c_uint),
+                ("block_z", c_uint), ("shared", c_uint), ("stream", c_void_p), ("attributes", POINTER(Attribute)),
+                ("attribute_count", c_uint))
+
+
+@lru_cache(maxsize=None)
+def driver() -> Any:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        raise ImportError(f"LayerZero's CUDA kernels are launched through NVIDIA's driver, which does not load ({e}); "
+                          "install it") from e
+    library.cuModuleLoadData.argtypes = (POINTER(c_void_p), c_char_p)
+    library.cuModuleGetFunction.argtypes = (POINTER(c_void_p), c_void_p, c_char_p)
+    library.cuFuncSetAttribute.argtypes = (c_void_p, c_int, c_int)
+    library.cuPointerGetAttribute.argtypes = (c_void_p, c_int, c_void_p)
+    library.cuCtxSetCurrent.argtypes = (c_void_p,)
+    return library
+
+
+def failure(code: int, doing: str) -> RuntimeError:
+    """In torch's words, which tell a lost device from a lack of memory."""
+    name, text = c_char_p(), c_char_p()
+    driver().cuGetErrorName(code, byref(name))
+    driver().cuGetErrorString(code, byref(text))
+    return RuntimeError(described(code, name.value, text.value, doing))
+
+
+def described(code: int, name: bytes | None, text: bytes | None, doing: str) -> str:
+    return f"CUDA error: {(text or b'unknown').decode()} ({(name or str(code).encode()).decode()}) {doing}"
+
+
+@contextmanager
+def outside_captures() -> Iterator[None]:
+    """What is done here is no part of a graph that this thread or another captures, and does not spoil it."""
+    mode = c_int(RELAXED)
+    driver().cuThreadExchangeStreamCaptureMode(byref(mode))
+    try:
+        yield
+    finally:
+        driver().cuThreadExchangeStreamCaptureMode(byref(mode))
+
+
+def enter(device: int) -> None:
+    """A thread that has not called CUDA yet has no context: give it torch's."""
+    found = c_void_p()
+    if not driver().cuCtxGetCurrent(byref(found)) and found.value:
+        return
+    handle = c_int()
+    code = driver().cuDeviceGet(byref(handle), device) or driver().cuDevicePrimaryCtxRetain(byref(found), handle)
+    code = code or driver().cuCtxSetCurrent(found)
+    if code:
+        raise failure(code, f"entering the context of cuda:{device}")
+
+
+@lru_cache(maxsize=None)
+def limits_of(device: int) -> LaunchLimits:
+    handle, shared = c_int(), c_int()
+    code = driver().cuDeviceGet(byref(handle), device) or driver().cuDeviceGetAttribute(
+        byref(shared), SHARED_OPT_IN, handle)
+    if code:
+        raise failure(code, f"asking cuda:{device} for its shared memory")
+    return LaunchLimits(shared=shared.value)
+
+
+def home_of(params: bytes, device: int) -> int:
+    """Where the memory is that the first pointer points to; `device` if that cannot be told."""
+    enter(device)
+    found = c_int(device)
+    pointer = int.from_bytes(params[:8], "little")
+    return device if driver().cuPointerGetAttribute(byref(found), DEVICE_ORDINAL, pointer) else found.value
+
+
+_device_count = lru_cache(maxsize=None)(torch.cuda.device_count)
+
+
+# Launching
+
+class _Slot:
+    """All that a launch hands to the driver. One for each thread: another may launch the same kernel meanwhile."""
+
+    __slots__ = ("attribute", "call", "config", "function", "params", "place")
+
+    def __init__(self, function: c_void_p, threads: int, shared: int, cluster: int) -> None:
+        self.call, self.function = driver().cuLaunchKernelEx, function
+        self.params = (c_char_p * 1)()
+        self.attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(cluster, 1, 1))
+        self.config = Config(block_x=threads, block_y=1, block_z=1, shared=shared)
+        if cluster > 1:
+            self.config.attributes, self.config.attribute_count = ctypes.pointer(self.attribute), 1
+        self.place = byref(self.config)
+
+
+class Compiled:
+    """One kernel, compiled and loaded for each device where it is first launched."""
+
+    def __init__(self, source: str, name: str, macros: Macros, threads: int, shared: int, cluster: int) -> None:
+        self.source, self.name, self.macros = source, name, macros
+        self.threads, self.shared, self.cluster = threads, shared, cluster
+        self._functions: dict[int, c_void_p] = {}
+        self._loading = threading.Lock()
+        self._mine = threading.local()
+
+    def launch(self, grid: tuple[int, int, int], params: bytes) -> None:
+        """On torch's current stream. `params`: the kernel's struct, which begins with a pointer to device memory."""
+        device = torch.cuda.current_device()
+        if _device_count() > 1 and (home := home_of(params, device)) != device:
+            with torch.cuda.device(home):
+                self._launch(home, grid, params)
+        else:
+            self._launch(device, grid, params)
+
+    def _launch(self, device: int, grid: tuple[int, int, int], params: bytes) -> None:
+        try:
+            slot = self._mine.slots[device]
+        except (AttributeError, KeyError):
+            slot = self._slot(device)
+        config = slot.config
+        config.grid_x, config.grid_y, config.grid_z = grid
+        config.stream = torch._C._cuda_getCurrentRawStream(device)
+        slot.params[0] = params                # where they are: the driver copies them before it returns
+        code = slot.call(slot.place, slot.function, slot.params, None)
+        if code:
+            raise self._refused(code, device, grid)
+
+    def _refused(self, code: int, device: int, grid: tuple[int, int, int]) -> Exception:
+        wrong = misfits(grid, limits_of(device)) if code == INVALID_VALUE else ()
+        if wrong:
+            return LaunchRefused.of(f"{self.source}:{self.name}", wrong)
+        return failure(code, f"launching {self.source}:{self.name}, grid {grid}, {self.threads} threads, {self.shared} "
+                       f"bytes of shared memory, clusters of {self.cluster}")
+
+    def _slot(self, device: int) -> _Slot:
+        enter(device)
+        with self._loading:
+            function = self._functions.get(device)
+            if function is None:
+                function = self._functions[device] = self._load(device)
+        slots = self._mine.__dict__.setdefault("slots", {})
+        slot: _Slot = slots.setdefault(device, _Slot(function, self.threads, self.shared, self.cluster))
+        return slot
+
+    def _load(self, device: int) -> c_void_p:
+        major, minor = torch.cuda.get_device_capability(device)
+        wrong = too_large(-(-self.threads // 32), self.shared, limits_of(device))
+        if self.cluster > 1 and major < 9:
+            wrong += (Reason(Code.SM_TOO_OLD, ">= 90", 10 * major + minor, "sm"),)
+        if wrong:
+            raise LaunchRefused.of(f"{self.source}:{self.name}", wrong)
+        image = cubin(self.source, self.macros, architecture(10 * major + minor))
+        module, function = c_void_p(), c_void_p()
+        with outside_captures():
+            code = (driver().cuModuleLoadData(byref(module), image)
+                    or driver().cuModuleGetFunction(byref(function), module, self.name.encode())
+                    # Of any size: it also makes the driver load the code now, which it else does at the first launch.
+                    or driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, self.shared)
+                    or (self.cluster > PORTABLE_CLUSTER
+                        and driver().cuFuncSetAttribute(function, ANY_CLUSTER_SIZE, 1)))
+        if code:
+            raise failure(code, f"loading {self.source}:{self.name} on cuda:{device}")
+        return function
+
+
+@lru_cache(maxsize=None)
+def kernel(source: str, name: str, macros: Macros, threads: int, shared: int = 0, cluster: int = 1) -> Compiled:
+    """The kernel `name` of the file `source` of this folder, with these macros, for blocks of so many threads, bytes
+    of shared memory and clusters of so many blocks along x."""
+    return Compiled(source, name, macros, threads, shared, cluster)

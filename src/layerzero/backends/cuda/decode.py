@@ -1,0 +1,136 @@
+"""How decode.cu is launched: for K and V as tensors, and for a cache of pages."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import compiler
+
+LOG2E = 1.4426950408889634
+MOST_ROWS = 32             # query heads that share a KV head times their tokens: two tiles of the tensor cores
+MOST_SPLITS = 16           # blocks of a cluster
+KEYS = 16                  # of one step of a warp
+
+_PARAMS = struct.Struct("@8P16q3if")
+
+
+class Config(NamedTuple):
+    warps: int
+    stages: int
+    splits: int
+
+
+@lru_cache(maxsize=4096)
+def config(rows: int, homes: int, keys: int, dim: int, paged: bool, processors: int) -> Config:
+    """`homes` is batch x KV heads. One block for each multiprocessor, and a step for each of its warps."""
+    warps, stages = (4, 3) if homes > processors // 2 else (8, 3)
+    if dim > 128:
+        warps = 4
+    splits = 1
+    while splits < MOST_SPLITS and 2 * splits * homes <= processors and splits * warps * KEYS < keys:
+        splits *= 2
+    return Config(warps, stages, splits)
+
+
+@lru_cache(maxsize=None)
+def processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@lru_cache(maxsize=None)
+def _compiled(bf16: bool, dim: int, group: int, tiles: int, made: Config, page: int, causal: bool, window: bool,
+              starts: bool) -> Any:
+    warps, stages, splits = made
+    macros = (("BF16", int(bf16)), ("DIM", dim), ("GROUP", group), ("TILES", tiles), ("WARPS", warps),
+              ("STAGES", stages), ("PAGE", page), ("CAUSAL", int(causal)), ("WINDOW", int(window)),
+              ("STARTS", int(starts)))
+    shared = warps * stages * 2 * KEYS * dim * 2 + tiles * 16 * (dim + 2) * 4
+    return compiler.kernel("decode.cu", "decode", macros, warps * 32, shared, splits)
+
+
+def launch(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, shape: tuple[int, ...],
+    strides: tuple[int, ...], scale: float, left: int, causal: bool, table: Tensor | None = None,
+    lengths: Tensor | None = None, starts: Tensor | None = None, page: int = 0, chosen: Config | None = None,
+) -> None:
+    """`shape`: batch, kv_heads, group, room (queries per head), keys, dim. `strides`: batch, head, token of query, key,
+    value, out and lse, then of a row of the table."""
+    batch, kv_heads, group, room, keys, dim = shape
+    rows = group * room
+    seen = keys if left < 0 else min(keys, left + room)
+    made = chosen or config(rows, batch * kv_heads, seen, dim, page > 0, processors_of(query.device))
+    run = _compiled(query.dtype == torch.bfloat16, dim, group, -(-rows // 16), made, page, causal, left >= 0,
+                    starts is not None)
+    run.launch((made.splits, kv_heads, batch), _PARAMS.pack(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), _address(lse), _address(table),
+        _address(lengths), _address(starts), *strides, keys, room, left, scale * LOG2E))
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def attention_decode(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
+    causal_align: str | None = None, window_left: int = -1, return_lse: bool = False, layout: str = "bhsd",
+) -> Any:
+    return dense(query, key, value, is_causal, scale, window_left, return_lse, layout)
+
+
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
+    window_left: int = -1, return_lse: bool = False, layout: str = "bhsd", chosen: Config | None = None,
+) -> Any:
+    """The last query sits at the last key. `chosen` is for measuring."""
+    head, seq = (1, 2) if layout == "bhsd" else (2, 1)
+    sizes = query.shape
+    batch, heads, room, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
+    if key.stride(head) == 0 == value.stride(head) and heads * room <= MOST_ROWS:
+        key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)      # one head, expanded: it is read once
+    kv_heads, keys = key.shape[head], key.shape[seq]
+    out = torch.empty(sizes, dtype=query.dtype, device=query.device)
+    lse = torch.empty((batch, heads, room), dtype=torch.float32, device=query.device) if return_lse else None
+    strides = [s for t in (query, key, value, out) for s in (t.stride(0), t.stride(head), t.stride(seq))]
+    launch(query, key, value, out, lse, (batch, kv_heads, heads // kv_heads, room, keys, dim),
+           (*strides, heads * room, room, 1, 0), dim ** -0.5 if scale is None else scale, window_left,
+           is_causal and room > 1, chosen=chosen)
+    return out if lse is None else (out, lse)
+
+
+def paged_attention_decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD",
+) -> Any:
+    return paged(query, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, is_causal, scale, window_left,
+                 max_seqlen_q, return_lse, kv_layout)
+
+
+def paged(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, window_left: int = -1,
+    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD", chosen: Config | None = None,
+) -> Any:
+    tokens, heads, dim = query.shape
+    slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    page, kv_heads = key_cache.shape[slot], key_cache.shape[head]
+    batch, pages = block_table.shape
+    room = 1 if cu_seqlens_q is None else int(max_seqlen_q or 0)
+    out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if return_lse else None
+    if room and batch:
+        # A packed row of queries is a batch of one token each, or begins where cu_seqlens_q says.
+        packed = cu_seqlens_q is not None
+        strides = [s for t in (query, key_cache, value_cache, out) for s in (
+            (0 if packed else t.stride(0), t.stride(1), t.stride(0)) if t.dim() == 3
+            else (t.stride(0), t.stride(head), t.stride(slot)))]
+        launch(query, key_cache, value_cache, out, lse, (batch, kv_heads, heads // kv_heads, room, pages * page, dim),
+               (*strides, 0 if packed else heads, 1, heads, block_table.stride(0)),
+               dim ** -0.5 if scale is None else scale, window_left, is_causal and room > 1, block_table, context_lens,
+               cu_seqlens_q, page, chosen)
+    return out if lse is None else (out, lse)

@@ -1,0 +1,358 @@
+// The primitives of backends/cuda/device.h on a CPU: every CUDA thread is a fiber, and a barrier, a shuffle or a
+// tensor-core product is a place where fibers wait for each other. What hardware leaves undefined is made to fail:
+// shared memory begins as NaN, an asynchronous copy arrives only when it is waited for, writing behind the shared
+// memory is found, and threads that wait for one that will never come end the launch.
+#pragma once
+
+#include <csetjmp>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+struct alignas(16) Four { u32 x, y, z, w; };
+
+#define FN static inline
+#define UNROLL
+#define ROLLED
+#define KERNEL(name, Params, threads) extern "C" void name(const Params& p)
+
+namespace emulator {
+
+enum Outcome { FINE = 0, STUCK = 1, OVERRUN = 2, MISALIGNED = 3 };
+
+struct Gate {
+    int expected = 0, arrived = 0;
+    u64 generation = 0;
+    void settle() { if (expected > 0 && arrived == expected) { arrived = 0; ++generation; } }
+};
+
+struct Warp {
+    Gate gate;
+    u64 slot[32];
+    u32 a[32][4], b[32][2];
+    const u8* row[32];
+};
+
+struct Block {
+    u8* shared = nullptr;
+    int x = 0, y = 0, z = 0, rank = 0;
+    Gate gate;
+    std::vector<Warp> warps;
+};
+
+struct Copy { u8* to; const u8* from; bool wanted; };
+
+struct Fiber {
+    ucontext_t begin;
+    jmp_buf here;
+    int thread = 0;
+    Block* block = nullptr;
+    bool started = false, done = false;
+    const Gate* waits_for = nullptr;
+    u64 seen = 0, cluster_seen = 0;
+    std::vector<Copy> open;
+    std::vector<std::vector<Copy>> groups;
+};
+
+const size_t STACK = 128 << 10, GUARD = 4096;
+static Fiber* now;
+static jmp_buf scheduler;
+static std::vector<Block> blocks;
+static Gate cluster_gate;
+static int size_x, size_y, size_z, cluster_blocks;
+static int outcome;
+static void (*entry)(const void*);
+static const void* params;
+
+static void leave_to_scheduler() { if (!_setjmp(now->here)) _longjmp(scheduler, 1); }
+
+static void wait_until_past(const Gate& gate, u64 seen) {
+    while (gate.generation == seen) {
+        now->waits_for = &gate;
+        now->seen = seen;
+        leave_to_scheduler();
+    }
+    now->waits_for = nullptr;
+}
+
+static u64 arrive(Gate& gate) {
+    const u64 seen = gate.generation;
+    ++gate.arrived;
+    gate.settle();
+    return seen;
+}
+
+static void meet(Gate& gate) { wait_until_past(gate, arrive(gate)); }
+
+static Warp& its_warp() { return now->block->warps[now->thread / 32]; }
+
+static void run() {
+    entry(params);
+    now->done = true;
+    for (Gate* gate : {&now->block->gate, &cluster_gate, &its_warp().gate}) { --gate->expected; gate->settle(); }
+    _longjmp(scheduler, 1);
+}
+
+static void fail(int why) {
+    outcome = why;
+    now->done = true;
+    _longjmp(scheduler, 2);
+}
+
+static void check_aligned(const void* place) { if ((size_t)place & 15) fail(MISALIGNED); }
+
+static bool run_cluster(std::vector<Fiber>& fibers) {
+    for (size_t left = fibers.size(), round = 0; left; ++round) {
+        bool moved = false;
+        for (size_t n = 0; n < fibers.size(); ++n) {
+            Fiber& fiber = fibers[round & 1 ? fibers.size() - 1 - n : n];
+            if (fiber.done || (fiber.waits_for && fiber.waits_for->generation == fiber.seen)) continue;
+            moved = true;
+            now = &fiber;
+            const int came_back = _setjmp(scheduler);
+            if (!came_back) {
+                if (fiber.started) _longjmp(fiber.here, 1);
+                fiber.started = true;
+                setcontext(&fiber.begin);
+            }
+            if (came_back == 2) return false;
+            if (now->done) --left;
+        }
+        if (!moved) { outcome = STUCK; return false; }
+    }
+    return true;
+}
+
+}  // namespace emulator
+
+extern "C" int lz_emulate(void (*kernel)(const void*), int x, int y, int z, int threads, int shared_bytes, int cluster,
+                          const void* given) {
+    using namespace emulator;
+    size_x = x; size_y = y; size_z = z; cluster_blocks = cluster;
+    entry = kernel; params = given; outcome = FINE;
+    const int many = cluster * threads;
+    u8* stacks = (u8*)mmap(nullptr, many * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                           -1, 0);
+    std::vector<Fiber> fibers(many);
+    blocks.assign(cluster, Block());
+    for (Block& block : blocks) block.shared = (u8*)aligned_alloc(128, ((shared_bytes + 127) / 128) * 128 + GUARD);
+    for (int at = 0; at < x * y * z && outcome == FINE; at += cluster) {
+        cluster_gate = Gate();
+        cluster_gate.expected = many;
+        for (int rank = 0; rank < cluster; ++rank) {
+            Block& block = blocks[rank];
+            const int index = at + rank;
+            block.x = index % x; block.y = index / x % y; block.z = index / (x * y); block.rank = rank;
+            block.gate = Gate();
+            block.gate.expected = threads;
+            block.warps.assign((threads + 31) / 32, Warp());
+            memset(block.shared, 0xFF, ((shared_bytes + 127) / 128) * 128 + GUARD);
+            for (int t = 0; t < threads; ++t) {
+                Fiber& fiber = fibers[rank * threads + t];
+                fiber = Fiber();
+                fiber.thread = t;
+                fiber.block = &block;
+                ++block.warps[t / 32].gate.expected;
+                getcontext(&fiber.begin);
+                fiber.begin.uc_stack.ss_sp = stacks + (rank * threads + t) * STACK;
+                fiber.begin.uc_stack.ss_size = STACK;
+                fiber.begin.uc_link = nullptr;
+                makecontext(&fiber.begin, run, 0);
+            }
+        }
+        if (!run_cluster(fibers)) break;
+        for (Block& block : blocks)
+            for (size_t n = 0; n < GUARD; ++n)
+                if (block.shared[((shared_bytes + 127) / 128) * 128 + n] != 0xFF) outcome = OVERRUN;
+    }
+    for (Block& block : blocks) free(block.shared);
+    munmap(stacks, many * STACK);
+    return outcome;
+}
+
+// Who am I
+
+FN int thread() { return emulator::now->thread; }
+FN int lane() { return emulator::now->thread & 31; }
+FN int warp() { return emulator::now->thread >> 5; }
+FN int block_x() { return emulator::now->block->x; }
+FN int block_y() { return emulator::now->block->y; }
+FN int block_z() { return emulator::now->block->z; }
+FN int grid_x() { return emulator::size_x; }
+FN int grid_y() { return emulator::size_y; }
+FN int grid_z() { return emulator::size_z; }
+FN u8* shared() { return emulator::now->block->shared; }
+
+// Bits
+
+FN u32 float_bits(float v) { u32 r; memcpy(&r, &v, 4); return r; }
+FN float bits_float(u32 v) { float r; memcpy(&r, &v, 4); return r; }
+
+template <bool IS_BF16> FN float to_float(u16 v) {
+    if (IS_BF16) return bits_float(u32(v) << 16);
+    const u32 sign = u32(v & 0x8000) << 16, exponent = (v >> 10) & 31, fraction = v & 1023;
+    if (exponent == 31) return bits_float(sign | 0x7F800000 | (fraction << 13));
+    if (exponent) return bits_float(sign | ((exponent + 112) << 23) | (fraction << 13));
+    const float small = ldexpf(float(fraction), -24);
+    return sign ? -small : small;
+}
+
+template <bool IS_BF16> FN u16 from_float(float v) {
+    const u32 bits = float_bits(v);
+    if (v != v) return 0x7FFF;
+    if (IS_BF16) return u16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+    const u16 sign = u16((bits >> 16) & 0x8000);
+    const float size = fabsf(v);
+    if (size >= 65520.0f) return sign | 0x7C00;
+    if (size < 6.103515625e-05f) return sign | u16(nearbyintf(ldexpf(size, 24)));
+    const u32 b = float_bits(size);
+    return sign | u16((b + 0xFFF + ((b >> 13) & 1) - (112u << 23)) >> 13);
+}
+
+template <bool IS_BF16> FN u32 pack2(float low, float high) {
+    return u32(from_float<IS_BF16>(low)) | u32(from_float<IS_BF16>(high)) << 16;
+}
+
+// Threads of a warp and of a block
+
+FN void sync_block() { emulator::meet(emulator::now->block->gate); }
+FN void sync_warp() { emulator::meet(emulator::its_warp().gate); }
+
+template <typename T> FN T shuffle(T v, int from) {
+    emulator::Warp& warp = emulator::its_warp();
+    memcpy(&warp.slot[lane()], &v, sizeof v);
+    sync_warp();
+    T got;
+    memcpy(&got, &warp.slot[from & 31], sizeof got);
+    sync_warp();
+    return got;
+}
+
+template <typename T> FN T shuffle_xor(T v, int mask) { return shuffle(v, lane() ^ mask); }
+
+FN u32 votes(bool v) {
+    emulator::Warp& warp = emulator::its_warp();
+    warp.slot[lane()] = v;
+    sync_warp();
+    u32 all = 0;
+    for (int n = 0; n < 32; ++n) all |= u32(warp.slot[n] & 1) << n;
+    sync_warp();
+    return all;
+}
+
+template <typename T> FN T warp_sum(T v) {
+    for (int mask = 16; mask; mask >>= 1) v += shuffle_xor(v, mask);
+    return v;
+}
+
+template <typename T> FN T warp_max(T v) {
+    for (int mask = 16; mask; mask >>= 1) {
+        const T other = shuffle_xor(v, mask);
+        v = other > v ? other : v;
+    }
+    return v;
+}
+
+// Memory
+
+FN Four load4(const void* from) { emulator::check_aligned(from); Four v; memcpy(&v, from, 16); return v; }
+FN Four load4_once(const void* from) { return load4(from); }
+FN void store4(void* to, Four v) { emulator::check_aligned(to); memcpy(to, &v, 16); }
+
+FN void copy_async(void* place, const void* from, bool wanted) {
+    emulator::check_aligned(place);
+    if (wanted) emulator::check_aligned(from);
+    memset(place, 0xFF, 16);
+    emulator::now->open.push_back({(u8*)place, (const u8*)from, wanted});
+}
+
+FN void copy_commit() {
+    emulator::now->groups.push_back(emulator::now->open);
+    emulator::now->open.clear();
+}
+
+template <int N> FN void copy_wait() {
+    auto& groups = emulator::now->groups;
+    while (groups.size() > size_t(N)) {
+        for (const emulator::Copy& copy : groups.front()) {
+            if (copy.wanted) memcpy(copy.to, copy.from, 16); else memset(copy.to, 0, 16);
+        }
+        groups.erase(groups.begin());
+    }
+}
+
+template <typename T> FN T atomic_add(T* place, T v) { const T before = *place; *place = before + v; return before; }
+FN void fence() {}
+
+// Tensor cores
+
+template <bool IS_BF16> FN void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    emulator::Warp& warp = emulator::its_warp();
+    memcpy(warp.a[lane()], a, sizeof a);
+    memcpy(warp.b[lane()], b, sizeof b);
+    sync_warp();
+    const int g = lane() / 4, t = lane() % 4;
+    for (int out = 0; out < 4; ++out) {
+        const int row = g + (out >= 2 ? 8 : 0), column = 2 * t + (out & 1);
+        for (int k = 0; k < 16; ++k) {
+            const int half = k & 1, quad = (k % 8) / 2, upper = k >= 8;
+            const u32 left = warp.a[(row % 8) * 4 + quad][(row >= 8 ? 1 : 0) + (upper ? 2 : 0)];
+            const u32 right = warp.b[column * 4 + quad][upper];
+            d[out] += to_float<IS_BF16>(u16(left >> (16 * half))) * to_float<IS_BF16>(u16(right >> (16 * half)));
+        }
+    }
+    sync_warp();
+}
+
+template <bool TURNED> FN void matrices(u32 (&r)[4], const void* row) {
+    emulator::check_aligned(row);
+    emulator::Warp& warp = emulator::its_warp();
+    warp.row[lane()] = (const u8*)row;
+    sync_warp();
+    const int g = lane() / 4, t = lane() % 4;
+    for (int n = 0; n < 4; ++n) {
+        u16 pair[2];
+        for (int half = 0; half < 2; ++half) {
+            const int down = TURNED ? 2 * t + half : g, across = TURNED ? g : 2 * t + half;
+            memcpy(&pair[half], warp.row[n * 8 + down] + across * 2, 2);
+        }
+        r[n] = u32(pair[0]) | u32(pair[1]) << 16;
+    }
+    sync_warp();
+}
+
+FN void matrices4(u32 (&r)[4], const void* row) { matrices<false>(r, row); }
+FN void matrices4_turned(u32 (&r)[4], const void* row) { matrices<true>(r, row); }
+
+// Powers
+
+FN float fast_exp2(float v) { return exp2f(v); }
+FN float fast_log2(float v) { return log2f(v); }
+FN float exact_exp(float v) { return expf(v); }
+
+// Clusters
+
+FN int cluster_size() { return emulator::cluster_blocks; }
+FN int cluster_rank() { return emulator::now->block->rank; }
+FN void cluster_arrive() { emulator::now->cluster_seen = emulator::arrive(emulator::cluster_gate); }
+FN void cluster_wait() { emulator::wait_until_past(emulator::cluster_gate, emulator::now->cluster_seen); }
+FN void sync_cluster() { cluster_arrive(); cluster_wait(); }
+
+template <typename T> FN T* of_rank(const T* here, int rank) {
+    return (T*)(emulator::blocks[rank].shared + ((const u8*)here - shared()));
+}
+
+template <typename T> FN T cluster_read(const T* here, int rank) { return *of_rank(here, rank); }
+template <typename T> FN void cluster_write(T* here, int rank, T value) { *of_rank(here, rank) = value; }
+FN u32 cluster_add(u32* here, int rank, u32 v) { return atomic_add(of_rank(here, rank), v); }

@@ -1,0 +1,69 @@
+"""Runs our CUDA kernels on the CPU: compiles a .cu with g++ against tests/emulator/device.h."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "src" / "layerzero" / "backends" / "cuda"
+COMPILER = shutil.which("g++") or shutil.which("c++")
+WRONG = {1: "threads wait for one that never comes", 2: "written behind the end of the shared memory",
+         3: "an access of 16 bytes that is not aligned to 16"}
+
+
+class Emulated:
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, params: bytes, shared: int = 0,
+               cluster: int = 1) -> None:
+        if grid[0] % cluster:
+            raise ValueError(f"a grid of {grid[0]} blocks along x does not divide into clusters of {cluster}")
+        kernel = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
+        code = self.library.lz_emulate(kernel, *grid, threads, shared, cluster, ctypes.c_char_p(params))
+        if code:
+            raise RuntimeError(f"{name}: {WRONG[code]}")
+
+
+@lru_cache(maxsize=None)
+def _built(source: Path, macros: tuple[tuple[str, int], ...]) -> Emulated:
+    if COMPILER is None:
+        raise RuntimeError("no C++ compiler (g++) was found")
+    text = source.read_bytes()
+    command = [COMPILER, "-O2", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-x", "c++", "-I", str(HERE),
+               *(f"-D{name}={value}" for name, value in macros), "-"]
+    key = hashlib.sha256(text + (HERE / "device.h").read_bytes() + " ".join(command).encode()).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"layerzero-emulator-{os.getuid()}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    library = folder / f"{key}.so"
+    if not library.exists():
+        made = folder / f"{key}.{os.getpid()}.so"
+        done = subprocess.run([*command, "-o", str(made)], input=text, capture_output=True, cwd=HERE)
+        if done.returncode:
+            raise RuntimeError(f"{source.name} does not compile:\n{done.stderr.decode()[-4000:]}")
+        made.replace(library)                      # another worker may have built the same
+    return Emulated(library)
+
+
+def built(source: Path | str, **macros: int) -> Emulated:
+    """`source`: a path, or the name of a file in backends/cuda."""
+    return _built(SOURCES / source, tuple(sorted(macros.items())))
+
+
+class Kernel:
+    """What backends.cuda.compiler.kernel gives, for tensors on the CPU."""
+
+    def __init__(self, source: str, name: str, macros: tuple[tuple[str, int], ...], threads: int, shared: int = 0,
+                 cluster: int = 1) -> None:
+        self.emulated, self.name = built(source, **dict(macros)), name
+        self.threads, self.shared, self.cluster = threads, shared, cluster
+
+    def launch(self, grid: tuple[int, int, int], params: bytes) -> None:
+        self.emulated.launch(self.name, grid, self.threads, params, self.shared, self.cluster)

@@ -24,9 +24,15 @@ from triton_kernels import BF16, FOUND, MATCH, QUICK, WARM, race, rand, timed
 from layerzero.backends.cuda import decode
 from layerzero.backends.triton import decode as triton_decode
 from layerzero.backends.triton import gemv as triton_gemv
+from layerzero.backends.triton import norm as triton_norm
 from layerzero.backends.triton import sampling as triton_sampling
 from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
+
+DECODE = ((8, 2), (8, 3), (4, 2), (4, 3), (4, 4), (4, 6))  # warps, stages
+GEMV = ((16, 4, 8, 1, 1), (16, 4, 16, 1, 1), (16, 2, 8, 1, 1), (8, 4, 8, 1, 2), (8, 8, 8, 1, 1), (8, 4, 8, 1, 1),
+        (16, 4, 8, 2, 1), (8, 4, 8, 2, 2), (8, 2, 8, 1, 3))
+SAMPLE = ((4, 512), (8, 512), (4, 1024), (8, 1024), (2, 1024), (8, 256), (4, 512, 2048), (8, 512, 512))
 
 
 def bench_decode() -> None:
@@ -44,8 +50,8 @@ def bench_decode() -> None:
             return lambda: decode.dense(q, key, value, t > 1, chosen=made)
 
         options = [("default", ours(None))]
-        for (warps, stages), splits in itertools.product(((8, 3), (4, 3), (4, 4), (4, 6), (8, 2), (2, 6)), (1, 2, 4, 8, 16)):
-            if b * hkv * splits <= 600 and b * hkv * splits >= 32 and splits * warps * 16 <= 2 * k:
+        for (warps, stages), splits in itertools.product(DECODE, (1, 2, 4, 8)):
+            if 32 <= b * hkv * splits <= 600 and splits * warps * 16 <= 2 * k and (t == 1 or stages > 2):
                 made = decode.Config(warps, stages, splits)
                 options.append((str(tuple(made)), ours(made)))
         race(f"decode {name}", options, [
@@ -75,7 +81,7 @@ def bench_paged() -> None:
             return lambda: decode.paged(q, key, value, table, lengths, chosen=made)
 
         options = [("default", ours(None))]
-        for (warps, stages), splits in itertools.product(((8, 3), (4, 3), (4, 4), (4, 6)), (1, 2, 4, 8, 16)):
+        for (warps, stages), splits in itertools.product(DECODE, (1, 2, 4, 8)):
             if 32 <= b * 8 * splits <= 1100:
                 made = decode.Config(warps, stages, splits)
                 options.append((str(tuple(made)), ours(made)))
@@ -94,7 +100,7 @@ def bench_gemv() -> None:
             given = (x, stored, scales, None, None, format, group)
             options: list[tuple[str, Callable[[], Any]]] = [("default", lambda a=given: gemv.launch(*a))]
             options += [(str(tuple(made)), lambda a=given, made=made: gemv.launch(*a, chosen=made))
-                        for made in gemv.configs(rows, k, n, format)]
+                        for made in (gemv.Config(*c) for c in GEMV)]
             race(f"gemv {rows}x{k}->{n} {format}", options, [
                 ("triton", lambda a=given: triton_gemv.launch(*a)), ("F.linear", lambda x=x, w=w: F.linear(x, w))], want)
 
@@ -110,16 +116,38 @@ def bench_sample() -> None:
             uniform = torch.rand(batch, device="cuda", dtype=torch.float64)
             by = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **given}
             want = sample_op.reference(logits, **given, uniforms=uniform)
-            fixed = (logits, by["temperature"], by["top_k"], by["top_p"], by["min_p"], uniform, 0, False)
-            options: list[tuple[str, Callable[[], Any]]] = [("default", lambda a=fixed: sampling.choose(*a)[0])]
+            fixed = (logits, by["temperature"], by["top_k"], by["top_p"], by["min_p"])
+            ours = (*fixed, 0, False, sampling.Rows(uniform), False)
+            options: list[tuple[str, Callable[[], Any]]] = [("default", lambda a=ours: sampling.choose(*a)[0])]
             if name == "top_p 0.9":
-                options += [(str(tuple(made)), lambda a=fixed, made=made: sampling.choose(*a, chosen=made)[0])
-                            for made in sampling.configs(128256)]
+                options += [(str(c), lambda a=ours, made=sampling.Config(*c): sampling.choose(*a, chosen=made)[0])
+                            for c in SAMPLE]
             race(f"sample {batch}x128256 {str(dtype)[6:]} {name}", options,
-                 [("triton", lambda a=fixed: triton_sampling.choose(*a)[0])], want, keep=3)
+                 [("triton", lambda a=(*fixed, uniform, 0, False): triton_sampling.choose(*a)[0])], want, keep=3)
 
 
-BENCHES = {"decode": bench_decode, "paged": bench_paged, "gemv": bench_gemv, "sample": bench_sample}
+def bench_norm() -> None:
+    from layerzero.backends.cuda import norm
+
+    for rows in (1, 16, 128, 512, 4096):
+        x, y, w = rand(rows, 4096), rand(rows, 4096), rand(4096)
+        wide = x.double()
+        want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * w.double()
+        options: list[tuple[str, Callable[[], Any]]] = [
+            (str(n or "default"), lambda a=(x, None, w, 1e-6, 0.0, n): norm.launch(*a)[0])
+            for n in (0, 128, 256, 512)]
+        race(f"rms_norm {rows}x4096", options, [
+            ("triton", lambda a=(x, w): triton_norm.rms_norm(*a)),
+            ("F.rms_norm", lambda x=x, w=w: F.rms_norm(x, w.shape, w, 1e-6))], want)
+        total = x + y
+        wide = total.double()
+        want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * w.double()
+        race(f"add_rms_norm {rows}x4096", [("default", lambda a=(x, y, w): norm.add_rms_norm(*a))],
+             [("triton", lambda a=(x, y, w): triton_norm.add_rms_norm(*a))], (want, total))
+
+
+BENCHES = {"decode": bench_decode, "paged": bench_paged, "gemv": bench_gemv, "sample": bench_sample,
+           "norm": bench_norm}
 
 
 def main() -> None:

@@ -340,6 +340,7 @@ FN void matrices4_turned(u32 (&r)[4], const void* row) { matrices<true>(r, row);
 FN float fast_exp2(float v) { return exp2f(v); }
 FN float fast_log2(float v) { return log2f(v); }
 FN float exact_exp(float v) { return expf(v); }
+FN float rsqrtf(float v) { return 1.0f / sqrtf(v); }
 
 // Clusters
 
@@ -348,6 +349,7 @@ FN int cluster_rank() { return emulator::now->block->rank; }
 FN void cluster_arrive() { emulator::now->cluster_seen = emulator::arrive(emulator::cluster_gate); }
 FN void cluster_wait() { emulator::wait_until_past(emulator::cluster_gate, emulator::now->cluster_seen); }
 FN void sync_cluster() { cluster_arrive(); cluster_wait(); }
+FN void leave_cluster() { sync_cluster(); }
 
 template <typename T> FN T* of_rank(const T* here, int rank) {
     return (T*)(emulator::blocks[rank].shared + ((const u8*)here - shared()));

@@ -28,6 +28,7 @@ from .. import cache_dir
 
 FOLDER = Path(__file__).parent
 HEADER = "device.h"
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")               # a lambda is code of the device too
 MAJORS = ("13", "12")                          # of CUDA, where torch does not say which
 Macros = tuple[tuple[str, int], ...]
 
@@ -105,7 +106,7 @@ def architecture(sm: int) -> str:
 def cubin(source: str, macros: Macros, arch: str) -> bytes:
     """The machine code of a file of this folder; from disk if it was made before, by whatever process."""
     text, header = (FOLDER / source).read_bytes(), (FOLDER / HEADER).read_bytes()
-    options = (f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in macros))
+    options = (f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{name}={value}" for name, value in macros))
     _, version = nvrtc()
     digest = hashlib.sha256("\0".join((version, *options)).encode())
     digest.update(hashlib.sha256(text).digest() + hashlib.sha256(header).digest())

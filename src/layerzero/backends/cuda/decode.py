@@ -13,10 +13,10 @@ from . import compiler
 
 LOG2E = 1.4426950408889634
 MOST_ROWS = 32             # query heads that share a KV head times their tokens: two tiles of the tensor cores
-MOST_SPLITS = 16           # blocks of a cluster
+MOST_SPLITS = 8            # blocks of a cluster
 KEYS = 16                  # of one step of a warp
 
-_PARAMS = struct.Struct("@8P16q3if")
+_PARAMS = struct.Struct("@8P17if")
 
 
 class Config(NamedTuple):
@@ -27,12 +27,14 @@ class Config(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def config(rows: int, homes: int, keys: int, dim: int, paged: bool, processors: int) -> Config:
-    """`homes` is batch x KV heads. One block for each multiprocessor, and a step for each of its warps."""
-    warps, stages = (4, 3) if homes > processors // 2 else (8, 3)
+    """`homes` is batch x KV heads. On an H200 half the multiprocessors read as much as the memory gives, and a cluster
+    finds its place at once; pages, and sequences of many lengths, want more."""
+    warps, stages = (8, 2) if rows <= 16 else (4, 3)
     if dim > 128:
         warps = 4
+    most = processors if paged or rows > 16 else processors // 2
     splits = 1
-    while splits < MOST_SPLITS and 2 * splits * homes <= processors and splits * warps * KEYS < keys:
+    while splits < MOST_SPLITS and 2 * splits * homes <= most and 2 * splits * warps * KEYS <= keys:
         splits *= 2
     return Config(warps, stages, splits)
 
@@ -43,29 +45,32 @@ def processors_of(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=None)
-def _compiled(bf16: bool, dim: int, group: int, tiles: int, made: Config, page: int, causal: bool, window: bool,
-              starts: bool) -> Any:
-    warps, stages, splits = made
-    macros = (("BF16", int(bf16)), ("DIM", dim), ("GROUP", group), ("TILES", tiles), ("WARPS", warps),
-              ("STAGES", stages), ("PAGE", page), ("CAUSAL", int(causal)), ("WINDOW", int(window)),
-              ("STARTS", int(starts)))
-    shared = warps * stages * 2 * KEYS * dim * 2 + tiles * 16 * (dim + 2) * 4
-    return compiler.kernel("decode.cu", "decode", macros, warps * 32, shared, splits)
+def _compiled(bf16: bool, dim: int, group: int, rows: int, k_token: int, v_token: int, page: int, starts: bool,
+              causal: bool, window: bool, made: Config) -> Any:
+    tiles = -(-rows // 16)
+    macros = (("BF16", int(bf16)), ("DIM", dim), ("GROUP", group), ("TILES", tiles), ("HALVES", 1 if rows <= 8 else 2),
+              ("SPLITS", made.splits), ("WARPS", made.warps), ("STAGES", made.stages), ("K_TOKEN", k_token),
+              ("V_TOKEN", v_token), ("PAGE", page), ("STARTS", int(starts)), ("CAUSAL", int(causal)),
+              ("WINDOW", int(window)))
+    shared = made.warps * made.stages * 2 * KEYS * dim * 2 + tiles * 16 * (dim * 2 + 8)
+    return compiler.kernel("decode.cu", "decode", macros, made.warps * 32, shared, made.splits)
 
 
 def launch(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, shape: tuple[int, ...],
-    strides: tuple[int, ...], scale: float, left: int, causal: bool, table: Tensor | None = None,
-    lengths: Tensor | None = None, starts: Tensor | None = None, page: int = 0, chosen: Config | None = None,
+    strides: tuple[int, ...], tokens: tuple[int, int], scale: float, left: int, causal: bool,
+    table: Tensor | None = None, lengths: Tensor | None = None, starts: Tensor | None = None, page: int = 0,
+    chosen: Config | None = None,
 ) -> None:
-    """`shape`: batch, kv_heads, group, room (queries per head), keys, dim. `strides`: batch, head, token of query, key,
-    value, out and lse, then of a row of the table."""
+    """`shape`: batch, kv_heads, group, room (queries per head), keys, dim. `strides`: batch, head, token of the query;
+    batch, head of key and value; batch, head, token of out and lse; of a row of the table. `tokens`: from one key, and
+    from one value, to the next."""
     batch, kv_heads, group, room, keys, dim = shape
     rows = group * room
     seen = keys if left < 0 else min(keys, left + room)
     made = chosen or config(rows, batch * kv_heads, seen, dim, page > 0, processors_of(query.device))
-    run = _compiled(query.dtype == torch.bfloat16, dim, group, -(-rows // 16), made, page, causal, left >= 0,
-                    starts is not None)
+    run = _compiled(query.dtype == torch.bfloat16, dim, group, rows, *tokens, page, starts is not None, causal,
+                    left >= 0, made)
     run.launch((made.splits, kv_heads, batch), _PARAMS.pack(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), _address(lse), _address(table),
         _address(lengths), _address(starts), *strides, keys, room, left, scale * LOG2E))
@@ -95,9 +100,10 @@ def dense(
     kv_heads, keys = key.shape[head], key.shape[seq]
     out = torch.empty(sizes, dtype=query.dtype, device=query.device)
     lse = torch.empty((batch, heads, room), dtype=torch.float32, device=query.device) if return_lse else None
-    strides = [s for t in (query, key, value, out) for s in (t.stride(0), t.stride(head), t.stride(seq))]
-    launch(query, key, value, out, lse, (batch, kv_heads, heads // kv_heads, room, keys, dim),
-           (*strides, heads * room, room, 1, 0), dim ** -0.5 if scale is None else scale, window_left,
+    strides = (query.stride(0), query.stride(head), query.stride(seq), key.stride(0), key.stride(head), value.stride(0),
+               value.stride(head), out.stride(0), out.stride(head), out.stride(seq), heads * room, room, 1, 0)
+    launch(query, key, value, out, lse, (batch, kv_heads, heads // kv_heads, room, keys, dim), strides,
+           (key.stride(seq), value.stride(seq)), dim ** -0.5 if scale is None else scale, window_left,
            is_causal and room > 1, chosen=chosen)
     return out if lse is None else (out, lse)
 
@@ -126,11 +132,11 @@ def paged(
     if room and batch:
         # A packed row of queries is a batch of one token each, or begins where cu_seqlens_q says.
         packed = cu_seqlens_q is not None
-        strides = [s for t in (query, key_cache, value_cache, out) for s in (
-            (0 if packed else t.stride(0), t.stride(1), t.stride(0)) if t.dim() == 3
-            else (t.stride(0), t.stride(head), t.stride(slot)))]
+        strides = (0 if packed else query.stride(0), query.stride(1), query.stride(0), key_cache.stride(0),
+                   key_cache.stride(head), value_cache.stride(0), value_cache.stride(head),
+                   0 if packed else out.stride(0), out.stride(1), out.stride(0), 0 if packed else heads, 1, heads,
+                   block_table.stride(0))
         launch(query, key_cache, value_cache, out, lse, (batch, kv_heads, heads // kv_heads, room, pages * page, dim),
-               (*strides, 0 if packed else heads, 1, heads, block_table.stride(0)),
-               dim ** -0.5 if scale is None else scale, window_left, is_causal and room > 1, block_table, context_lens,
-               cu_seqlens_q, page, chosen)
+               strides, (key_cache.stride(slot), value_cache.stride(slot)), dim ** -0.5 if scale is None else scale,
+               window_left, is_causal and room > 1, block_table, context_lens, cu_seqlens_q, page, chosen)
     return out if lse is None else (out, lse)

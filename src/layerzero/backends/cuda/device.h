@@ -164,6 +164,12 @@ FN void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;
 FN void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 FN void sync_cluster() { cluster_arrive(); cluster_wait(); }
 
+// The last meeting, after which nothing is read that others wrote.
+FN void leave_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 FN u32 cluster_address(const void* here, int rank) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));

@@ -1,0 +1,54 @@
+"""How norm.cu is launched."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import compiler
+from .decode import processors_of
+
+_PARAMS = struct.Struct("@5P2qi2f")
+MOST_HIDDEN = 1 << 15
+
+
+@lru_cache(maxsize=4096)
+def _prepared(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: torch.dtype | None, processors: int,
+              threads: int) -> tuple[Any, tuple[int, int, int]]:
+    """A thread for each 16 bytes; with more rows than multiprocessors, one for each 32."""
+    units = -(-hidden // 8)
+    threads = threads or min(1024, -(-units // (1 if rows <= 2 * processors else 2) // 32) * 32)
+    macros = (("BF16", int(dtype == torch.bfloat16)), ("HIDDEN", hidden), ("THREADS", threads), ("ADD", int(add)),
+              ("WEIGHT", 0 if weight is None else 1 if weight == dtype else 2))
+    run = compiler.kernel("norm.cu", "rms_norm", macros, threads, 2 * 4 * threads // 32)
+    return run, (min(rows, processors * (2048 // threads)), 1, 1)
+
+
+def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
+           threads: int = 0) -> tuple[Tensor, Tensor]:
+    """(normed, sum); the sum is x itself where there is no residual. `threads` is for measuring."""
+    hidden = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(out)
+    if not out.numel():
+        return out, total
+    flat = x.reshape(-1, hidden)
+    other = flat if residual is None else residual.reshape(-1, hidden)
+    run, grid = _prepared(flat.shape[0], hidden, x.dtype, residual is not None, None if weight is None else weight.dtype,
+                          processors_of(x.device), threads)
+    run.launch(grid, _PARAMS.pack(
+        flat.data_ptr(), other.data_ptr(), 0 if weight is None else weight.data_ptr(), out.data_ptr(),
+        total.data_ptr(), flat.stride(0), other.stride(0), flat.shape[0], eps, offset))
+    return out, total
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+    return launch(x, None, weight, eps, offset)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    return launch(x, residual, weight, eps, 0.0)

@@ -1,0 +1,53 @@
+"""decode.cu in the emulator keeps the contracts of attention and paged attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.backends.cuda import HARDWARE, KERNELS, compiler, decode
+from layerzero.verify.contract import check_case
+
+from .run import COMPILER, Kernel
+
+pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+
+DENSE: tuple[dict[str, Any], ...] = (
+    {"b": 2, "hq": 8, "hkv": 2, "sq": 1, "sk": 300, "d": 64, "lse": True},
+    {"b": 1, "hq": 8, "hkv": 2, "sq": 8, "sk": 90, "d": 64, "causal": True, "align": "bottom_right", "lse": True},
+    {"b": 1, "hq": 4, "hkv": 1, "sq": 3, "sk": 200, "d": 64, "window": (40, -1), "causal": True,
+     "align": "bottom_right"},
+    {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 1, "d": 64},
+)
+PAGED: tuple[dict[str, Any], ...] = (
+    {"context": (100, 3), "hq": 8, "hkv": 2, "d": 64, "lse": True},
+    {"context": (100, 9), "lengths_q": (3, 2), "hq": 4, "hkv": 2, "d": 64, "causal": True, "window": 20},
+)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(compiler, "kernel", Kernel)
+    monkeypatch.setattr(decode, "config", lambda *facts: decode.Config(2, 3, 2))
+    decode._compiled.cache_clear()
+    yield
+    decode._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("name, cases", [("cuda.attention_decode", DENSE), ("cuda.paged_attention_decode", PAGED)])
+def test_contract(name: str, cases: tuple[dict[str, Any], ...]) -> None:
+    kernel = next(k for k in KERNELS if k.id == name)
+    on_cpu = kernel.constrained(tuple(rule for rule in kernel.requires if rule not in HARDWARE))
+    results = [check_case(dataclasses.replace(on_cpu, built=None), case, "bfloat16", "cpu") for case in cases]
+    assert [str(r) for r in results if r.status != "passed"] == []
+
+
+def test_one_expanded_head_is_read_once() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, n, s, 64).half() for n, s in ((8, 1), (1, 70), (1, 70)))
+    expanded = decode.dense(query, key.expand(1, 8, 70, 64), value.expand(1, 8, 70, 64))
+    want = torch.nn.functional.scaled_dot_product_attention(query.float(), key.float(), value.float(), enable_gqa=True)
+    torch.testing.assert_close(expanded.float(), want, atol=2e-3, rtol=2e-3)

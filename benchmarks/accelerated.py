@@ -2,11 +2,13 @@
 
     python benchmarks/accelerated.py --layer llama-3-8b --context 4096          on a CUDA device
     python benchmarks/accelerated.py --model smollm2 --dtype bfloat16 --threads 1
+    python benchmarks/accelerated.py --architecture gemma3 --threads 1
 
 One layer: seeded weights in the shape of the model's layers; a token after `--context` others, by transformers as it
 is, by torch.compile(mode="reduce-overhead") with a static cache, and by lz.accelerate. In every round each decodes
 `--tokens` tokens, in an order that is shuffled; a time is that of the host or of the device, whichever is longer.
-A whole model: prompt and decoding through `generate`, stock and accelerated in turns.
+A whole model: prompt and decoding through `generate`, stock and accelerated in turns. An architecture: the same, of a
+small model with seeded weights.
 Results are compared first. Prints a table, writes JSON (--out).
 """
 
@@ -33,6 +35,30 @@ LAYERS: dict[str, dict[str, Any]] = {
     "llama-3-70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
                     "num_key_value_heads": 8},
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}}
+_SMALL = {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8,
+          "num_attention_heads": 12, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
+          "pad_token_id": 0}
+_GROUPED = {**_SMALL, "num_key_value_heads": 4}
+_MANY = {**_GROUPED, "intermediate_size": 1024, "num_experts_per_tok": 2}
+_GEMMA = {**_GROUPED, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 256}
+# Name -> what its classes begin with, and its configuration.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GROUPED),
+    "mistral": ("Mistral", {**_GROUPED, "sliding_window": 96}),
+    "qwen2": ("Qwen2", {**_GROUPED, "use_sliding_window": True, "sliding_window": 96, "max_window_layers": 4}),
+    "qwen3": ("Qwen3", {**_GROUPED, "head_dim": 64}),
+    "phi3": ("Phi3", {**_GROUPED, "sliding_window": 96}),
+    "gemma2": ("Gemma2", _GEMMA),
+    "gemma3": ("Gemma3", _GEMMA),
+    "mixtral": ("Mixtral", {**_MANY, "num_local_experts": 8}),
+    "qwen2-moe": ("Qwen2Moe", {**_MANY, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+                               "shared_expert_intermediate_size": 1024}),
+    "qwen3-moe": ("Qwen3Moe", {**_MANY, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+                               "head_dim": 64}),
+    "gpt2": ("GPT2", {"vocab_size": 16384, "n_embd": 768, "n_layer": 8, "n_head": 12, "n_positions": 4096,
+                      "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}),
+    "phi": ("Phi", {**_SMALL, "intermediate_size": 3072}),
+    "neox": ("GPTNeoX", {**_SMALL, "intermediate_size": 3072})}
 MOST_APART = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 
 
@@ -132,17 +158,40 @@ def one_layer(args: argparse.Namespace) -> dict[str, Any]:
             "weight_bytes": weights, "report": report.to_json(), "agree": agree}
 
 
+def seeded(name: str) -> Any:
+    """A small model of an architecture, its weights large enough that tokens and not rounding decide what it says."""
+    import transformers
+
+    prefix, config = ARCHITECTURES[name]
+    configured = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    made = getattr(transformers, f"{prefix}ForCausalLM", None) or getattr(transformers, f"{prefix}LMHeadModel")
+    torch.manual_seed(0)
+    model = made(configured(**config)).eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.normal_(std=1.5 * p.shape[-1] ** -0.5)
+    return model
+
+
 def whole_model(args: argparse.Namespace) -> dict[str, Any]:
-    from layerzero.integrations.gguf_model import packaged_model, read_gguf
-    from layerzero.integrations.llama_peer import as_transformers
     from layerzero.integrations.transformers.accelerate import accelerate
 
-    found = read_gguf(packaged_model())
-    ours = as_transformers(found.config, found.weights).to(args.device, getattr(torch, args.dtype))
-    ours.set_attn_implementation("sdpa")
+    dtype = getattr(torch, args.dtype)
+    if args.architecture:
+        name, ours = args.architecture, seeded(args.architecture).to(args.device, dtype)
+        ids = torch.randint(3, 16384, (args.batch, args.context), generator=torch.Generator().manual_seed(1))
+        ids = ids.to(args.device)
+    else:
+        from layerzero.integrations.gguf_model import packaged_model, read_gguf
+        from layerzero.integrations.llama_peer import as_transformers
+
+        name, found = "SmolLM2-135M", read_gguf(packaged_model())
+        ours = as_transformers(found.config, found.weights).to(args.device, dtype)
+        ours.set_attn_implementation("sdpa")
+        text = ("Once upon a time there was a little robot who wanted to learn about the sea, and so it went to the "
+                "shore. ")
+        ids = torch.tensor([found.tokenize(text * 40)[:args.context]], device=args.device)
     ours.generation_config.pad_token_id = 0
-    text = "Once upon a time there was a little robot who wanted to learn about the sea, and so it went to the shore. "
-    ids = torch.tensor([found.tokenize(text * 40)[:args.context]], device=args.device)
     stock = shared_copy(ours)
     report = accelerate(ours, seconds=args.seconds)
     print(report, flush=True)
@@ -160,20 +209,20 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     chance = random.Random(0)
     for _ in range(args.rounds):
-        for name in chance.sample(list(models), len(models)):
-            prompt = generate(models[name], 1)[0]
-            taken[name].append((prompt, (generate(models[name], args.tokens)[0] - prompt) / (args.tokens - 1)))
+        for way in chance.sample(list(models), len(models)):
+            prompt = generate(models[way], 1)[0]
+            taken[way].append((prompt, (generate(models[way], args.tokens)[0] - prompt) / (args.tokens - 1)))
     ratios = {what: statistics.median(a[i] / b[i] for a, b in zip(taken["transformers"], taken["lz.accelerate"]))
               for i, what in enumerate(("prompt", "decode"))}
-    rows = {name: {"prompt_s": statistics.median(t[0] for t in found), "tokens_per_s": 1 / statistics.median(
-        t[1] for t in found)} for name, found in taken.items()}
+    rows = {way: {"prompt_s": statistics.median(t[0] for t in found), "tokens_per_s": 1 / statistics.median(
+        t[1] for t in found)} for way, found in taken.items()}
     same = float((texts["transformers"] == texts["lz.accelerate"]).float().mean())
-    print(f"\nSmolLM2-135M, {args.dtype}, {args.device}, {torch.get_num_threads()} threads, prompt of {ids.shape[1]} "
+    print(f"\n{name}, {args.dtype}, {args.device}, {torch.get_num_threads()} threads, prompt of {ids.shape[1]} "
           f"tokens, {args.tokens} new\n{'':20}{'prompt, ms':>12}{'tokens/s':>10}")
-    for name, row in rows.items():
-        print(f"{name:20}{row['prompt_s'] * 1e3:12.1f}{row['tokens_per_s']:10.1f}")
+    for way, row in rows.items():
+        print(f"{way:20}{row['prompt_s'] * 1e3:12.1f}{row['tokens_per_s']:10.1f}")
     print(f"prompt {ratios['prompt']:.2f}x, decode {ratios['decode']:.2f}x as fast; {same:.0%} of the tokens the same")
-    return {"model": args.model, "dtype": args.dtype, "threads": torch.get_num_threads(), "rows": rows,
+    return {"model": name, "dtype": args.dtype, "threads": torch.get_num_threads(), "rows": rows,
             "ratios": ratios, "same_tokens": same, "report": report.to_json()}
 
 
@@ -182,6 +231,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--layer", choices=LAYERS)
     what.add_argument("--model", choices=("smollm2",))
+    what.add_argument("--architecture", choices=ARCHITECTURES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=MOST_APART)
     parser.add_argument("--context", type=int, default=0, help="tokens before; 4096 for a layer, 128 for a model")

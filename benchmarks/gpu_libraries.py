@@ -5,8 +5,8 @@
 Every kernel is certified in a process of its own, several at a time: one that kills its device context, or compiles
 forever, costs itself only. Each has so many seconds (`--budget`) for as many cases of its contract as fit, gradients
 included. A library that compiles for a head dimension is asked in the sizes it takes. Times are those of a replayed
-CUDA graph with one call in it, after the L2 cache was swept: the median of 30. What cannot be captured is timed by
-events, and marked "eager". Kernels that are declared untested take part: that is what this is for.
+CUDA graph with one call in it, after the L2 cache was swept: the median of 30. What cannot be captured is timed as it
+is called, the host included, and marked "eager". Kernels declared untested take part: that is what this is for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from layerzero.runtime.faults import FAULTS
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 from layerzero.spec.plan import Transform
+from layerzero.tune.harness import CudaWatch, GraphWatch
 from layerzero.verify.cases import key
 from layerzero.verify.contract import case_values, check_case, loaded, refusals
 from layerzero.verify.gradients import check_gradients, gradient_cases
@@ -44,7 +47,7 @@ MINE = {k.id: k for kernels in LIBRARIES.values() for k in kernels}
 RUNS = 30
 Case = Mapping[str, Any]
 ERRORS: tuple[type[BaseException], ...] = (*FAULTS, loading.LoadFailed, ImportError)
-_sweep: list[torch.Tensor] = []
+captured, uncaptured = cache(GraphWatch), cache(CudaWatch)
 
 # What a case must be for the library to take it at all: it compiles for few head dimensions, or for one sequence.
 ADAPTED: Mapping[tuple[str, str], Case] = {
@@ -66,6 +69,27 @@ REAL: Mapping[str, tuple[Case, ...]] = {       # sizes as models have them
     "sample": ({"batch": 8, "vocab": 128256, "top_k": 50, "top_p": 0.9}, {"top_k": 7, "special": "ties"}),
     "cross_entropy": ({"rows": (512,), "vocab": 32000, "ignored": "some"},),
 }
+
+
+# The module that a FlashInfer kernel compiles with nvcc, in a minute or two, unless it is in FlashInfer's cache.
+MODULES: Mapping[str, str] = {
+    "decode": "single_decode_with_kv_cache", "prefill_fa2": "single_prefill_with_kv_cache",
+    "prefill_fa3": "single_prefill_with_kv_cache", "paged_decode": "batch_decode_with_kv_cache",
+    "paged_prefill_fa2": "batch_prefill_with_kv_cache", "paged_prefill_fa3": "batch_prefill_with_kv_cache",
+    "varlen_fa2": "batch_prefill_with_kv_cache", "varlen_fa3": "batch_prefill_with_kv_cache",
+    "mla_fa2": "batch_mla_attention", "mla_fa3": "batch_mla_attention", "paged_xqa": "xqa_input", "rms_norm": "norm",
+    "add_rms_norm": "norm", "rope": "rope", "sample": "topk"}
+
+
+def uncompiled() -> tuple[str, ...]:
+    """FlashInfer's kernels that would have to be compiled for bfloat16 and heads of 128."""
+    modules = [m for m in flashinfer.compiled() if "dtype_q" not in m or "dtype_q_bf16" in m]
+
+    def there(name: str) -> bool:
+        return any(m.startswith(MODULES[name]) and ("head_dim_qk" not in m or "head_dim_qk_128" in m)
+                   and (not name.endswith("_fa3") or "sm90" in m) for m in modules)
+
+    return tuple(k.id for k in LIBRARIES["flashinfer"] if not there(k.id.partition(".")[2]))
 
 
 # Right?
@@ -164,33 +188,12 @@ def bound(kernel: Kernel, values: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, str]:
-    """Microseconds, and how they were taken. Warmed on the stream it is captured on: plans belong to a stream."""
-    if not _sweep:
-        _sweep.append(torch.zeros(64 << 20, dtype=torch.int32, device="cuda"))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-        call()
-    torch.cuda.synchronize()
-    graph, captured = torch.cuda.CUDAGraph(), True
+    """Microseconds, and how they were taken."""
     try:
-        with torch.cuda.graph(graph, stream=side):
-            call()
+        return captured().median(call, RUNS), ""
     except FAULTS:
-        captured = False
         torch.cuda.synchronize()
-    again = graph.replay if captured else call
-    taken = []
-    for _ in range(RUNS):
-        _sweep[0].sum()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        again()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end) * 1e3)
-    return sorted(taken)[RUNS // 2], "" if captured else "eager"
+        return statistics.median(uncaptured().sample(call, 1) for _ in range(RUNS)), "eager"
 
 
 RAGGED = tuple(512 + (i * 1117) % 3585 for i in range(32))
@@ -221,31 +224,37 @@ TIMED: tuple[tuple[str, str, Case], ...] = (
 )
 
 
+def candidates(op_name: str, values: Mapping[str, Any], wanted: Callable[[Kernel], bool]) -> list[dict[str, Any]]:
+    """Every kernel that is wanted and takes the call, the fastest first, then those that failed."""
+    everyone = {**{k.id: k for k in worlds.current().catalog.kernels_of(op_name)},
+                **{k.id: k for k in MINE.values() if k.op.name == op_name}}
+    found: list[dict[str, Any]] = []
+    for kernel in everyone.values():
+        if kernel.backend == "reference" or not wanted(kernel):
+            continue
+        try:
+            if not refusals(kernel, values):
+                with torch.no_grad():
+                    us, how = timed(bound(kernel, values))
+                found.append({"kernel": kernel.id, "us": us, "how": how, "baseline": kernel.baseline})
+        except ERRORS as e:
+            found.append({"kernel": kernel.id, "failed": f"{type(e).__name__}: {str(e)[:200]}"})
+    return sorted(found, key=lambda f: f.get("us", float("inf")))
+
+
 def race(only: set[str], good: set[str]) -> list[dict[str, Any]]:
     """Of each shape every kernel that takes it: the libraries asked for, ours, and torch's."""
     warnings.simplefilter("ignore")
-    catalog = worlds.current().catalog
+    ops = worlds.current().catalog.ops
     rows = []
     for name, op_name, case in TIMED:
-        began, found = time.time(), []
-        everyone = {**{k.id: k for k in catalog.kernels_of(op_name)}, **{k.id: k for k in MINE.values()
-                                                                        if k.op.name == op_name}}
-        values = case_values(catalog.ops[op_name], case, "bfloat16", "cuda")
-        for kernel in everyone.values():
-            library = kernel.id in MINE
-            if kernel.backend == "reference" or (library and (kernel.backend not in only or kernel.id not in good)):
-                continue
-            try:
-                if not refusals(kernel, values):
-                    with torch.no_grad():
-                        us, how = timed(bound(kernel, values))
-                    found.append({"kernel": kernel.id, "us": us, "how": how, "baseline": kernel.baseline})
-            except ERRORS as e:
-                found.append({"kernel": kernel.id, "failed": f"{type(e).__name__}: {str(e)[:200]}"})
+        began = time.time()
+        found = candidates(op_name, case_values(ops[op_name], case, "bfloat16", "cuda"),
+                           lambda k: k.id not in MINE or (k.backend in only and k.id in good))
         rows.append({"shape": name, "op": op_name, "kernels": found})
-        best = sorted((f for f in found if "us" in f), key=lambda f: f["us"])
         wrong = [f"{f['kernel']} {f['failed'][:60]}" for f in found if "failed" in f]
-        print(f"{name:38} " + ", ".join(f"{f['kernel']} {f['us']:.1f}{'*' if f['how'] else ''}" for f in best)
+        print(f"{name:38} " + ", ".join(f"{f['kernel']} {f['us']:.1f}{'*' if f['how'] else ''}"
+                                        for f in found if "us" in f)
               + (f" | failed: {'; '.join(wrong)}" if wrong else "") + f"  [{time.time() - began:.0f} s]", flush=True)
         torch.cuda.empty_cache()
     if "flashinfer" in only:

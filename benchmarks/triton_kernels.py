@@ -2,7 +2,7 @@
 
     python benchmarks/triton_kernels.py [--only decode,norm,...] [--match TEXT,...] [--quick] [--check [N]]
 
-Each time is that of a replayed CUDA graph with one call in it, after the L2 cache was swept by reading 256 MB: the
+Each time is that of a replayed CUDA graph with one call in it, after more than the L2 cache was read: the
 median of 40. A graph of one trivial kernel is printed first: nothing can be faster. `--check` runs the contract's own
 cases first, which compiles a kernel for each of them. `--quick` times the defaults only; the other configurations
 take a second or two each to compile. Without `--json` the results go to $OUT, if that is set.
@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from layerzero.backends.triton import KERNELS, codes, decode, gated, gemv, norm, rotary, sampling
 from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
+from layerzero.tune.harness import GraphWatch
 from layerzero.verify.contract import check_case
 
 BF16 = torch.bfloat16
@@ -39,33 +41,12 @@ FOUND: list[dict[str, Any]] = []
 QUICK: list[bool] = []
 WARM: list[bool] = []
 MATCH: list[str] = []
-_sweep: list[torch.Tensor] = []
+watch = cache(GraphWatch)
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Microseconds of one call in a graph, nothing of its input in the cache."""
-    if not _sweep:
-        _sweep.append(torch.zeros(64 << 20, dtype=torch.int32, device="cuda"))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    taken = []
-    for _ in range(RUNS):
-        if not WARM:
-            _sweep[0].sum()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end) * 1e3)
-    return sorted(taken)[RUNS // 2]
+    """Microseconds of one call in a graph; unless --warm, nothing of its input in the cache."""
+    return watch(not WARM).median(call, RUNS)
 
 
 def furthest(got: Any, want: Any) -> float:

@@ -10,7 +10,7 @@ import layerzero as lz
 from layerzero.runtime import world as worlds
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.device import Device
-from layerzero.tune.harness import CudaWatch, Race, cache_bytes, stopwatch
+from layerzero.tune.harness import CudaWatch, GraphWatch, Race, cache_bytes, stopwatch
 from layerzero.tune.rates import measure_rates
 from layerzero.tune.tuner import tune
 
@@ -53,6 +53,32 @@ def test_the_host_is_in_the_sample_where_it_is_what_takes_long():
     x = torch.ones(8, device="cuda")
     us = stopwatch("cuda").sample(lambda: (time.sleep(0.002), x.add_(1)), 3)
     assert us >= 2000                          # a sleep is never shorter
+
+
+def test_a_graph_that_becomes_garbage_meanwhile_does_not_spoil_a_capture():
+    """CUDA allows no graph to be destroyed while another is captured, and the collector may run at any time."""
+    x, old = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(old):
+        x.add_(1)
+    held = [old]
+    del old
+
+    def way():
+        if torch.cuda.is_current_stream_capturing() and held:
+            cycle = [held.pop()]
+            cycle.append(cycle)
+            del cycle
+        [[] for _ in range(5000)]              # enough for the collector to run
+        x.add_(1)
+
+    assert GraphWatch().sample(way, 3) > 0 and not held
+
+
+def test_a_watch_of_graphs_says_what_cannot_be_captured_and_goes_on():
+    x, watch = torch.ones(8, device="cuda"), GraphWatch()
+    with pytest.raises(RuntimeError):
+        watch.sample(lambda: x.sum().item(), 1)
+    assert watch.median(lambda: x.add_(1), 5) > 0
 
 
 def test_the_rates_are_those_of_a_gpu():

@@ -3,6 +3,7 @@
     python cases.py KERNEL:DTYPE:EVERY ...     every n-th case of the op, and those of our own
     python cases.py crowded                    sampling from a row of thousands of equal scores
     python cases.py expanded                   attention over a KV head that was expanded
+    python cases.py configured                 how many programs are launched
 
 A process of its own: the interpreter is chosen by TRITON_INTERPRET=1 before Triton is first imported, for good.
 It runs on CPU tensors, so the rules about the device are lifted. What it computes with bfloat16 in a matrix
@@ -58,7 +59,8 @@ def say(name: str, status: str, text: str) -> None:
 
 def contract(name: str, dtype: str, every: str) -> None:
     kernel = interpretable(next(k for k in KERNELS if k.id == name))
-    for case in (*kernel.op.cases[::int(every)], *OURS.get(name, ())):
+    ours = OURS.get(name.removesuffix("_half").removesuffix("_double"), ())
+    for case in (*kernel.op.cases[::int(every)], *ours):
         result = check_case(kernel, case, dtype)
         say(name, result.status, str(result))
 
@@ -92,9 +94,21 @@ def expanded() -> None:
         say("expanded", "passed" if gap < 4e-3 else "failed", f"{given}: off by {gap}")
 
 
+def configured() -> None:
+    """Half and twice as many programs are other launches of the same kernel."""
+    from layerzero.backends.triton import decode, gemv
+
+    here = torch.device("cpu")
+    for text, found, rising in (
+            ("decode", [decode.config(16, 2, 64, 1 << 14, False, here, p).splits for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
+            ("paged", [decode.config(16, 64, 64, 1 << 14, True, here, p).splits for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
+            ("gemv", [gemv.config(1, 4096, 4096, 0, False, here, p).block_n for p in (2.0, 1.0, 0.5)], [2, 4, 8])):
+        say("configured", "passed" if found == rising else "failed", f"{text}: {found} instead of {rising}")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for task in sys.argv[1:]:
-        own = {"crowded": crowded, "expanded": expanded}.get(task)
+        own = {"crowded": crowded, "expanded": expanded, "configured": configured}.get(task)
         own() if own else contract(*task.split(":"))

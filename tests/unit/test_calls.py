@@ -88,3 +88,17 @@ def test_objects_cannot_be_written_down():
     op = OPS["tokenize"]
     with pytest.raises(lz.DataError, match="cannot be written down"):
         calls.describe(op, {p.name: object() if p.kind == "object" else p.default for p in op.params})
+
+
+def test_a_filter_that_is_on_is_another_kind_of_call_and_a_seed_is_not():
+    def family(**by) -> str:
+        op = lz.op("sample")
+        given = {**{p.name: p.default for p in op.params}, "logits": torch.zeros(2, 300), **by}
+        return kind_of(op, facts.read(op, given)).family
+
+    plain = family()
+    assert family(temperature=0.7) == plain == family(offset=3)
+    assert family(seed=1) == family(seed=12345, offset=99) != plain
+    filters = [family(top_p=0.9), family(top_p=0.0), family(min_p=0.1), family(temperature=0.0), family(top_k=50)]
+    assert len({plain, *filters}) == 6
+    assert family(top_p=0.5) == family(top_p=0.9)

@@ -16,13 +16,18 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends import flash_attn, flashinfer, liger, quack, xformers
+from layerzero.backends import flash_attn, flashinfer, liger, quack, triton, xformers
 from layerzero.backends.flashinfer import paged
 from layerzero.backends.flashinfer.common import ready
 from layerzero.ops.paged_formulas import page_table_from_csr
+from layerzero.perf.record import Measurement, PerfView, kind_of
+from layerzero.perf.store import SqliteStore
 from layerzero.runtime import loading
 from layerzero.runtime import world as worlds
 from layerzero.runtime.facts import read
+from layerzero.select.engine import Surroundings, roster, select
+from layerzero.select.policy import Policy
+from layerzero.select.score import rates_of
 from layerzero.spec.device import Device
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Code
@@ -79,6 +84,7 @@ def test_each_says_that_it_does_not_run_on_a_cpu(kernel):
      Code.CAUSAL_ALIGNMENT_UNSUPPORTED),
     ("flashinfer.prefill_fa2", H200, {"b": 1, "scale": -1.0}, Code.SCALE_UNSUPPORTED),
     ("flashinfer.decode", H200, {"b": 1, "sq": 1, "hq": 20, "hkv": 4}, Code.GQA_UNSUPPORTED),
+    ("flashinfer.decode", H200, {"b": 1, "sq": 1, "sk": 9, "stride": "transposed"}, Code.NOT_CONTIGUOUS),
     ("flashinfer.paged_decode", H200, {"d": 128, "lengths_q": (1, 2, 3)}, Code.SEQ_LEN_UNSUPPORTED),
     ("flashinfer.paged_decode", H200, {"d": 128, "stored": "int8", "scales": "one"}, Code.SCALE_LAYOUT_MISMATCH),
     ("flashinfer.paged_xqa", H200, {"d": 128, "page_size": 1}, Code.PAGE_SIZE_UNSUPPORTED),
@@ -107,6 +113,7 @@ def test_a_limit_is_refused_with_its_reason(kernel, device, case, code):
     ("flashinfer.prefill_fa3", {
         "b": 1, "d": 128, "sq": 3, "sk": 9, "causal": True, "align": "bottom_right", "lse": True}),
     ("flashinfer.decode", {"b": 1, "sq": 1, "sk": 300, "hq": 8, "hkv": 2}),
+    ("flashinfer.decode", {"b": 1, "sq": 1, "sk": 300, "hq": 8, "hkv": 2, "layout": "bshd"}),
     ("flashinfer.paged_decode", {"d": 128, "layout": "HND", "window": 3}), ("flashinfer.paged_xqa", {"d": 128}),
     ("flashinfer.paged_prefill_fa3", {"d": 128, "lengths_q": (3, 1, 5), "table": "int64"}),
     ("flashinfer.varlen_fa2", {}), ("flashinfer.mla_fa3", {"ckv": 512, "kpe": 64}), ("flashinfer.rms_norm", {}),
@@ -117,6 +124,30 @@ def test_a_limit_is_refused_with_its_reason(kernel, device, case, code):
 ])
 def test_what_it_is_made_for_is_taken(kernel, case):
     assert codes(kernel, H200, **case) == set()
+
+
+# Configurations of our own Triton kernels.
+
+def test_of_several_configurations_the_one_that_was_fastest_here_serves(tmp_path):
+    """Tuning's rows, out of a store, choose; without any the default is used."""
+    op, kernels = lz.op("linear"), [k for k in triton.KERNELS if k.op.name == "linear"]
+    assert [k.id for k in kernels] == ["triton.linear_gemv", "triton.linear_gemv_half", "triton.linear_gemv_double"]
+    values = case_values(op, {"rows": (1,), "k": 64, "n": 48}, "bfloat16")
+    facts = {**read(op, values), **H200.facts(), "device": "cuda"}
+
+    def chosen(perf: PerfView) -> str | None:
+        around = Surroundings(policy=Policy(()), device=H200.facts(), place=H200.signature, rates=rates_of("cuda"),
+                              perf=perf, warmed=frozenset(k.id for k in kernels))
+        return select(op, roster(kernels, around), facts, around).kernel
+
+    assert chosen(PerfView()) == "triton.linear_gemv"
+    kind = kind_of(op, facts)
+    with SqliteStore(tmp_path / "perf.sqlite") as store:
+        store.put([Measurement(k.id, "linear", kind.bucket, H200.signature, us, samples=20, family=kind.family,
+                               sizes=kind.sizes_text, build="v1") for k, us in zip(kernels, (31.0, 29.0, 35.0))],
+                  {"driver": "1"})
+        assert chosen(store.view({k.id: "v1" for k in kernels})) == "triton.linear_gemv_half"
+        assert chosen(store.view({k.id: "v2" for k in kernels})) == "triton.linear_gemv"       # another Triton
 
 
 # Builds that do not fit.

@@ -24,7 +24,7 @@ from layerzero.spec.reason import Code
 from layerzero.spec.rules import Rule, contiguous
 from layerzero.tune import tuner
 from layerzero.tune.contest import LEAST, LOOK, hopeless, prepared, settled
-from layerzero.tune.harness import Timings
+from layerzero.tune.harness import GRAPH_MARGIN, MARGIN, Timings
 from layerzero.tune.tuner import survey, tune
 
 ROOF = Rates(1e5, 1e4)
@@ -43,7 +43,7 @@ def attention(*shape: int, **more) -> Call:
 class Script:
     """A watch that gives scripted microseconds for the kernel that ran last; the last number for ever."""
 
-    most_calls = 4
+    most_calls, margin = 4, MARGIN
 
     def __init__(self) -> None:
         self.last, self.us = "", {}
@@ -221,7 +221,15 @@ def test_rounds_go_on_until_it_is_settled():
     even = Timings({"a": [100.0] * 20, "b": [100.5] * 20})
     apart = Timings({"a": [100.0] * 20, "b": [110.0] * 20})
     open_ = Timings({"a": [100.0, 120.0] * 10, "b": [118.0, 95.0] * 10})
-    assert [settled(t, "ab") for t in (even, apart, open_)] == [True, True, False]
+    assert [settled(t, "ab", MARGIN) for t in (even, apart, open_)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("margin", "tied"), [(MARGIN, ("fake.b",)), (GRAPH_MARGIN, ())])
+def test_a_clock_that_repeats_itself_better_tells_nearer_times_apart(script, margin, tied):
+    script.margin = margin
+    serve(script.fake("fake.a", 100.0), script.fake("fake.b", 101.5))
+    found = tune([norm()]).tuned[0]
+    assert (found.best, found.tied) == ("fake.a", tied)
 
 
 def test_hopeless_means_every_sample_against_every_sample():

@@ -20,6 +20,7 @@ from layerzero.cli import main
 from layerzero.runtime import jit, sizes
 from layerzero.runtime import warmup as warming
 from layerzero.runtime import world as worlds
+from layerzero.runtime.facts import read
 from layerzero.runtime.inspection import dispatcher_of
 from layerzero.runtime.warmup import warmup
 from layerzero.spec.call import Call, TensorSpec, write_calls
@@ -224,6 +225,21 @@ def test_equal_sizes_and_sizes_of_one_are_part_of_the_form():
 
     assert form(3, 5, 16) == form(7, 9, 16) == form(16, 5, 16)
     assert len({form(3, 5, 16), form(4, 4, 16), form(1, 5, 16), form(5, 1, 16), form(0, 5, 16), form(15, 16)}) == 6
+
+
+def test_a_number_that_a_library_is_passed_is_no_form_of_its_own():
+    op = lz.op("sample")
+    logits = torch.zeros(2, 300)
+
+    def entries(package: str, **by):
+        kernel = lz.Kernel("fake.sampler", op, lambda: print, jit=True, package=package)
+        values = tuple({**{p.name: p.default for p in op.params}, "logits": logits, **by}.values())
+        return jit.entries(kernel, read(op, dict(zip(op.by_name, values))), values)
+
+    first = entries("torch", temperature=0.7, top_p=0.9, seed=7, offset=3)
+    assert first == entries("torch", temperature=0.8, top_p=0.5, seed=8, offset=4)
+    assert first != entries("torch", temperature=1.0, top_p=0.9, seed=7, offset=3)
+    assert entries("", seed=7) != entries("", seed=8)          # torch.compile makes a constant of it
 
 
 def test_strides_are_told_apart_by_order_unless_there_are_gaps():

@@ -213,17 +213,16 @@ ROWS: tuple[Condition, ...] = (*HARDWARE, at_least("rows", 1, Code.EMPTY_INPUT))
 NORM: tuple[Condition, ...] = (*ROWS, contiguous("x"), at_most("hidden", WIDEST))
 WEIGHT = one_of("weight.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)
 _LIBRARY: dict[str, Any] = {"package": "liger_kernel", "distribution": "liger-kernel", "version": ">=0.8,<0.9",
-                            "jit": True, "traceable": False, "untested": True, "overhead_us": 30.0}
-_TRIED: dict[str, Any] = {**_LIBRARY, "untested": False}        # by the contract, on an H200
+                            "jit": True, "traceable": False, "overhead_us": 30.0}
 _LOSS: dict[str, Any] = {**_LIBRARY, "graph_safe": False}      # it counts the rows on the host
 
 KERNELS = (
     Kernel("liger.rms_norm", rms_norm, _rms_norm, (
-        *NORM, one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED)), prior=4.0, **_TRIED),
+        *NORM, one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED)), prior=4.0, **_LIBRARY),
     Kernel("liger.add_rms_norm", add_rms_norm, _add_rms_norm, (*NORM, WEIGHT, contiguous("residual")), prior=4.0,
-           **_TRIED),
+           **_LIBRARY),
     Kernel("liger.layer_norm", layer_norm, _layer_norm, (
-        *NORM, WEIGHT, one_of("bias.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)), prior=3.0, **_TRIED),
+        *NORM, WEIGHT, one_of("bias.dtype", *FLOATS, code=Code.FEATURE_UNSUPPORTED)), prior=3.0, **_LIBRARY),
     Kernel("liger.rope", rope, _rope, (
         *HARDWARE, one_of("style", "rotate_half", code=Code.ROPE_STYLE_UNSUPPORTED),
         present("k.dtype", Code.FEATURE_UNSUPPORTED), at_least("seq", 1, Code.EMPTY_INPUT),
@@ -242,8 +241,7 @@ KERNELS = (
     Kernel("liger.cross_entropy", cross_entropy, _cross_entropy, (*ROWS,), prior=2.0,
            workspace="4 * rows * vocab", **_LOSS, note="the library writes into the logits, so they are copied first"),
     Kernel("liger.linear_cross_entropy", linear_cross_entropy, _linear_cross_entropy, (
-        *ROWS, any_of(off("grad"), one_of("reduction", "mean", "sum",
-                                                                   code=Code.BACKWARD_UNSUPPORTED))),
+        *ROWS, any_of(off("grad"), one_of("reduction", "mean", "sum", code=Code.BACKWARD_UNSUPPORTED))),
         prior=1.2, workspace="4 * (vocab * width + 2 * rows * width)", **_LOSS,
         note="the logits of a few rows at a time; the gradients come with the forward"),
 )

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from ..spec.device import Device
 from ..spec.errors import DataError
+from ..spec.expr import parse
 from ..spec.grid import bucket_label
 from ..spec.op import Op
+from ..spec.rules import Rule
 
 FARTHEST = 4.0         # octaves, over all sizes together, from which a measurement still says something
 NEIGHBOURS = 4
@@ -139,16 +142,35 @@ def kind_of(op: Op, facts: Mapping[str, Any]) -> Kind:
             if facts[p.name] != p.default:
                 family.append(f"{p.name}={facts[p.name]}")
         elif p.kind == "int":
-            if facts[p.name] != p.default:
+            if p.name in counters(op):
+                family += [p.name] * ((facts[p.name] is None) != (p.default is None))
+            elif facts[p.name] != p.default:
                 family.append(f"{p.name}={bucket_label(max(facts[p.name] or 0, 0))}")
-        elif p.kind == "float" and bool(facts[p.name]) != bool(p.default):
-            family.append(p.name)
+        elif p.kind == "float":
+            if bool(facts[p.name]) != bool(p.default):
+                family.append(p.name)
+            elif facts[p.name] != p.default and p.default == _limits(op).get(p.name):
+                family.append(f"{p.name}<{p.default:g}")       # top_p = 1 is off: another amount of work
     if facts["grad"]:
         family.append("grad")
     sizes = tuple((dim, facts[dim]) for dim in op.dims if facts[dim] is not None)
     labels = [f"{dim}={n if dim in op.exact else bucket_label(n)}" for dim, n in sizes]
     text = " ".join(family)
     return Kind(text, sizes, " ".join([text, *labels]))
+
+
+@lru_cache(maxsize=None)
+def counters(op: Op) -> frozenset[str]:
+    """Whole numbers that the contract says nothing about, such as a seed: no time depends on their value."""
+    said = {leaf.fact for rule in op.requires for leaf in rule.leaves()}.union(
+        op.exact, *(parse(text).names for text in (op.flops, op.bytes, *op.derived.values())))
+    return frozenset(p.name for p in op.params if p.kind == "int" and p.name not in said)
+
+
+@lru_cache(maxsize=None)
+def _limits(op: Op) -> Mapping[str, Any]:
+    """The largest value that the contract lets each number have."""
+    return {rule.fact: rule.value for rule in op.requires if isinstance(rule, Rule) and rule.test == "le"}
 
 
 def bucket_of(op: Op, facts: Mapping[str, Any]) -> str:

@@ -132,6 +132,8 @@ def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
     index = torch.cuda.current_device()
     generator = torch.cuda.default_generators[index]
     pool = options.pop("pool", None) or torch.cuda.graph_pool_handle()
+    collecting = gc.isenabled()
+    gc.disable()                               # an earlier graph that the collector freed now would end the capture
     try:
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(cuda_graph, pool=pool, **options):
             yield
@@ -140,6 +142,9 @@ def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
         with suppress(RuntimeError, AttributeError):           # the allocator was told so already, or never asked
             torch._C._cuda_endAllocateToPool(index, pool)
         raise
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def hits() -> dict[str, dict[str, int]]:

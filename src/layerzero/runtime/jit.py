@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..perf.record import counters
 from ..select.engine import kind_to_compile
 from ..spec.event import Fallback, WarmedUp
 from ..spec.kernel import Kernel
@@ -60,12 +61,23 @@ def _state() -> Form:
             torch.get_float32_matmul_precision())
 
 
-def form_of(values: tuple[Any, ...], constant: tuple[frozenset[int], ...], grad: bool) -> Form:
-    """All that a compiler may look at besides the sizes: of those, which are equal, and which are 0 or 1."""
+def form_of(values: tuple[Any, ...], constant: tuple[frozenset[int], ...], grad: bool,
+            passed: tuple[bool, ...] = ()) -> Form:
+    """All that a compiler may look at besides the sizes: of those, which are equal, and which are 0 or 1.
+
+    `passed`: of each parameter, is it a number that is passed on, so that only 0, 1 and None may be compiled in?
+    """
     sizes: list[int] = []
-    parts = [_part(v, axes, grad, sizes) if isinstance(v, Tensor) else
-             (type(v), v) if type(v) in PLAIN else type(v) for v, axes in zip(values, constant)]
+    parts = [_part(v, axes, grad, sizes) if isinstance(v, Tensor) else type(v)
+             if type(v) not in PLAIN or (given and v not in (0, 1, None)) else (type(v), v)
+             for v, axes, given in zip(values, constant, passed or (False,) * len(values))]
     return (_state(), tuple([sizes.index(n) for n in sizes]), *parts)
+
+
+def passed_on(kernel: Kernel) -> tuple[bool, ...]:
+    """Of each parameter: is it a number that the kernel takes at run time? A library's are; torch compiles all in."""
+    free = counters(kernel.op)
+    return tuple(bool(kernel.package) and (p.kind == "float" or p.name in free) for p in kernel.op.params)
 
 
 def _part(t: Tensor, constant: frozenset[int], grad: bool, sizes: list[int]) -> Form:
@@ -90,7 +102,7 @@ def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
 def entries(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> frozenset[Any]:
     """What to add to the world's `warmed` once the kernel has served this call."""
     kind = kind_to_compile(kernel.op, facts)
-    form = form_of(values, constant_axes(kernel.op, facts), facts["grad"])
+    form = form_of(values, constant_axes(kernel.op, facts), facts["grad"], passed_on(kernel))
     return frozenset({(kernel.id, kind), (kernel.id, kind, form)})
 
 
@@ -135,6 +147,7 @@ def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], w
             instead: Callable[[tuple[Any, ...]], tuple[str, Any]]) -> Callable[..., Any]:
     """`run` for the forms it was compiled for. Any other call goes to `instead`, which gives (kernel, result)."""
     kind, constant, grad = kind_to_compile(kernel.op, facts), constant_axes(kernel.op, facts), facts["grad"]
+    passed = passed_on(kernel)
     known: dict[Form, bool] = {}
     told: set[Form] = set()
     library = bool(kernel.package)             # what a library compiles depends on no mode: nothing is taken away
@@ -143,7 +156,7 @@ def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], w
         raw = signature(values, grad)
         fits, form = known.get(raw), None
         if fits is None:
-            form = form_of(values, constant, grad)
+            form = form_of(values, constant, grad, passed)
             if len(known) >= MOST_KNOWN:
                 known.clear()
             known[raw] = fits = (kernel.id, kind, form) in warmed

@@ -100,7 +100,8 @@ class Contest:
             race.drop(name)
         race.run(min(LEAST, rounds) - LOOK)
         done = LEAST
-        while done < rounds and time.perf_counter() < end and not settled(self.costs(), race.running):
+        while done < rounds and time.perf_counter() < end and not settled(
+                self.costs(), race.running, race.watch.margin):
             race.run(min(BETWEEN_LOOKS, rounds - done))
             done += BETWEEN_LOOKS
         self._note_failures()
@@ -131,7 +132,8 @@ class Contest:
         """Who is fastest, and what to write down. `rates`, by place, are those measured just now."""
         costs, asked = self.costs(), context.current.get()
         ranked = sorted(costs.rounds, key=lambda name: (costs.median(name), name))
-        group = [ranked[0], *(name for name in ranked[1:] if costs.beats(ranked[0], name) < SURE)]
+        margin = self.race.watch.margin
+        group = [ranked[0], *(name for name in ranked[1:] if costs.beats(ranked[0], name, margin) < SURE)]
         rows, chosen = self._heeded(self._levelled(self._measurements(ranked), group, costs), group)
         best = chosen if chosen in group else ranked[0]
         own = next((name for name in ranked if self.world.catalog.by_id[name].baseline), "")
@@ -205,10 +207,11 @@ def hopeless(timings: Timings, running: Iterable[str]) -> list[str]:
     return [name for name in entered if min(timings.rounds[name]) > limit]
 
 
-def settled(costs: Timings, running: Iterable[str]) -> bool:
+def settled(costs: Timings, running: Iterable[str], margin: float) -> bool:
     """Is the fastest surely faster than each other, or surely no different?"""
     names = sorted((name for name in running if name in costs.rounds), key=costs.median)
-    return all(costs.beats(names[0], name) >= SURE or costs.even(names[0], name) >= SURE for name in names[1:])
+    return all(costs.beats(names[0], name, margin) >= SURE or costs.even(names[0], name, margin) >= SURE
+               for name in names[1:])
 
 
 def prepared(op: Op, step: Step, values: tuple[Any, ...], facts: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -25,13 +25,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ..runtime.graphs import capturing
+from ..runtime.graphs import capturing, warm_up
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 SAMPLE_SECONDS = 5e-4
 MOST_CALLS, MOST_COLD_CALLS = 100_000, 20      # in one sample
 ATTEMPTS, KEPT = 3, 0.9                        # a sample is taken again if less than this share of it was on the CPU
 MARGIN = 0.02                                  # nearer than this is even, however sure: two runs may differ by as much
+GRAPH_MARGIN = 0.01                            # replays of a graph differ less
 SURE = 0.95
 RESAMPLES = 1000
 FAR = 3.0                                      # so many times the middle half outside of it: an outlier
@@ -43,6 +44,7 @@ Way = Callable[[], Any]
 
 class Watch(Protocol):
     most_calls: int
+    margin: float                              # two runs of the same thing may differ by as much
 
     def sample(self, way: Way, calls: int) -> float:
         """Microseconds per call, of so many calls in a row."""
@@ -53,6 +55,8 @@ class WallWatch:
 
     `busy` is the CPU time of this thread: a sample during which the CPU was taken away is taken again.
     """
+
+    margin = MARGIN
 
     def __init__(self, flush: Callable[[], Any] | None = None, wait: Callable[[], Any] = lambda: None,
                  now: Callable[[], int] = time.perf_counter_ns, busy: Callable[[], int] | None = None) -> None:
@@ -86,6 +90,8 @@ class CudaWatch:
     longest, the sample is the longer of the device's time and the host's. Warm calls run back to back.
     """
 
+    margin = MARGIN
+
     def __init__(self, flush: bool = True) -> None:
         self._buffer = torch.empty(2 * cache_bytes("cuda"), dtype=torch.uint8, device="cuda") if flush else None
         self.most_calls = MOST_COLD_CALLS if flush else MOST_CALLS
@@ -114,9 +120,12 @@ class GraphWatch:
     behind a read of more than the L2 cache. What the host does is not in it. A way that cannot be captured raises."""
 
     most_calls = MOST_COLD_CALLS
+    margin = GRAPH_MARGIN
 
-    def __init__(self) -> None:
-        self._sweep = torch.zeros(2 * cache_bytes("cuda"), dtype=torch.uint8, device="cuda").view(torch.int32)
+    def __init__(self, cold: bool = True) -> None:
+        self._sweep = torch.zeros(2 * cache_bytes("cuda") if cold else 4, dtype=torch.uint8, device="cuda").view(
+            torch.int32)
+        self._side = torch.cuda.Stream()
         self._graphs: weakref.WeakKeyDictionary[Way, torch.cuda.CUDAGraph] = weakref.WeakKeyDictionary()
 
     def sample(self, way: Way, calls: int) -> float:
@@ -132,15 +141,14 @@ class GraphWatch:
         torch.cuda.synchronize()
         return sum(begin.elapsed_time(end) for begin, end in marks) * 1e3 / calls
 
+    def median(self, way: Way, runs: int) -> float:
+        """The median of so many replays, in microseconds."""
+        return statistics.median(self.sample(way, 1) for _ in range(runs))
+
     def _captured(self, way: Way) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):                  # what is made on first use is made before the capture
-            way()
-            way()
-        torch.cuda.synchronize()
+        warm_up(way, self._side)               # what is made on first use is made now, and some of it for this stream
         graph = torch.cuda.CUDAGraph()
-        with capturing(graph):                         # which leaves nothing behind where the capture fails
+        with capturing(graph, stream=self._side):
             way()
         return graph
 

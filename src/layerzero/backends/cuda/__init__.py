@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
 from ...ops.paged_attention import OP as paged_attention
+from ...ops.quantized_linear import OP as quantized_linear
+from ...ops.rms_norm import OP as rms_norm
+from ...ops.sample import OP as sample
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.reason import Code
@@ -22,6 +26,7 @@ from ...spec.rules import (
     any_of,
     at_least,
     at_most,
+    contiguous,
     device,
     dtypes,
     equals,
@@ -54,6 +59,26 @@ def _paged_attention() -> Callable[..., Any]:
     return paged_attention_decode
 
 
+def _quantized_linear() -> Callable[..., Any]:
+    from .gemv import quantized_linear
+    return quantized_linear
+
+
+def _rms_norm() -> Callable[..., Any]:
+    from .norm import rms_norm
+    return rms_norm
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    from .norm import add_rms_norm
+    return add_rms_norm
+
+
+def _sample() -> Callable[..., Any]:
+    from .sampling import sample
+    return sample
+
+
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: Condition, **more: Any) -> Kernel:
     return Kernel(f"cuda.{name}", op, load, (*HARDWARE, plain_tensors(), *requires),
@@ -81,8 +106,28 @@ def _decode(tokens: str) -> tuple[Condition, ...]:
             *(when(at_least("head_dim", 129), rule) for rule in _few_rows(tokens, MOST_ROWS_WIDE)),
             at_least("batch", 1, Code.EMPTY_INPUT), at_most("batch", MOST_GRID),
             at_least("kv_heads", 1, Code.EMPTY_INPUT), at_most("kv_heads", MOST_GRID),
-            equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED), unit_stride("query"), aligned("query", 4))
+            at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED), equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
+            unit_stride("query"), aligned("query", 16))
 
+
+INT4, EIGHT_BITS = one_of("format", "int4"), one_of("format", "int8", "fp8_e4m3")
+CODES: tuple[Condition, ...] = (               # what gemv.cu reads of a weight
+    one_of("format", "int4", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
+    contiguous("weight_q", repair=False),
+    *_in_place("weight_q"), multiple_of("in_features", 16), when(INT4, multiple_of("in_features", 32)),
+    at_most("in_features", 1 << 15),           # 16 rows of x fit the shared memory of a cluster
+    contiguous("scales"), equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
+    one_of("scales.dtype", "float32", "bfloat16", "float16", code=Code.SCALE_LAYOUT_MISMATCH), contiguous("zeros"),
+    when(INT4, one_of("zeros.dtype", None, "uint8", code=Code.SCALE_LAYOUT_MISMATCH)),
+    when(EIGHT_BITS, one_of("zeros.dtype", None, "int8", code=Code.SCALE_LAYOUT_MISMATCH)),
+    when(INT4, any_of(one_of("group_size", 32, 64), multiple_of("group_size", 128, Code.SCALE_LAYOUT_MISMATCH))),
+    when(EIGHT_BITS, any_of(equals("group_size", 32), multiple_of("group_size", 64, Code.SCALE_LAYOUT_MISMATCH))))
+
+NORM: tuple[Condition, ...] = (
+    HALF, multiple_of("hidden", 8), at_most("hidden", 1 << 15), unit_stride("x"), aligned("x", 16),
+    unit_stride("weight"), aligned("weight", 16),
+    when(equals("dtype", "float16"), one_of("weight.dtype", None, "float16", "float32", code=Code.DTYPE_UNSUPPORTED)),
+    when(equals("dtype", "bfloat16"), one_of("weight.dtype", None, "bfloat16", "float32", code=Code.DTYPE_UNSUPPORTED)))
 
 LAST_AT_LAST = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 
@@ -105,4 +150,13 @@ KERNELS = (
             one_of("cu_seqlens_q.dtype", None, "int32", code=Code.DTYPE_UNSUPPORTED), unit_stride("block_table"),
             unit_stride("context_lens"), unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
             note="reads each page once for all query heads and tokens that share it; no length is read on the host"),
+    _kernel("quantized_linear", quantized_linear, _quantized_linear, 10.0, 14.0, HALF, *CODES,
+            at_least("rows", 1, Code.EMPTY_INPUT), at_most("rows", 16), equals("activations", "none"),
+            unit_stride("bias"), note="codes go to the tensor cores as the bits they are; nothing is converted"),
+    _kernel("rms_norm", rms_norm, _rms_norm, 8.0, 10.0, *NORM, note="a block for each row, which meets once"),
+    _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 8.0, 10.0, *NORM, unit_stride("residual"),
+            aligned("residual", 16), note="a block for each row, which meets once"),
+    _kernel("sample", sample, _sample, 6.0, 30.0, dtypes("float16", "bfloat16", "float32"), unit_stride("logits"),
+            at_most("vocab", 1 << 20),
+            note="one launch: each row is a cluster of blocks that keeps it in shared memory"),
 )

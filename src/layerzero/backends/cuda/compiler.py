@@ -250,6 +250,11 @@ def limits_of(device: int) -> LaunchLimits:
     return LaunchLimits(shared=shared.value)
 
 
+@lru_cache(maxsize=None)
+def processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8   # emulated
+
+
 def home_of(params: bytes, device: int) -> int:
     """Where the memory is that the first pointer points to; `device` if that cannot be told."""
     enter(device)

@@ -21,7 +21,7 @@ struct Params {
     i32 q_batch, q_head, q_token, k_batch, k_head, v_batch, v_head;            // from one to the next, in elements
     i32 out_batch, out_head, out_token, lse_batch, lse_head, lse_token, table_batch;
     i32 keys, room, left;
-    float scale;                                   // times log2(e): exponentials are powers of two here
+    float scale, unscale;                          // positive; times log2(e): exponentials are powers of two here
 };
 
 constexpr int KEYS = 16;                           // of one step of one warp
@@ -131,11 +131,12 @@ KERNEL(decode, Params, WARPS * 32)
         value_at[n] = place(lane() / 8 % 2 * 8 + lane() % 8, 2 * n + lane() / 16);
     }
     int sees[TILES][HALVES];                       // up to which key a row sees; for rows g and g + 8
-    float best[TILES][HALVES], total[TILES][HALVES], acc[TILES][UNITS][4];
+    float best[TILES][HALVES], most[TILES][HALVES], total[TILES][HALVES], acc[TILES][UNITS][4];
     UNROLL for (int m = 0; m < TILES; ++m) {
         UNROLL for (int half = 0; half < HALVES; ++half) {
             sees[m][half] = offset + (m * 16 + half * 8 + g) / GROUP;
             best[m][half] = NONE;
+            most[m][half] = NONE;                  // up to which product of a query and a key `best` will do
             total[m][half] = 0;
         }
         UNROLL for (int n = 0; n < UNITS; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0;
@@ -171,32 +172,31 @@ KERNEL(decode, Params, WARPS * 32)
             }
         }
 
-        bool higher = false;
-        const bool masked = first + KEYS > all_see || (WINDOW && first < none_before);
-        UNROLL for (int m = 0; m < TILES; ++m) {
-            UNROLL for (int half = 0; half < HALVES; ++half) {
-                UNROLL for (int n = 0; n < 4; ++n) {
-                    float& score = scores[m][n / 2][2 * half + n % 2];
-                    score *= p.scale;
-                    if (masked) {
+        if (first + KEYS > all_see || (WINDOW && first < none_before)) {
+            UNROLL for (int m = 0; m < TILES; ++m)
+                UNROLL for (int half = 0; half < HALVES; ++half)
+                    UNROLL for (int n = 0; n < 4; ++n) {
                         const int key = first + n / 2 * 8 + 2 * t + n % 2;
                         if ((CAUSAL && key > sees[m][half]) || key >= length
                                 || (WINDOW && key < sees[m][half] - p.left))
-                            score = -bits_float(0x7F800000);
+                            scores[m][n / 2][2 * half + n % 2] = -bits_float(0x7F800000);
                     }
-                    higher |= score > best[m][half] + ENOUGH;
-                }
-            }
         }
+        bool higher = false;
+        UNROLL for (int m = 0; m < TILES; ++m)
+            UNROLL for (int half = 0; half < HALVES; ++half)
+                UNROLL for (int n = 0; n < 4; ++n) higher |= scores[m][n / 2][2 * half + n % 2] > most[m][half];
         if (votes(higher)) {                       // at the first keys, and seldom after
             UNROLL for (int m = 0; m < TILES; ++m) {
                 UNROLL for (int half = 0; half < HALVES; ++half) {
-                    float top = best[m][half];
-                    UNROLL for (int n = 0; n < 4; ++n) top = fmaxf(top, scores[m][n / 2][2 * half + n % 2]);
+                    float top = scores[m][0][2 * half];
+                    UNROLL for (int n = 1; n < 4; ++n) top = fmaxf(top, scores[m][n / 2][2 * half + n % 2]);
                     top = fmaxf(top, shuffle_xor(top, 1));
                     top = fmaxf(top, shuffle_xor(top, 2));
+                    top = fmaxf(top * p.scale, best[m][half]);
                     const float fade = fast_exp2(best[m][half] - top);
                     best[m][half] = top;
+                    most[m][half] = (top + ENOUGH) * p.unscale;
                     total[m][half] *= fade;
                     UNROLL for (int n = 0; n < UNITS; ++n) {
                         acc[m][n][2 * half] *= fade;
@@ -211,7 +211,7 @@ KERNEL(decode, Params, WARPS * 32)
             UNROLL for (int half = 0; half < HALVES; ++half) {
                 float w[4];
                 UNROLL for (int n = 0; n < 4; ++n)
-                    w[n] = fast_exp2(scores[m][n / 2][2 * half + n % 2] - best[m][half]);
+                    w[n] = fast_exp2(scores[m][n / 2][2 * half + n % 2] * p.scale - best[m][half]);
                 total[m][half] += (w[0] + w[1]) + (w[2] + w[3]);
                 weights[m][half] = pack2<BF16>(w[0], w[1]);
                 weights[m][half + 2] = pack2<BF16>(w[2], w[3]);

@@ -16,7 +16,7 @@ MOST_ROWS = 32             # query heads that share a KV head times their tokens
 MOST_SPLITS = 8            # blocks of a cluster
 KEYS = 16                  # of one step of a warp
 
-_PARAMS = struct.Struct("@8P17if")
+_PARAMS = struct.Struct("@8P17i2f")
 
 
 class Config(NamedTuple):
@@ -26,22 +26,15 @@ class Config(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def config(rows: int, homes: int, keys: int, dim: int, paged: bool, processors: int) -> Config:
-    """`homes` is batch x KV heads. On an H200 half the multiprocessors read as much as the memory gives, and a cluster
-    finds its place at once; pages, and sequences of many lengths, want more."""
-    warps, stages = (8, 2) if rows <= 16 else (4, 3)
-    if dim > 128:
-        warps = 4
-    most = processors if paged or rows > 16 else processors // 2
+def config(rows: int, homes: int, keys: int, dim: int, processors: int) -> Config:
+    """`homes` is batch x KV heads. As measured on an H200: a block for each multiprocessor, or for every second one
+    where a block takes two tiles of queries, and four steps for each warp."""
+    warps, stages = (8, 3) if rows > 16 else (4, 3) if homes >= processors or dim > 128 else (8, 2)
+    most = processors // 2 if rows > 16 else processors
     splits = 1
-    while splits < MOST_SPLITS and 2 * splits * homes <= most and 2 * splits * warps * KEYS <= keys:
+    while splits < MOST_SPLITS and 2 * splits * homes <= most and 4 * splits * warps * KEYS <= keys:
         splits *= 2
     return Config(warps, stages, splits)
-
-
-@lru_cache(maxsize=None)
-def processors_of(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @lru_cache(maxsize=None)
@@ -68,12 +61,13 @@ def launch(
     batch, kv_heads, group, room, keys, dim = shape
     rows = group * room
     seen = keys if left < 0 else min(keys, left + room)
-    made = chosen or config(rows, batch * kv_heads, seen, dim, page > 0, processors_of(query.device))
+    made = chosen or config(rows, batch * kv_heads, seen, dim, compiler.processors_of(query.device))
     run = _compiled(query.dtype == torch.bfloat16, dim, group, rows, *tokens, page, starts is not None, causal,
                     left >= 0, made)
     run.launch((made.splits, kv_heads, batch), _PARAMS.pack(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), _address(lse), _address(table),
-        _address(lengths), _address(starts), *strides, keys, room, left, scale * LOG2E))
+        _address(lengths), _address(starts), *strides, keys, room, left, scale * LOG2E,
+        1.0 / (scale * LOG2E)))
 
 
 def _address(t: Tensor | None) -> int:

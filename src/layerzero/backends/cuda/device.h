@@ -87,7 +87,7 @@ FN Four load4(const void* from) { return *reinterpret_cast<const Four*>(from); }
 
 FN Four load4_once(const void* from) {
     Four v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
 }
@@ -97,7 +97,7 @@ FN void store4(void* to, Four v) { *reinterpret_cast<Four*>(to) = v; }
 FN u32 shared_address(const void* place) { return u32(__cvta_generic_to_shared(place)); }
 
 FN void copy_async(void* place, const void* from, bool wanted) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(shared_address(place)), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
 

@@ -1,21 +1,24 @@
-// A weight of int4 or int8 codes times one to sixteen rows of x: reading the codes is nearly all the time it takes.
+// A weight of codes of few bits times one to sixteen rows of x: reading the codes is nearly all the time it takes.
 //
 // Tensor cores multiply 16 rows of the weight by eight columns. Which inputs they sum over is the same for both sides,
 // but otherwise free: so each lane reads 16 bytes of one row of the weight, and x is put in the order of these codes.
 // Codes are never converted. Put into the mantissa of a half whose exponent is fixed, an int4 code n reads 16 + n;
 // what is too much is the same for all rows of the weight, and the sum begins with its negative. The low seven bits
 // of an int8 code read 128 + n that way, and its sign, put into the last bit of an exponent, -128 or -256: both are
-// multiplied by x. All of this is exact.
+// multiplied by x. Of an fp8 code sign, exponent and mantissa go where a half has them, and what is left is a power of
+// two. All of this is exact.
 //
-// A block is what four lanes read at once of a row: 128 int4 codes or 64 int8. Its inputs may belong to several groups
-// of the scales. Then a row of x takes several columns, each with zeros for all groups but one.
+// A block is what four lanes read at once of a row: 128 codes of four bits, or 64 of eight. Its inputs may belong to
+// several groups of the scales. Then a row of x takes several columns, each with zeros for all groups but one.
 //
-// The warps share the inputs, and so do the thread blocks of a cluster; each warp has its own part of x in shared
-// memory, and STAGES blocks of the weight on their way. Sixteen rows of the weight are a tile: the warps' sums of it
-// wait in shared memory until there are SLOTS of them, and are then added up, always in the same order.
+// PARTS warps share the inputs of a tile of the weight's rows, and so do the SPLIT thread blocks of a cluster. A warp
+// has STAGES blocks of the weight on their way to its own shared memory, where each lane finds again what it asked for
+// (in registers they would wait for each other: a warp has few scoreboards). With the first block of a tile come its
+// scales. The warps' sums of a tile are kept until there are SLOTS tiles, and then added up, always in the same order.
 //
-// Macros: BF16, BITS (4, 8), ROWS (of x at most; 1, 2, 4, 8, 16), GROUP (0: a row of the weight has one scale), ZEROS,
-// SCALES (0: float32, 1: bfloat16, 2: float16), WARPS, STAGES, SLOTS, SPLIT (thread blocks of a cluster).
+// Macros: BF16, FORMAT (0: int4, 1: int8, 2: fp8_e4m3), ROWS (of x at most; 1, 2, 4, 8, 16), GROUP (0: a row of the
+// weight has one scale), ZEROS, SCALES (0: float32, 1: bfloat16, 2: float16), WARPS, PARTS, TALL (16 rows of a tile, or
+// twice that), STAGES, SLOTS, SPLIT, BLOCKS (thread blocks for each multiprocessor, at least).
 #include "device.h"
 
 struct Params {
@@ -27,11 +30,16 @@ struct Params {
     u16* out;
     i64 x_row;
     i32 rows, n, k, groups;
-    // The bits of exponents. From here the compiler does not know them and keeps them in registers: with two
-    // constants `and` and `or` would be two instructions.
-    u32 exponent, sign_exponent;
+    i32 scale_pieces, zero_pieces;             // of 16 bytes: with all a part needs of a row of scales or zeros
+    i32 scales_end, zeros_end;                 // pieces in all
+    i32 tiles_ahead;                           // whose scales a warp has room for
+    // Bits that are put beside those of the codes. Not constants: with two of them `and` and `or` would be two
+    // instructions.
+    u32 exponent, sign;
 };
 
+constexpr bool INT4 = FORMAT == 0, FP8 = FORMAT == 2;
+constexpr int BITS = INT4 ? 4 : 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int CODES = 128 / BITS;                          // in the 16 bytes of a lane
 constexpr int BLOCK = 4 * CODES;
@@ -39,15 +47,18 @@ constexpr int PER_BLOCK = GROUP != 0 && GROUP < BLOCK ? BLOCK / GROUP : 1;      
 constexpr int TILES = (ROWS * PER_BLOCK + 7) / 8;          // of eight columns
 constexpr int PIECES = CODES / 8;                          // 16 bytes of x each, for a lane in a block
 constexpr int X_ROW = BLOCK * 2, X_BLOCK = ROWS * X_ROW;   // bytes
-constexpr bool OFFSET = BITS == 4 || ZEROS;
+constexpr bool OFFSET = INT4 || ZEROS;
 constexpr int CHAINS = TILES == 1 ? 2 : 1;                 // sums that do not wait for each other
 constexpr int SCALES_OF_LANE = PER_BLOCK == 1 ? 1 : 2;
 constexpr int COLUMN = 20;                                 // floats of 16 sums: no two lanes meet in a bank
-constexpr int SLOT = WARPS * ROWS * COLUMN + 16;
-constexpr int PLACES = SLOTS * 16;                         // sums of one row of x
+constexpr int HEIGHT = 16 * TALL, LINES = 2 * TALL;        // rows of a tile, and of a lane
+constexpr int UNIT = TALL * 1024;                          // bytes of a block of a tile
+constexpr int TEAMS = WARPS / PARTS;                       // tiles at a time
+constexpr int PART = TALL * ROWS * COLUMN, SLOT = PARTS * PART + 16;
+constexpr int PLACES = SLOTS * HEIGHT;                     // sums of one row of x
 static_assert(GROUP == 0 || BLOCK % GROUP == 0 ? PER_BLOCK <= 4 : GROUP % BLOCK == 0, "a group that lanes share");
-static_assert(SLOTS % STAGES == 0, "each round begins with the first stage");
-static_assert(THREADS % PLACES == 0, "each thread adds up sums of one row of the weight");
+static_assert(WARPS % PARTS == 0 && SLOTS % TEAMS == 0, "each round begins with the first team");
+static_assert(THREADS >= PLACES, "each thread adds up sums of one row of the weight");
 
 #if SCALES == 0
 typedef float Scale;
@@ -56,7 +67,7 @@ FN float wide(Scale v) { return v; }
 typedef u16 Scale;
 FN float wide(Scale v) { return to_float<SCALES == 1>(v); }
 #endif
-#if BITS == 4
+#if FORMAT == 0
 typedef u8 Zero;
 #else
 typedef signed char Zero;
@@ -71,226 +82,275 @@ FN int place(int row, int t, int h) { return (t * PIECES + (h ^ ((PIECES == 4 ? 
 // Eight inputs in the order of the codes in a word: two nibbles are 16 bits apart, and so are two bytes.
 FN Four ordered(Four v) {
     const u32 high = 0xFFFF0000;
-    if (BITS == 4) return {(v.x & 0xFFFF) | v.z << 16, v.x >> 16 | (v.z & high),
+    if (INT4) return {(v.x & 0xFFFF) | v.z << 16, v.x >> 16 | (v.z & high),
                            (v.y & 0xFFFF) | v.w << 16, v.y >> 16 | (v.w & high)};
     return {(v.x & 0xFFFF) | v.y << 16, v.x >> 16 | (v.y & high), (v.z & 0xFFFF) | v.w << 16, v.z >> 16 | (v.w & high)};
 }
 
-struct Stage {
-    Four low, high;                                        // of rows g and g + 8 of the tile
-    Scale scale[2][SCALES_OF_LANE];
-    Zero zero[2][SCALES_OF_LANE];
-};
-
-// d += the codes of a word of each of two rows times the inputs in b; pairs of codes from `pair` on.
-FN void multiply(float (&d)[4], u32 low, u32 high, const u32 (&b)[2], int pair, const Params& p) {
-    u32 a[4];
-    if (BITS == 4) {
-        const u32 mask = BF16 ? 0x00780078 : 0x03C003C0;
-        UNROLL for (int j = 0; j < 2; ++j) {
-            const int right = (pair + j) * 4 - (BF16 ? 3 : 6);
-            a[2 * j] = (moved(low, right) & mask) | p.exponent;
-            a[2 * j + 1] = (moved(high, right) & mask) | p.exponent;
-        }
-        mma<BF16>(d, a, b);
-    } else {
-        const u32 mask = BF16 ? 0x007F007F : 0x03F803F8, sign = BF16 ? 0x00800080 : 0x04000400;
-        u32 signs[4];
-        UNROLL for (int j = 0; j < 2; ++j) {
-            const int right = j * 8 - (BF16 ? 0 : 3);
-            a[2 * j] = (moved(low, right) & mask) | p.exponent;
-            a[2 * j + 1] = (moved(high, right) & mask) | p.exponent;
-            signs[2 * j] = (moved(low, right) & sign) | p.sign_exponent;
-            signs[2 * j + 1] = (moved(high, right) & sign) | p.sign_exponent;
-        }
-        mma<BF16>(d, a, b);
-        mma<BF16>(d, signs, b);
-    }
+// Both halves of v times 2^120.
+FN u32 raised(u32 v) {
+#ifdef __CUDACC__
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(v) : "r"(0x7B807B80));
+    return v;
+#else
+    return pack2<true>(to_float<true>(u16(v)) * 0x1p120f, to_float<true>(u16(v >> 16)) * 0x1p120f);
+#endif
 }
 
-KERNEL(gemv, Params, THREADS)
+// Of fp8 codes bytes 0 and 2 (odd = 0), or 1 and 3, as halves; as float16 2^8 times too small.
+FN u32 halves(u32 word, int odd, u32 sign) {
+    const u32 rest = BF16 ? moved(word, odd * 8 - 4) & 0x07F007F0 : moved(word, odd * 8 - 7) & 0x3F803F80;
+    const u32 v = (moved(word, odd * 8 - 8) & sign) | rest;
+    return BF16 ? raised(v) : v;
+}
+
+// d += the codes of a word of each of two rows times the inputs in b. Of int4 codes the pairs from `pair` on.
+FN void multiply(float (&d)[4], u32 low, u32 high, const u32 (&b)[2], int pair, u32 exponent, u32 sign) {
+    u32 a[4], signs[4];
+    UNROLL for (int j = 0; j < 2; ++j) {
+        const u32 mask = INT4 ? (BF16 ? 0x00780078 : 0x03C003C0) : (BF16 ? 0x007F007F : 0x03F803F8);
+        const int right = INT4 ? (pair + j) * 4 - (BF16 ? 3 : 6) : j * 8 - (BF16 ? 0 : 3);
+        a[2 * j] = FP8 ? halves(low, j, sign) : (moved(low, right) & mask) | exponent;
+        a[2 * j + 1] = FP8 ? halves(high, j, sign) : (moved(high, right) & mask) | exponent;
+        signs[2 * j] = (moved(low, right) & (BF16 ? 0x00800080 : 0x04000400)) | sign;
+        signs[2 * j + 1] = (moved(high, right) & (BF16 ? 0x00800080 : 0x04000400)) | sign;
+    }
+    mma<BF16>(d, a, b);
+    if (FORMAT == 1) mma<BF16>(d, signs, b);
+}
+
+#define BOUNDS THREADS, BLOCKS
+KERNEL(gemv, Params, BOUNDS)
 {
     const int g = lane() >> 2, t = lane() & 3;
-    const int blocks = (p.k + BLOCK - 1) / BLOCK, pieces = p.k / CODES, tiles = (p.n + 15) >> 4;
-    const int rank = SPLIT > 1 ? cluster_rank() : 0, team = block_x() / SPLIT, teams = grid_x() / SPLIT;
+    const int blocks = (p.k + BLOCK - 1) / BLOCK, pieces = p.k / CODES, tiles = (p.n + HEIGHT - 1) / HEIGHT;
+    const int rank = SPLIT > 1 ? cluster_rank() : 0, cluster = block_x() / SPLIT, clusters = grid_x() / SPLIT;
     const int start = blocks * rank / SPLIT, span = blocks * (rank + 1) / SPLIT - start;
-    const int skipped = span * warp() / WARPS, count = span * (warp() + 1) / WARPS - skipped;    // blocks of this warp
+    const int part = warp() % PARTS, team = warp() / PARTS;
+    const int skipped = span * part / PARTS, count = span * (part + 1) / PARTS - skipped;        // blocks of this warp
     const int from = start + skipped, most = (blocks + SPLIT - 1) / SPLIT;
 
     u8* const none = shared() + most * X_BLOCK;            // 64 bytes of zeros
-    float* const sums_x = reinterpret_cast<float*>(none + 64) + skipped * TILES * 8;
-    float* const parts = reinterpret_cast<float*>(none + 64) + most * TILES * 8;
+    float* const sums_x = reinterpret_cast<float*>(none + 64);
+    float* const parts = sums_x + most * TILES * 8;
     float* const totals = parts + SLOTS * SLOT;
+    u8* const rings = reinterpret_cast<u8*>(totals + (SPLIT > 1 ? ROWS * PLACES : 0));
+    // A row of scales takes an odd number of pieces, so that the lanes that read at once use all banks.
+    const int scale_line = GROUP != 0 ? (p.scale_pieces | 1) * 16 : 0, zero_line = ZEROS ? (p.zero_pieces | 1) * 16 : 0;
+    const int line = scale_line + zero_line;
+    u8* const ring = rings + warp() * STAGES * UNIT + lane() * 16;
+    u8* const lines = rings + WARPS * STAGES * UNIT + warp() * p.tiles_ahead * HEIGHT * line;
 
-    // x goes first, since nothing can begin without it; 16 bytes by 16, each waited for and ordered by who asked for it.
-    const int along = count * (BLOCK / 8);
-    u8* const mine = shared() + skipped * X_BLOCK;
-    ROLLED for (int row = 0; row < p.rows; ++row)
-        ROLLED for (int at = lane(); at < along; at += 32) {
-            const int column = from * BLOCK + at * 8, inside = at % (BLOCK / 8);
-            copy_async(mine + at / (BLOCK / 8) * X_BLOCK + row * X_ROW + place(row, inside / PIECES, inside % PIECES),
-                       p.x + row * p.x_row + column, column < p.k);
-        }
+    // x goes first, since nothing can begin without it. Who asked for 16 bytes of it puts them in order.
+    constexpr int LANES = BLOCK / 8, AT_ONCE = THREADS / LANES, ABREAST = ROWS < AT_ONCE ? ROWS : AT_ONCE;
+    const int inside = thread() % LANES, beside = thread() / LANES;
+    auto each_piece = [&](auto visit) {
+        ROLLED for (int block = beside / ABREAST; block < span; block += AT_ONCE / ABREAST)
+            ROLLED for (int row = beside % ABREAST; row < p.rows; row += ABREAST)
+                visit(shared() + block * X_BLOCK + row * X_ROW + place(row, inside / PIECES, inside % PIECES), row,
+                      (start + block) * BLOCK + inside * 8);
+    };
+    each_piece([&](u8* to, int row, int column) {
+        copy_async(to, p.x + row * p.x_row + column, column < p.k);
+    });
     copy_commit();
 
-    Stage stage[STAGES];
-    int next_tile = team, next_block = from;
-    u32 low_row = least(next_tile * 16 + g, p.n - 1), high_row = least(next_tile * 16 + g + 8, p.n - 1);
-    auto fetch = [&](Stage& to) {
-        if (next_tile >= tiles) return;
-        const u32 piece = least(next_block * 4 + t, pieces - 1);           // past the end x is zero
-        to.low = load4_once(p.weight + (u64(low_row * u32(pieces) + piece) << 4));
-        to.high = load4_once(p.weight + (u64(high_row * u32(pieces) + piece) << 4));
-        UNROLL for (int s = 0; s < SCALES_OF_LANE; ++s) {
-            int group = 0;
-            if (GROUP != 0 && PER_BLOCK == 1) group = next_block / (GROUP > BLOCK ? GROUP / BLOCK : 1);
-            if (PER_BLOCK == 2) group = least(next_block * 2 + s, p.groups - 1);
-            if (PER_BLOCK == 4) group = least(next_block * 4 + (t & 1) * 2 + s, p.groups - 1);
-            const u32 low = low_row * p.groups + group, high = high_row * p.groups + group;
-            if (GROUP != 0) {
-                to.scale[0][s] = static_cast<const Scale*>(p.scales)[low];
-                to.scale[1][s] = static_cast<const Scale*>(p.scales)[high];
-            }
-            if (ZEROS) {
-                to.zero[0][s] = static_cast<Zero>(p.zeros[low]);
-                to.zero[1][s] = static_cast<Zero>(p.zeros[high]);
-            }
-        }
-        if (++next_block == from + count) {
-            next_block = from;
-            next_tile += teams;
-            low_row = least(next_tile * 16 + g, p.n - 1);
-            high_row = least(next_tile * 16 + g + 8, p.n - 1);
-        }
+    int next_tile = cluster + team * clusters, next_block = from, put = 0, put_line = 0;
+    constexpr int LONG = GROUP > BLOCK ? GROUP / BLOCK : 1;                // blocks of a group
+    const int first_group = GROUP == 0 ? 0 : PER_BLOCK > 1 ? from * PER_BLOCK : from / LONG;
+    u32 row_at[LINES];                                     // where rows of the weight begin, in pieces
+    auto copy_line = [&](u8* to, int size, const void* of, int many, int end, int row) {
+        const int piece = (row * p.groups + first_group) / (16 / size);
+        ROLLED for (int c = lane() >> 4; c < many; c += 2)
+            copy_async(to + c * 16, static_cast<const u8*>(of) + i64(piece + c) * 16, piece + c < end);
     };
-    UNROLL for (int s = 0; s < STAGES; ++s) fetch(stage[s]);
+    auto fetch = [&] {
+        if (next_tile < tiles) {
+            if (next_block == from) {
+                UNROLL for (int r = 0; r < LINES; ++r)
+                    row_at[r] = u32(least(next_tile * HEIGHT + r * 8 + g, p.n - 1)) * pieces;
+                if (GROUP != 0 || ZEROS) UNROLL for (int r = 0; r < TALL; ++r) {
+                    const int down = r * 16 + (lane() & 15), row = least(next_tile * HEIGHT + down, p.n - 1);
+                    u8* const to = lines + (put_line * HEIGHT + down) * line;
+                    if (GROUP != 0) copy_line(to, sizeof(Scale), p.scales, p.scale_pieces, p.scales_end, row);
+                    if (ZEROS) copy_line(to + scale_line, 1, p.zeros, p.zero_pieces, p.zeros_end, row);
+                }
+                put_line = put_line + 1 == p.tiles_ahead ? 0 : put_line + 1;
+            }
+            const u32 piece = least(next_block * 4 + t, pieces - 1);       // past the end x is zero
+            UNROLL for (int r = 0; r < LINES; ++r)
+                copy_async(ring + put + r * 512, p.weight + (u64(row_at[r] + piece) << 4), true);
+            if (++next_block == from + count) {
+                next_block = from;
+                next_tile += TEAMS * clusters;
+            }
+        }
+        copy_commit();                                     // of nothing, at the end
+        put = put + UNIT == STAGES * UNIT ? 0 : put + UNIT;
+    };
+    ROLLED for (int s = 0; s < STAGES; ++s) fetch();
 
     if (PER_BLOCK > 1 && thread() < 4) store4(none + thread() * 16, {0, 0, 0, 0});
-    copy_wait<0>();
-    ROLLED for (int row = 0; row < p.rows; ++row)
-        ROLLED for (int at = lane(); at < along; at += 32) {
-            const int inside = at % (BLOCK / 8);
-            u8* const piece = mine + at / (BLOCK / 8) * X_BLOCK + row * X_ROW
-                + place(row, inside / PIECES, inside % PIECES);
-            store4(piece, ordered(load4(piece)));
-        }
-    if (PER_BLOCK > 1) sync_block(); else sync_warp();
+    copy_wait<STAGES>();
+    each_piece([](u8* piece, int, int) { store4(piece, ordered(load4(piece))); });
+    sync_block();
 
-    // The columns of this lane: where they begin, and how far it is to the next block.
-    u32 column[TILES], step[TILES];
+    // The columns of this lane: where they begin in a block, and how far it is to the next.
+    const u8* column[TILES];
+    int step[TILES], apart[PIECES];                        // its rows are all even, or all odd
+    UNROLL for (int h = 0; h < PIECES; ++h) apart[h] = place(ROWS == 1 ? 0 : g / PER_BLOCK, t, h) - t * PIECES * 16;
     UNROLL for (int c = 0; c < TILES; ++c) {
-        const int row = least((c * 8 + g) / PER_BLOCK, p.rows - 1);        // a column too many repeats the last row
+        const int row = (c * 8 + g) / PER_BLOCK;
         const bool own = (c * 8 + g) % PER_BLOCK == t * PER_BLOCK / 4;
-        column[c] = u32((own ? mine + row * X_ROW : none) - shared()) + (own ? place(row, t, 0) : 0);
+        column[c] = own ? shared() + (row < p.rows ? row * X_ROW : 0) + t * PIECES * 16 : none;   // any, if too many
         step[c] = own ? X_BLOCK : 0;
     }
     if (OFFSET) {
         // Minus the sum of each column, times 16 + 8 where that is the zero of all.
         const u32 one = ZEROS ? (BF16 ? 0xBF80BF80 : 0xBC00BC00) : (BF16 ? 0xC1C0C1C0 : 0xCE00CE00);
         const u32 all[4] = {one, one, one, one};
-        ROLLED for (int block = 0; block < count; ++block)
+        ROLLED for (int block = warp(); block < span; block += WARPS)
             UNROLL for (int c = 0; c < TILES; ++c) {
-                float d[4] = {0, 0, 0, 0};
+                float d[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
                 UNROLL for (int h = 0; h < PIECES; ++h) {
-                    const Four b = load4(shared() + ((column[c] + block * step[c]) ^ (h * 16)));
+                    const Four b = load4(column[c] + block * step[c] + apart[h]);
                     const u32 first[2] = {b.x, b.y}, second[2] = {b.z, b.w};
-                    mma<BF16>(d, all, first);
-                    mma<BF16>(d, all, second);
+                    mma<BF16>(d[0], all, first);
+                    mma<BF16>(d[1], all, second);
                 }
-                if (g == 0) {
-                    sums_x[((block * TILES + c) * 4 + t) * 2] = d[0];
-                    sums_x[((block * TILES + c) * 4 + t) * 2 + 1] = d[1];
-                }
+                if (g == 0) UNROLL for (int e = 0; e < 2; ++e)
+                    sums_x[((block * TILES + c) * 4 + t) * 2 + e] = d[0][e] + d[1][e];
             }
-        sync_warp();
+        sync_block();
     }
 
-    constexpr int KEPT = PER_BLOCK == 1 ? 4 : 2;           // sums of a lane for each tile of columns
-    float sum[TILES][KEPT];
-    UNROLL for (int c = 0; c < TILES; ++c) UNROLL for (int e = 0; e < KEPT; ++e) sum[c][e] = 0;
+    constexpr int KEPT = PER_BLOCK == 1 ? 4 : 2;           // sums of a lane for each tile of columns and 16 rows
+    float sum[TILES][TALL][KEPT];
+    UNROLL for (int c = 0; c < TILES; ++c) UNROLL for (int v = 0; v < TALL; ++v)
+        UNROLL for (int e = 0; e < KEPT; ++e) sum[c][v][e] = 0;
+    UNROLL for (int c = 0; c < TILES; ++c) column[c] += skipped * step[c];
+    u32 nan[LINES];                                        // of fp8 codes: a highest bit is set if there was one
+    UNROLL for (int r = 0; r < LINES; ++r) nan[r] = 0;
+    const u8* scale_at[LINES];
+    const u8* zero_at[LINES];
+    int take = 0, take_line = 0;
 
-    auto compute = [&](const Stage& of, int block) {
-        float d[TILES * CHAINS][4];
-        UNROLL for (int c = 0; c < TILES * CHAINS; ++c) {
-            UNROLL for (int e = 0; e < 4; ++e) d[c][e] = 0;
-            if (OFFSET && c < TILES) UNROLL for (int e = 0; e < 4; ++e) {
-                const float all = sums_x[((block * TILES + c) * 4 + t) * 2 + (e & 1)];
-                d[c][e] = ZEROS ? all * (float(of.zero[e / 2][SCALES_OF_LANE == 1 ? 0 : e & 1]) + (BITS == 4 ? 16 : 0))
-                                : all;
+    auto begin = [&](int tile) {                           // where its scales are
+        sync_warp();                                       // other lanes have asked for them
+        UNROLL for (int r = 0; r < LINES; ++r) {
+            const u32 at = u32(least(tile * HEIGHT + r * 8 + g, p.n - 1)) * p.groups + first_group;
+            const u8* const here = lines + (take_line * HEIGHT + r * 8 + g) * line;
+            scale_at[r] = here + at % (16 / sizeof(Scale)) * sizeof(Scale);
+            zero_at[r] = here + scale_line + at % 16;
+        }
+        take_line = take_line + 1 == p.tiles_ahead ? 0 : take_line + 1;
+    };
+    auto compute = [&](int block) {                        // and asks for what comes next
+        int group[2];                                      // of the scales that came with the tile
+        UNROLL for (int s = 0; s < SCALES_OF_LANE; ++s) {
+            if (GROUP == 0) group[s] = 0;
+            else if (PER_BLOCK == 1) group[s] = (from + block) / LONG - first_group;
+            else group[s] = least(block * PER_BLOCK + (PER_BLOCK == 4 ? (t & 1) * 2 : 0) + s,
+                                  p.groups - 1 - first_group);
+        }
+        float d[TILES * CHAINS][TALL][4];
+        UNROLL for (int c = 0; c < TILES * CHAINS; ++c) UNROLL for (int v = 0; v < TALL; ++v)
+            UNROLL for (int e = 0; e < 4; ++e) {
+                d[c][v][e] = 0;
+                if (OFFSET && c < TILES) {
+                    d[c][v][e] = sums_x[(((skipped + block) * TILES + c) * 4 + t) * 2 + (e & 1)];
+                    if (ZEROS) d[c][v][e] *= (INT4 ? 16 : 0) + float(*reinterpret_cast<const Zero*>(
+                        zero_at[v * 2 + e / 2] + group[SCALES_OF_LANE == 1 ? 0 : e & 1]));
+                }
+            }
+        u32 codes[LINES][4];
+        UNROLL for (int r = 0; r < LINES; ++r) {
+            const Four here = load4(ring + take + r * 512);
+            codes[r][0] = here.x, codes[r][1] = here.y, codes[r][2] = here.z, codes[r][3] = here.w;
+            if (FP8) UNROLL for (int w = 0; w < 4; ++w) nan[r] |= (codes[r][w] & 0x7F7F7F7F) + 0x01010101;
+        }
+        UNROLL for (int h = 0; h < PIECES; ++h) UNROLL for (int c = 0; c < TILES; ++c) {
+            const Four b = load4(column[c] + apart[h]);
+            const u32 first[2] = {b.x, b.y}, second[2] = {b.z, b.w};
+            const int word = INT4 ? h : 2 * h, then = INT4 ? h : 2 * h + 1;
+            UNROLL for (int v = 0; v < TALL; ++v) {
+                const auto &low = codes[2 * v], &high = codes[2 * v + 1];
+                multiply(d[c][v], low[word], high[word], first, 0, p.exponent, p.sign);
+                multiply(d[c + TILES * (CHAINS - 1)][v], low[then], high[then], second, 2, p.exponent, p.sign);
             }
         }
-        const u32 low[4] = {of.low.x, of.low.y, of.low.z, of.low.w};
-        const u32 high[4] = {of.high.x, of.high.y, of.high.z, of.high.w};
-        UNROLL for (int h = 0; h < PIECES; ++h) UNROLL for (int c = 0; c < TILES; ++c) {
-            const Four b = load4(shared() + (column[c] ^ (h * 16)));
-            const u32 first[2] = {b.x, b.y}, second[2] = {b.z, b.w};
-            const int word = BITS == 4 ? h : 2 * h, then = BITS == 4 ? h : 2 * h + 1;
-            multiply(d[c], low[word], high[word], first, 0, p);
-            multiply(d[c + TILES * (CHAINS - 1)], low[then], high[then], second, 2, p);
-        }
+        float scale[LINES][2];
+        UNROLL for (int r = 0; r < LINES; ++r) UNROLL for (int s = 0; s < SCALES_OF_LANE; ++s)
+            scale[r][s] = GROUP == 0 ? 1.0f : wide(reinterpret_cast<const Scale*>(scale_at[r])[group[s]]);
+        fetch();                                           // before the products are waited for
+        take = take + UNIT == STAGES * UNIT ? 0 : take + UNIT;
         UNROLL for (int c = 0; c < TILES; ++c) {
             column[c] += step[c];
-            UNROLL for (int e = 0; e < 4; ++e) {
-                const float v = CHAINS == 1 ? d[c][e] : d[c][e] + d[c + TILES * (CHAINS - 1)][e];
-                const float scale = GROUP == 0 ? 1.0f : wide(of.scale[e / 2][SCALES_OF_LANE == 1 ? 0 : e & 1]);
-                sum[c][KEPT == 4 ? e : e / 2] += v * scale;
-            }
+            UNROLL for (int v = 0; v < TALL; ++v) UNROLL for (int e = 0; e < 4; ++e)
+                sum[c][v][KEPT == 4 ? e : e / 2] += scale[v * 2 + e / 2][SCALES_OF_LANE == 1 ? 0 : e & 1]
+                    * (CHAINS == 1 ? d[c][v][e] : d[c][v][e] + d[c + TILES * (CHAINS - 1)][v][e]);
         }
     };
     auto keep = [&](float* to) {                           // the sums of a tile
+        UNROLL for (int r = 0; r < LINES && FP8; ++r) {
+            nan[r] |= shuffle_xor(nan[r], 1);
+            nan[r] |= shuffle_xor(nan[r], 2);
+        }
         UNROLL for (int c = 0; c < TILES; ++c) {
             column[c] -= count * step[c];
-            UNROLL for (int e = 0; e < KEPT; ++e) {
-                float v = sum[c][e];
-                sum[c][e] = 0;
-                if (PER_BLOCK == 4) v += shuffle_xor(v, 1);
-                const int row = PER_BLOCK == 1 ? c * 8 + 2 * t + (e & 1) : PER_BLOCK == 2 ? c * 4 + t : c * 2 + t / 2;
-                if (row < ROWS) to[row * COLUMN + g + (e >= KEPT / 2 ? 8 : 0)] = v;
+            UNROLL for (int v = 0; v < TALL; ++v) UNROLL for (int e = 0; e < KEPT; ++e) {
+                const int r = v * 2 + e / (KEPT / 2);
+                float value = sum[c][v][e];
+                sum[c][v][e] = 0;
+                if (FP8 && nan[r] & 0x80808080) value = bits_float(0x7FC00000);
+                if (PER_BLOCK == 4) value += shuffle_xor(value, 1);
+                const int m = PER_BLOCK == 1 ? c * 8 + 2 * t + (e & 1) : PER_BLOCK == 2 ? c * 4 + t : c * 2 + t / 2;
+                if (m < ROWS) to[(v * ROWS + m) * COLUMN + r % 2 * 8 + g] = value;
             }
         }
+        UNROLL for (int r = 0; r < LINES; ++r) nan[r] = 0;
     };
 
-    const int at = thread() % PLACES, slot_here = at / 16;
-    int left = (tiles - team + teams - 1) / teams;
-    ROLLED for (int first_tile = team; left > 0; first_tile += SLOTS * teams, left -= SLOTS) {
-        const int row = (first_tile + slot_here * teams) * 16 + at % 16;
-        const bool wanted = slot_here < left && row < p.n;
-        float scale = 1, bias = 0;                         // asked for long before they are needed
-        if (wanted && GROUP == 0) scale = wide(static_cast<const Scale*>(p.scales)[row]);
-        if (wanted && p.bias) bias = to_float<BF16>(p.bias[row]);
+    constexpr int TOGETHER = THREADS / PLACES;             // rows of x
+    const int at = thread() % PLACES, slot_here = at / HEIGHT, down = at % HEIGHT, first_m = thread() / PLACES;
+    int left = (tiles - cluster + clusters - 1) / clusters;
+    ROLLED for (int first_tile = cluster; left > 0; first_tile += SLOTS * clusters, left -= SLOTS) {
+        const int row = (first_tile + slot_here * clusters) * HEIGHT + down;
+        const bool wanted = slot_here < left && row < p.n && first_m < TOGETHER;
+        Scale scale = 0;                                   // asked for long before it is needed, as is the bias
+        u16 bias = 0;
+        if (wanted && GROUP == 0) scale = static_cast<const Scale*>(p.scales)[row];
+        if (wanted && p.bias) bias = p.bias[row];
+        auto finish = [&](int m, float total) {
+            if (FP8 && !BF16) total *= 256;
+            if (GROUP == 0) total *= wide(scale);
+            p.out[i64(m) * p.n + row] = from_float<BF16>(total + to_float<BF16>(bias));
+        };
 
-        const int units = least(left, SLOTS) * count;
-        int block = 0;
-        float* kept = parts + warp() * ROWS * COLUMN;
-        ROLLED for (int unit = 0; unit < units; unit += STAGES)
-            UNROLL for (int s = 0; s < STAGES; ++s)
-                if (unit + s < units) {
-                    compute(stage[s], block);
-                    fetch(stage[s]);
-                    if (++block == count) {
-                        keep(kept);
-                        kept += SLOT;
-                        block = 0;
-                    }
-                }
+        ROLLED for (int slot = team; slot < least(left, SLOTS); slot += TEAMS) {
+            ROLLED for (int block = 0; block < count; ++block) {
+                copy_wait<STAGES - 1>();
+                if (block == 0 && (GROUP != 0 || ZEROS)) begin(first_tile + slot * clusters);
+                compute(block);
+            }
+            keep(parts + slot * SLOT + part * PART);
+        }
         sync_block();
-        ROLLED for (int m = thread() / PLACES; m < p.rows; m += THREADS / PLACES) {
+        if (wanted) ROLLED for (int m = first_m; m < p.rows; m += TOGETHER) {
             float total = 0;
-            UNROLL for (int w = 0; w < WARPS; ++w)
-                total += parts[slot_here * SLOT + (w * ROWS + m) * COLUMN + at % 16];
-            if (SPLIT > 1) totals[m * PLACES + at] = total;
-            else if (wanted) p.out[i64(m) * p.n + row] = from_float<BF16>(total * scale + bias);
+            UNROLL for (int w = 0; w < PARTS; ++w)
+                total += parts[slot_here * SLOT + w * PART + (down / 16 * ROWS + m) * COLUMN + down % 16];
+            if (SPLIT > 1) totals[m * PLACES + at] = total; else finish(m, total);
         }
         if (SPLIT > 1) {
             sync_cluster();
-            if (wanted && slot_here % SPLIT == rank)
-                ROLLED for (int m = thread() / PLACES; m < p.rows; m += THREADS / PLACES) {
-                    float total = 0;
-                    UNROLL for (int other = 0; other < SPLIT; ++other)
-                        total += cluster_read(&totals[m * PLACES + at], other);
-                    p.out[i64(m) * p.n + row] = from_float<BF16>(total * scale + bias);
-                }
-            sync_cluster();
+            if (wanted && slot_here % SPLIT == rank) ROLLED for (int m = first_m; m < p.rows; m += TOGETHER) {
+                float total = 0;
+                UNROLL for (int other = 0; other < SPLIT; ++other)
+                    total += cluster_read(&totals[m * PLACES + at], other);
+                finish(m, total);
+            }
+            if (left > SLOTS) sync_cluster(); else leave_cluster();
         } else if (left > SLOTS) sync_block();
     }
 }

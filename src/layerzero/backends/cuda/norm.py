@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from . import compiler
-from .decode import processors_of
 
 _PARAMS = struct.Struct("@5P2qi2f")
 MOST_HIDDEN = 1 << 15
@@ -38,8 +37,8 @@ def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
         return out, total
     flat = x.reshape(-1, hidden)
     other = flat if residual is None else residual.reshape(-1, hidden)
-    run, grid = _prepared(flat.shape[0], hidden, x.dtype, residual is not None, None if weight is None else weight.dtype,
-                          processors_of(x.device), threads)
+    run, grid = _prepared(flat.shape[0], hidden, x.dtype, residual is not None,
+                          None if weight is None else weight.dtype, compiler.processors_of(x.device), threads)
     run.launch(grid, _PARAMS.pack(
         flat.data_ptr(), other.data_ptr(), 0 if weight is None else weight.data_ptr(), out.data_ptr(),
         total.data_ptr(), flat.stride(0), other.stride(0), flat.shape[0], eps, offset))

@@ -68,10 +68,12 @@ def _decode() -> Callable[..., Any]:
     from flashinfer import single_decode_with_kv_cache as decode
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
-            window_left: int = -1, window_right: int = -1, softcap: float = 0.0, return_lse: bool = False) -> Any:
-        found = decode(query[0, 0], key[0], value[0], kv_layout="NHD", sm_scale=scale, window_left=window_left,
-                       logits_soft_cap=softcap, return_lse=return_lse)
-        return (found[0][None, None], (found[1] * LN2)[None, :, None]) if return_lse else found[None, None]
+            layout: str = "bhsd", window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
+            return_lse: bool = False) -> Any:
+        found = decode(query.flatten(0, 2), key[0], value[0], kv_layout="HND" if layout == "bhsd" else "NHD",
+                       sm_scale=scale, window_left=window_left, logits_soft_cap=softcap, return_lse=return_lse)
+        out = (found[0] if return_lse else found).view(query.shape)
+        return (out, (found[1] * LN2)[None, :, None]) if return_lse else out
 
     return run
 
@@ -192,18 +194,19 @@ WORKSPACE = "32 * 1024 * 1024"                 # bytes, taken anew in every call
 
 KERNELS = (
     Kernel("flashinfer.prefill_fa2", attention, _prefill_fa2, ONE_SEQUENCE, variants=("bshd",), prior=10.0,
-           overhead_us=25.0, workspace=WORKSPACE, **LIBRARY),
+           overhead_us=25.0, workspace=WORKSPACE, **TRIED),
     Kernel("flashinfer.prefill_fa3", attention, _prefill_fa3, (*ONE_SEQUENCE, generations("hopper")),
            variants=("bshd",), prior=16.0, overhead_us=25.0, workspace=WORKSPACE, **LIBRARY),
     Kernel("flashinfer.decode", attention, _decode, (
         *ONE_SEQUENCE, equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
-        one_of("group", *GROUPS, code=Code.GQA_UNSUPPORTED)),
-        variants=("bshd",), prior=9.0, overhead_us=25.0, workspace=WORKSPACE, **LIBRARY,
+        one_of("group", *GROUPS, code=Code.GQA_UNSUPPORTED),
+        *(contiguous(name) for name in ("query", "key", "value"))),        # it reads no strides
+        variants=("bhsd", "bshd"), prior=9.0, overhead_us=25.0, workspace=WORKSPACE, **LIBRARY,
         note="without tensor cores; with many query heads for a KV head prefill_fa2 is the quicker one"),
     Kernel("flashinfer.rms_norm", rms_norm, _rms_norm, (*NORM, one_of("offset", 0.0, 1.0)), prior=5.0,
-           overhead_us=12.0, **LIBRARY),
+           overhead_us=12.0, **TRIED),
     Kernel("flashinfer.add_rms_norm", add_rms_norm, _add_rms_norm, (
-        *NORM, contiguous("residual"), aligned("residual", 16)), prior=2.5, overhead_us=20.0, **LIBRARY,
+        *NORM, contiguous("residual"), aligned("residual", 16)), prior=2.5, overhead_us=20.0, **TRIED,
         note="the library writes into its inputs, so both are copied first"),
     Kernel("flashinfer.rope", rope, _rope, (
         *HARDWARE, HALF, present("k.dtype", Code.FEATURE_UNSUPPORTED), contiguous("q"), contiguous("k"),

@@ -341,8 +341,9 @@ LATENT: tuple[Condition, ...] = (
     equals("head_dim_kpe", 64, Code.HEAD_DIM_INVALID), at_least("heads", 1, Code.EMPTY_INPUT),
     at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
 
-_PLANNED: dict[str, Any] = {**LIBRARY, "graph_safe": False, "workspace": str(WORKSPACE),
+_PLANNED: dict[str, Any] = {**TRIED, "graph_safe": False, "workspace": str(WORKSPACE),
                             "note": "plans on the host, once for the same unchanged lengths and pages"}
+_UNTRIED: dict[str, Any] = {**_PLANNED, **LIBRARY}
 BOTH = ("NHD", "HND")
 
 KERNELS = (
@@ -357,12 +358,11 @@ KERNELS = (
     Kernel("flashinfer.paged_prefill_fa2", paged_attention, _paged_prefill_fa2, (*PAGED, PREFILL), variants=BOTH,
            prior=9.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.paged_prefill_fa3", paged_attention, _paged_prefill_fa3, (*PAGED, PREFILL, HOPPER),
-           variants=BOTH, prior=14.0, overhead_us=60.0, **_PLANNED),
+           variants=BOTH, prior=14.0, overhead_us=60.0, **_UNTRIED),
     Kernel("flashinfer.varlen_fa2", varlen_attention, _varlen_fa2, RAGGED, prior=10.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.varlen_fa3", varlen_attention, _varlen_fa3, (*RAGGED, HOPPER), prior=15.0, overhead_us=60.0,
-           **_PLANNED),
-    Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0,
-           **{**_PLANNED, **TRIED}),
+           **_UNTRIED),
+    Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.mla_fa3", mla_paged_attention, _mla_fa3, (*LATENT, HOPPER), prior=9.0, overhead_us=60.0,
-           **{**_PLANNED, **TRIED}),
+           **_PLANNED),
 )

@@ -1,12 +1,16 @@
 """Our own GPU kernels, written in Triton and compiled by it on first use; one file for each family.
 
 This file declares them. Triton itself is imported when a kernel is first loaded. They read raw memory, so they take
-plain tensors only, and have no backward.
+plain tensors only, and have no backward. How many programs are best depends on the card: what was fastest on an H200 is
+the default, and half and twice as many are kernels of their own, as every configuration is that tuning chooses among:
+their times are kept with all others, and no call searches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...ops.add_rms_norm import OP as add_rms_norm
@@ -102,6 +106,38 @@ def _quantize() -> Callable[..., Any]:
     return quantize
 
 
+def _attention_half() -> Callable[..., Any]:
+    return partial(_attention(), programs=0.5)
+
+
+def _attention_double() -> Callable[..., Any]:
+    return partial(_attention(), programs=2.0)
+
+
+def _paged_attention_half() -> Callable[..., Any]:
+    return partial(_paged_attention(), programs=0.5)
+
+
+def _paged_attention_double() -> Callable[..., Any]:
+    return partial(_paged_attention(), programs=2.0)
+
+
+def _linear_half() -> Callable[..., Any]:
+    return partial(_linear(), programs=0.5)
+
+
+def _linear_double() -> Callable[..., Any]:
+    return partial(_linear(), programs=2.0)
+
+
+def _quantized_linear_half() -> Callable[..., Any]:
+    return partial(_quantized_linear(), programs=0.5)
+
+
+def _quantized_linear_double() -> Callable[..., Any]:
+    return partial(_quantized_linear(), programs=2.0)
+
+
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: Condition, **more: Any) -> Kernel:
     return Kernel(f"triton.{name}", op, load, (*HARDWARE, plain_tensors(), *requires), package="triton", prior=prior,
@@ -138,7 +174,7 @@ NORM: tuple[Condition, ...] = (
 
 FEW: tuple[Condition, ...] = (HALF, at_least("rows", 1, Code.EMPTY_INPUT), at_most("rows", 16), unit_stride("x"))
 
-KERNELS = (
+DEFAULTS = (
     _kernel("attention_decode", attention, _attention, 8.0, 25.0, HALF, *_few_rows("seq_q"), *HEADS, POSITIVE_SCALE,
             at_most("group", 16),              # with all heads on one KV head, merging the parts takes too long
             at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq_q", 1, Code.EMPTY_INPUT),
@@ -184,3 +220,15 @@ KERNELS = (
             one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), absent("zeros.dtype"),
             absent("global_scale.dtype")),
 )
+
+# After the defaults where nothing was measured.
+CONFIGURED: tuple[tuple[str, str, Callable[[], Callable[..., Any]]], ...] = (
+    ("triton.attention_decode", "half", _attention_half), ("triton.attention_decode", "double", _attention_double),
+    ("triton.paged_attention_decode", "half", _paged_attention_half),
+    ("triton.paged_attention_decode", "double", _paged_attention_double),
+    ("triton.linear_gemv", "half", _linear_half), ("triton.linear_gemv", "double", _linear_double),
+    ("triton.quantized_linear_gemv", "half", _quantized_linear_half),
+    ("triton.quantized_linear_gemv", "double", _quantized_linear_double))
+KERNELS = (*DEFAULTS, *(replace(k, id=f"{k.id}_{name}", load=load, prior=0.99 * k.prior,
+                                note=f"{name} as many programs: for tuning to choose")
+                        for of, name, load in CONFIGURED for k in DEFAULTS if k.id == of))

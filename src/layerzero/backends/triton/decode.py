@@ -26,16 +26,16 @@ class Config(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def config(rows: int, homes: int, tiles_of_64: int, stage_bytes_of_64: int, paged: bool,
-           device: torch.device) -> Config:
+           device: torch.device, programs: float = 1.0) -> Config:
     """`homes` is batch x KV heads. A split has a tile at least; on an H200 one program for each multiprocessor was
     fastest. Rows of pages are of many lengths, so that four programs for each are better than one that others wait
-    for."""
+    for. `programs`: how many, as a multiple of that; tuning finds out what is fastest elsewhere."""
     processors, shared = size_of(device)
     block_n, warps = (64, 4) if rows <= 16 else (128, 8)
     fit = (shared - (16 << 10)) // (stage_bytes_of_64 * (block_n // 64))
     stages = max(1, min(4 if block_n == 64 and not paged else 3, fit))
     tiles = max(1, tiles_of_64 * 64 // block_n)
-    splits = max(4 if paged else 1, min(processors // homes, MOST_SPLITS))
+    splits = max(int(4 * programs) if paged else 1, min(int(processors * programs) // homes, MOST_SPLITS))
     return Config(block_n, warps, stages, min(splits, tiles))
 
 
@@ -45,7 +45,7 @@ def launch(
     out_strides: tuple[int, int, int], lse_strides: tuple[int, int, int], scale: float, softcap: float, left: int,
     right: int, bottom: bool, slopes: Tensor | None = None, table: Tensor | None = None, lengths: Tensor | None = None,
     starts: Tensor | None = None, page: int = 0, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    chosen: Config | None = None,
+    chosen: Config | None = None, programs: float = 1.0,
 ) -> None:
     """`shape`: batch, heads, kv_heads, room (queries per head), keys, dim, dim_v. Strides: batch, head, token."""
     batch, heads, kv_heads, room, keys, dim, dim_v = shape
@@ -53,7 +53,8 @@ def launch(
     rows = max(16, triton.next_power_of_2(group * room))
     seen = keys if left < 0 else min(keys, left + room + 63)
     made = chosen or config(rows, batch * kv_heads, -(-seen // 64),
-                            64 * (dim * key.element_size() + dim_v * value.element_size()), page > 0, query.device)
+                            64 * (dim * key.element_size() + dim_v * value.element_size()), page > 0, query.device,
+                            programs)
     splits, many, used = made.splits, triton.next_power_of_2(made.splits), triton.next_power_of_2(group * room)
     parts = stats = count = query                  # not read where there is one split
     if splits > 1:
@@ -83,16 +84,17 @@ def _per_head(scale: Tensor | None) -> int:
 def attention_decode(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
     causal_align: str | None = None, window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd",
+    softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd", programs: float = 1.0,
 ) -> Any:
     return dense(query, key, value, is_causal, scale, causal_align, window_left, window_right, alibi_slopes, softcap,
-                 return_lse, layout)
+                 return_lse, layout, None, programs)
 
 
 def dense(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
     causal_align: str | None = None, window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
     softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd", chosen: Config | None = None,
+    programs: float = 1.0,
 ) -> Any:
     """`chosen` is for measuring."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
@@ -113,7 +115,7 @@ def dense(
 
     launch(query, key, value, out, lse, (batch, heads, kv_heads, room, keys, dim, dim_v), strides(query), strides(key),
            strides(value), strides(out), (heads * room, room, 1), dim ** -0.5 if scale is None else scale, softcap,
-           window_left, right, bottom, alibi_slopes, chosen=chosen)
+           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs)
     return out if lse is None else (out, lse)
 
 
@@ -121,10 +123,10 @@ def paged_attention_decode(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
     cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
     softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
-    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD",
+    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD", programs: float = 1.0,
 ) -> Any:
     return paged(query, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, is_causal, scale, window_left,
-                 softcap, key_scale, value_scale, max_seqlen_q, return_lse, kv_layout)
+                 softcap, key_scale, value_scale, max_seqlen_q, return_lse, kv_layout, None, programs)
 
 
 def paged(
@@ -132,6 +134,7 @@ def paged(
     cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, window_left: int = -1,
     softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
     max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD", chosen: Config | None = None,
+    programs: float = 1.0,
 ) -> Any:
     tokens, heads, dim = query.shape
     slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
@@ -154,5 +157,5 @@ def paged(
                strides(query), pool(key_cache), pool(value_cache), strides(out),
                (0 if packed else heads, 1, heads), dim ** -0.5 if scale is None else scale, softcap, window_left,
                0 if is_causal and room > 1 else -1, True, None, block_table, context_lens, cu_seqlens_q, page,
-               key_scale, value_scale, chosen)
+               key_scale, value_scale, chosen, programs)
     return out if lse is None else (out, lse)

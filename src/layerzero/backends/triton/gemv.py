@@ -287,23 +287,27 @@ class Config(NamedTuple):
     splits: int = 1            # of the inputs; of one row of four-bit codes: programs for each multiprocessor
 
 
-def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.device) -> Config:
-    """`width`: bytes or numbers in a row of the weight; `group`: of them, how many share a scale, 0 for all."""
+def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.device,
+           programs: float = 1.0) -> Config:
+    """`width`: bytes or numbers in a row of the weight; `group`: of them, how many share a scale, 0 for all.
+
+    `programs`: how many, as a multiple of what was fastest on an H200; tuning finds out what is fastest elsewhere.
+    """
     processors, _ = size_of(device)
     if rows == 1 and int4:                                 # threads enough to hold all of x, where that can be
         quads = max(128, triton.next_power_of_2(-(-width // 16)))
-        return Config(2, quads, quads // 32, 1, 512 // quads) if quads <= 512 else Config(2, 128, 4, 1, 4)
+        quads = quads if quads <= 512 else 128
+        return Config(2, quads, quads // 32, 1, max(1, int(512 // quads * programs)))
     if rows == 1:
-        return Config(4 if n >= 4 * 4 * processors else 2, 128, 4, 1)
+        return Config(int((4 if n >= 4 * 4 * processors else 2) / programs), 128, 4, 1)
     block_n = 64 if n >= 64 * processors else 32
     block_k = min(128, max(16, triton.next_power_of_2(width)), group or 128)
-    programs = -(-n // block_n)
-    splits = max(1, min(2 * processors // programs, width // (4 * block_k)))
+    splits = max(1, min(int(2 * processors * programs) // -(-n // block_n), width // (4 * block_k)))
     return Config(block_n, block_k, 4, 4, splits)
 
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None, bias: Tensor | None, format: str,
-           group_size: int, chosen: Config | None = None) -> Tensor:
+           group_size: int, chosen: Config | None = None, programs: float = 1.0) -> Tensor:
     """`format`: that of the codes, or "" where the weight is stored as it is."""
     k, n = x.shape[-1], weight.shape[0]
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
@@ -315,7 +319,7 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     scale_row = 0 if scales is None else scales.stride(0)
     if not out.numel():
         return out
-    made = chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, int4, x.device)
+    made = chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, int4, x.device, programs)
     options: dict[str, Any] = {"K": k, "GROUP": group, "ZEROS": zeros is not None, "BIAS": bias is not None,
                                "BLOCK_N": made.block_n, "STAGES": made.stages, "num_warps": made.warps}
     grid = (-(-n // made.block_n),)
@@ -340,10 +344,11 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return launch(x, weight, None, None, bias, "", 0)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, programs: float = 1.0) -> Tensor:
+    return launch(x, weight, None, None, bias, "", 0, None, programs)
 
 
 def quantized_linear(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
-                     bias: Tensor | None = None, *, format: str, group_size: int = 0) -> Tensor:
-    return launch(x, weight_q, scales, zeros, bias, format, group_size)
+                     bias: Tensor | None = None, *, format: str, group_size: int = 0,
+                     programs: float = 1.0) -> Tensor:
+    return launch(x, weight_q, scales, zeros, bias, format, group_size, None, programs)

@@ -101,8 +101,8 @@ def bench_gemv() -> None:
             options: list[tuple[str, Callable[[], Any]]] = [("default", lambda a=given: gemv.launch(*a))]
             options += [(str(tuple(made)), lambda a=given, made=made: gemv.launch(*a, chosen=made))
                         for made in (gemv.Config(*c) for c in GEMV)]
-            race(f"gemv {rows}x{k}->{n} {format}", options, [
-                ("triton", lambda a=given: triton_gemv.launch(*a)), ("F.linear", lambda x=x, w=w: F.linear(x, w))], want)
+            others = [("triton", lambda a=given: triton_gemv.launch(*a)), ("F.linear", lambda x=x, w=w: F.linear(x, w))]
+            race(f"gemv {rows}x{k}->{n} {format}", options, others, want)
 
 
 def bench_sample() -> None:
@@ -120,8 +120,8 @@ def bench_sample() -> None:
             ours = (*fixed, 0, False, sampling.Rows(uniform), False)
             options: list[tuple[str, Callable[[], Any]]] = [("default", lambda a=ours: sampling.choose(*a)[0])]
             if name == "top_p 0.9":
-                options += [(str(c), lambda a=ours, made=sampling.Config(*c): sampling.choose(*a, chosen=made)[0])
-                            for c in SAMPLE]
+                options += [(str(tuple(made)), lambda a=ours, made=made: sampling.choose(*a, chosen=made)[0])
+                            for made in (sampling.Config(*c) for c in SAMPLE)]
             race(f"sample {batch}x128256 {str(dtype)[6:]} {name}", options,
                  [("triton", lambda a=(*fixed, uniform, 0, False): triton_sampling.choose(*a)[0])], want, keep=3)
 

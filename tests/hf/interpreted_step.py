@@ -5,8 +5,17 @@ First each against plain torch, then as the memory of a whole decode step.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from layerzero.integrations.transformers import triton_step
 from layerzero.integrations.transformers.accelerate import accelerate
@@ -33,23 +42,26 @@ def check_turn_and_keep(batch: int, heads: int, kv_heads: int, dim: int, rotary:
     assert not keys[:, :5].any() and not keys[:, 6:].any() and not values[:, :5].any() and not values[:, 6:].any()
 
 
-def check_attend(batch: int, heads: int, kv_heads: int, dim: int, room: int, lengths: list[int]) -> None:
+def check_attend(batch: int, heads: int, kv_heads: int, dim: int, room: int, lengths: list[int],
+                 window: int | None = None, softcap: float = 0.0) -> None:
     gen = torch.Generator().manual_seed(1)
     query = torch.randn(batch, heads, dim, generator=gen).to(HALF)
     keys, values = (torch.randn(batch, room, kv_heads, dim, generator=gen).to(HALF) for _ in "kv")
-    found = triton_step.attend(query, keys, values, torch.tensor(lengths), dim ** -0.5)
+    found = triton_step.attend(query, keys, values, torch.tensor(lengths), dim ** -0.5, window, softcap)
     for i, n in enumerate(lengths):
-        k, v = (t[i, :n].repeat_interleave(heads // kv_heads, 1).float() for t in (keys, values))
-        weights = (torch.einsum("hd,nhd->hn", query[i].float(), k) * dim ** -0.5).softmax(-1)
+        first = max(0, n - window) if window else 0
+        k, v = (t[i, first:n].repeat_interleave(heads // kv_heads, 1).float() for t in (keys, values))
+        scores = torch.einsum("hd,nhd->hn", query[i].float(), k) * dim ** -0.5
+        weights = (torch.tanh(scores / softcap) * softcap if softcap else scores).softmax(-1)
         torch.testing.assert_close(found[i].float(), torch.einsum("hn,nhd->hd", weights, v), rtol=5e-3, atol=5e-3)
 
 
 @torch.no_grad()
-def check_whole_step() -> None:
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+def check_whole_step(model_class: type, config_class: type, **more: Any) -> None:
+    config = config_class(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0,
+                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, **more)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval().to(HALF)
+    model = model_class(config).eval().to(HALF)
     ids = torch.arange(3, 12)[None]
     expected = [model(ids[:, :n]).logits[:, -1] for n in (7, 8, 9)]
     report = accelerate(model, measure=False, patch=False, capture=True)
@@ -69,5 +81,9 @@ if __name__ == "__main__":
     check_turn_and_keep(1, 3, 1, 24, 16, torch.float32)        # a part of each head, sizes that are no power of two
     check_attend(2, 4, 2, 16, 200, [150, 1])
     check_attend(1, 8, 2, 32, 64, [64])
-    check_whole_step()
+    check_attend(2, 4, 2, 16, 200, [150, 5], window=40, softcap=0.5)
+    check_whole_step(LlamaForCausalLM, LlamaConfig)
+    gemma = {"head_dim": 16, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    check_whole_step(Gemma2ForCausalLM, Gemma2Config, **gemma, attn_logit_softcapping=2.0)
+    check_whole_step(Gemma3ForCausalLM, Gemma3TextConfig, **gemma)
     print("all agree")

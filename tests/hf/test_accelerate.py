@@ -325,20 +325,20 @@ def test_a_base_model_without_a_head():
 
 
 def test_other_models_say_what_was_left():
-    config = transformers.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=64, n_positions=256)
-    model = transformers.GPT2LMHeadModel(config).eval()
+    config = transformers.BloomConfig(hidden_size=32, n_head=2, n_layer=1, vocab_size=64)
+    model = transformers.BloomForCausalLM(config).eval()
     report = accelerate(model, measure=False)
-    assert "no decode step: GPT2LMHeadModel" in report.left[0] and "lz.patch" in str(report)
+    assert "no decode step: BloomForCausalLM" in report.left[0] and "lz.patch" in str(report)
     nothing = nn.Sequential(nn.ReLU())
     report = accelerate(nothing)
     assert not report.done and "nothing was changed" in str(report) and "_layerzero_acceleration" not in vars(nothing)
 
 
 @pytest.mark.parametrize("name, more, why", [
-    ("Mistral windowed", {"sliding_window": 8}, "window"),
+    ("Mistral windowed", {"sliding_window": 1}, "window"),
     ("Llama dynamic", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-    ("Gemma", {"head_dim": 16}, "GemmaModel"), ("Granite", {}, "GraniteForCausalLM"), ("Glm", {"head_dim": 16}, "rope"),
-    ("Cohere", {}, "Cohere")])
+    ("DiffLlama", {}, "DiffLlamaAttention"), ("Llama relu2", {"hidden_act": "relu2"}, "computes no MLP"),
+    ("Olmoe", {"clip_qkv": 2.0}, "clip_qkv"), ("Cohere", {"use_qk_norm": True}, "CohereLayerNorm")])
 def test_what_only_looks_alike_is_not_recognised(name, more, why):
     with pytest.raises(NotRecognised, match=why):
         recognise(build(name, **more))

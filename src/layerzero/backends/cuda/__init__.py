@@ -112,7 +112,6 @@ def _decode(tokens: str) -> tuple[Condition, ...]:
 
 INT4, EIGHT_BITS = one_of("format", "int4"), one_of("format", "int8", "fp8_e4m3")
 CODES: tuple[Condition, ...] = (               # what gemv.cu reads of a weight
-    one_of("format", "int4", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
     contiguous("weight_q", repair=False),
     *_in_place("weight_q"), multiple_of("in_features", 16), when(INT4, multiple_of("in_features", 32)),
     at_most("in_features", 1 << 15),           # 16 rows of x fit the shared memory of a cluster

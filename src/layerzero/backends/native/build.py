@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ...spec.errors import ConfigError
+from .. import cache_dir
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cpp"
@@ -48,18 +49,6 @@ def is_built() -> bool:
         return library_path().exists()
     except ConfigError:
         return False
-
-
-def cache_dir(environ: Mapping[str, str]) -> Path:
-    """The folder that runtime/config.py names too; a test keeps the two alike."""
-    text = environ.get("LAYERZERO_CACHE_DIR", "").strip()
-    base = environ.get("XDG_CACHE_HOME", "").strip()
-    try:
-        if text:
-            return Path(text).expanduser()
-        return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "layerzero"
-    except RuntimeError as e:
-        raise ConfigError(f"no home folder for the cache: {e}; set LAYERZERO_CACHE_DIR to an absolute path") from e
 
 
 @lru_cache(maxsize=None)

@@ -109,13 +109,12 @@ def _edge(J: tl.constexpr, lo, hi, peak, FIRST: tl.constexpr, PROBS: tl.constexp
 
 
 @triton.jit
-def _up_to(key, weight, edge, mass, many, MASS: tl.constexpr, COUNT: tl.constexpr):
+def _up_to(key, weight, edge, mass, many, MASS: tl.constexpr):
     """Adds what this thread's tokens before the edge weigh, and how many they are."""
     before = key < edge
     if MASS:
         mass += tl.sum(tl.sum(tl.where(before, weight, 0.0), 2), 0).to(tl.float64)
-    if COUNT:
-        many += tl.sum(tl.sum(before.to(tl.int32), 2), 0)
+    many += tl.sum(tl.sum(before.to(tl.int32), 2), 0)
     return mass, many
 
 
@@ -141,8 +140,8 @@ def narrow_kernel(
     """One of eight parts of [lo, hi) holds the cut, by number or by mass: that part becomes [lo, hi).
 
     `whole` is (lo, hi, tokens before lo, tokens before hi). Masses are summed a few at a time in float32, so where
-    one is within what that may be wrong by, the parts on both sides of the edge are kept. By mass, tokens are not
-    counted the first time. `total` is the mass of all, in float64.
+    one is within what that may be wrong by, the parts on both sides of the edge are kept. `total` is the mass of all,
+    in float64.
     """
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
@@ -152,7 +151,6 @@ def narrow_kernel(
         listed -= above
     if FIRST or ((listed > LIST) & (hi - lo > 1)):
         mass: tl.constexpr = not BY_COUNT
-        count: tl.constexpr = BY_COUNT or not FIRST
         peak = tl.load(peak_ptr + row)
         e1, e2 = _edge(1, lo, hi, peak, FIRST, PROBS), _edge(2, lo, hi, peak, FIRST, PROBS)
         e3, e4 = _edge(3, lo, hi, peak, FIRST, PROBS), _edge(4, lo, hi, peak, FIRST, PROBS)
@@ -171,13 +169,13 @@ def narrow_kernel(
                                 divisor, PROBS, SCALE, LIBDEVICE)
             if FIRST and not BY_COUNT:
                 m0 += tl.sum(tl.sum(weight.to(tl.float64), 2), 0)
-            m1, c1 = _up_to(key, weight, e1, m1, c1, mass, count)
-            m2, c2 = _up_to(key, weight, e2, m2, c2, mass, count)
-            m3, c3 = _up_to(key, weight, e3, m3, c3, mass, count)
-            m4, c4 = _up_to(key, weight, e4, m4, c4, mass, count)
-            m5, c5 = _up_to(key, weight, e5, m5, c5, mass, count)
-            m6, c6 = _up_to(key, weight, e6, m6, c6, mass, count)
-            m7, c7 = _up_to(key, weight, e7, m7, c7, mass, count)
+            m1, c1 = _up_to(key, weight, e1, m1, c1, mass)
+            m2, c2 = _up_to(key, weight, e2, m2, c2, mass)
+            m3, c3 = _up_to(key, weight, e3, m3, c3, mass)
+            m4, c4 = _up_to(key, weight, e4, m4, c4, mass)
+            m5, c5 = _up_to(key, weight, e5, m5, c5, mass)
+            m6, c6 = _up_to(key, weight, e6, m6, c6, mass)
+            m7, c7 = _up_to(key, weight, e7, m7, c7, mass)
         masses, counts = part_mass_ptr + (row * chunks + chunk) * 8, part_count_ptr + (row * chunks + chunk) * 8
         _keep(masses, counts, 0, m0, zero)
         _keep(masses, counts, 1, m1, c1)
@@ -205,11 +203,10 @@ def narrow_kernel(
                 last = tl.sum(((mass_of < top_p * total * (1.0 + UNSURE)) & (j > 0)).to(tl.int32), 0)
             tl.store(whole_ptr + row * 4, tl.where(cut == 0, lo, _which(cut - 1, e1, e2, e3, e4, e5, e6, e7)))
             tl.store(whole_ptr + row * 4 + 1, tl.where(last == 7, hi, _which(last, e1, e2, e3, e4, e5, e6, e7)))
-            if count:
-                if cut > 0:
-                    tl.store(whole_ptr + row * 4 + 2, tl.sum(tl.where(j == cut, count_of, 0), 0))
-                if last < 7:
-                    tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(j == last + 1, count_of, 0), 0))
+            if cut > 0:
+                tl.store(whole_ptr + row * 4 + 2, tl.sum(tl.where(j == cut, count_of, 0), 0))
+            if last < 7:
+                tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(j == last + 1, count_of, 0), 0))
 
 
 @triton.jit

@@ -7,6 +7,7 @@ a hook, another module in the place of one, weights that were moved or cast, and
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
 import sys
 from collections import Counter
@@ -22,11 +23,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ...runtime import events, faults
+from ...spec.errors import NoKernel
 from ...spec.event import Fallback
 from .captured import CapturedSteps, Uncapturable
-from .decode_step import DecodeStep, HostMemory, JoinedLayer
-from .decoders import DecoderParts, NotRecognised
+from .decode_step import DecodeStep, JoinedLayer
+from .decoders import DecoderParts
+from .families import NotRecognised
 from .growing_cache import growing
+from .host_memory import HostMemory
 
 # What a call may also hold and what it must then be. Anything else is left to the model.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -85,16 +89,27 @@ class Accelerated:
         self._steps: dict[int, DecodeStep] = {}
         self._captured = CapturedSteps(parts) if capture else None
         self._watch = Watch(model)
-        self._result = BaseModelOutputWithPast if parts.head is None else CausalLMOutputWithPast
+        self._result = parts.result or (BaseModelOutputWithPast if parts.head is None else CausalLMOutputWithPast)
+        self._windows = [layer.window for layer in parts.layers]
+        self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         functools.update_wrapper(self, type(model).forward.__get__(model))
 
     def step(self, batch: int) -> DecodeStep:
         found = self._steps.get(batch)
         if found is None or found.stale():
-            found = self._steps[batch] = DecodeStep(self.parts, self.layers, batch, self._captured is not None)
+            found = self._steps[batch] = self._made(batch)
             if self._captured is not None:
                 self._captured.forget(batch)
         return found
+
+    def _made(self, batch: int) -> DecodeStep:
+        if self._captured is not None:
+            try:
+                return DecodeStep(self.parts, self.layers, batch, True)
+            except NoKernel as e:              # of those that may be in a graph
+                self.declined[f"served without a graph: {e}"] += 1
+                self._captured = None
+        return DecodeStep(self.parts, self.layers, batch)
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -107,11 +122,13 @@ class Accelerated:
             layer.undo()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ids = args[0] if args else kwargs.get("input_ids")
-        if torch.compiler.is_compiling() or ids is None or ids.dim() != 2 or ids.shape[1] != 1:
+        given = {**dict(zip(self._names, args)), **kwargs}
+        ids = given.get("input_ids")
+        if (torch.compiler.is_compiling() or ids is None or ids.dim() != 2 or ids.shape[1] != 1
+                or len(given) < len(args) + len(kwargs)):      # an argument given twice: the model says so
             return type(self.model).forward(self.model, *args, **kwargs)
         try:
-            return self._one_token(*args, **kwargs)
+            return self._one_token(**given)
         except NotRecognised as reason:
             self.declined[str(reason)] += 1
         except faults.FAULTS as error:
@@ -129,15 +146,19 @@ class Accelerated:
                    past_key_values: Any = None, logits_to_keep: Any = 0, **others: Any) -> Any:
         self._check(past_key_values, logits_to_keep, others)
         batch = input_ids.shape[0]
-        refused = growing(past_key_values)
-        if refused or len(past_key_values.layers) != len(self.layers):
-            raise NotRecognised(refused or "a cache for another number of layers")
-        length = past_key_values.layers[0].keys.shape[2]
+        refused = growing(past_key_values, self._windows)
+        if refused:
+            raise NotRecognised(refused)
+        length = past_key_values.get_seq_length()
+        if any(layer.get_seq_length() != length for layer in past_key_values.layers):
+            raise NotRecognised("a cache whose layers hold different numbers of tokens")
         if past_key_values.layers[0].keys.shape[0] != batch:
             raise NotRecognised("a cache for another batch")
         mask = self._mask(attention_mask, batch, length)
         if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != 1):
             raise NotRecognised("position_ids for more than the new token")
+        if self.parts.counted and position_ids is None and mask is not None:
+            raise NotRecognised("positions that follow from the mask")
         step = self.step(batch)
         out = None
         if self._captured is not None and mask is None and _at(position_ids, length):
@@ -156,12 +177,11 @@ class Accelerated:
 
     def _uncaptured(self, step: DecodeStep, ids: Tensor, position_ids: Tensor | None, layers: list[Any], length: int,
                     mask: Tensor | None) -> Tensor:
-        x = nn.functional.embedding(ids, self.parts.embed.weight)
         if position_ids is None:
             position_ids = torch.full((1, 1), length, device=ids.device)
-        memory = HostMemory(step, layers, mask, self.parts.rotary(x, position_ids))
+        memory = HostMemory(step, layers, mask, self.parts.angles_at(position_ids))
         try:
-            return step(x, memory.angles, memory)
+            return step(self.parts.embedded(ids, position_ids), memory.angles, memory)
         except BaseException:                  # passed on, an interrupt too: half a token must not stay in the cache
             memory.undo()
             raise
@@ -182,8 +202,11 @@ class Accelerated:
                     raise NotRecognised(f"the argument {name}")
             elif not any(value is v for v in HARMLESS[name]):
                 raise NotRecognised(f"{name} is given")
-        config = self.model.config
-        if config.output_attentions or config.output_hidden_states or not config.return_dict:
+        config = self.parts.base.config
+        if others.get("use_cache") is None and not getattr(config, "use_cache", True):
+            raise NotRecognised("use_cache is off in the configuration")
+        if (config.output_attentions or config.output_hidden_states or not config.return_dict
+                or getattr(config, "output_router_logits", False)):
             raise NotRecognised("more than the logits is asked for by the configuration")
         if self.model.training or _autocast():
             raise NotRecognised("training mode" if self.model.training else "autocast")

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from ...runtime import graphs
 from ...spec.errors import NoKernel
 from ...spec.grid import bucket_top
 from .decode_step import DecodeStep
-from .decoders import DecoderParts, NotRecognised
+from .decoders import DecoderParts
+from .families import NotRecognised
 from .growing_cache import LEAST_ROOM
 
 MOST_DIM, MOST_GROUP = 256, 16                 # of heads, for the kernels of triton_step.py
@@ -48,8 +48,9 @@ class Fixed:
         self._state = torch.zeros(1 + batch, dtype=torch.int64, device=place)
         self._position, self._lengths = self._state[:1], self._state[1:]
         self._ids = torch.zeros((batch, 1), dtype=torch.int64, device=place)
-        cos, sin = parts.rotary(weights, torch.arange(self.size, device=place)[None])
-        self._angles = torch.cat((cos, sin), -1)[0].contiguous()
+        # For each kind of layer cos and sin of every position; of none where positions are learned.
+        self._angles = [torch.cat(pair, -1)[0].contiguous()
+                        for pair in parts.angles_at(torch.arange(self.size, device=place)[None])]
         self._fused = step.fast if self._fit() else None
         self._runs = [self._bound(i) for i in range(len(step.layers))] if self._fused is None else []
         if self._fused is not None:
@@ -64,20 +65,22 @@ class Fixed:
         at, pages = self.step.layers[layer], self._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
         run = self.step.bind("attention, captured", "paged_attention", query, *pages, self._table, self._lengths,
-                             scale=at.scale)
+                             scale=at.scale, window_left=at.window - 1 if at.window else -1, softcap=at.softcap)
         return lambda query: run(query, *pages, self._table, self._lengths)
 
     def _fit(self) -> bool:
         """Can the kernels of triton_step.py serve all layers?"""
-        return self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
+        turned = self.parts.rotation == "rotate_half" and bool(self._angles)
+        return turned and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
             at.head_dim <= MOST_DIM and at.heads // at.kv_heads <= MOST_GROUP and at.scale > 0
-            for at in self.step.layers)
+            and at.angles is not None for at in self.step.layers)
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
         keys, values = self.rooms[layer]
         if self._fused is not None:
-            query = self._fused.turn_and_keep(both, value, self._angles, self._position, keys, values)
-            out = self._fused.attend(query, keys, values, self._lengths, self.step.layers[layer].scale)
+            at = self.step.layers[layer]
+            query = self._fused.turn_and_keep(both, value, self._angles[at.angles or 0], self._position, keys, values)
+            out = self._fused.attend(query, keys, values, self._lengths, at.scale, at.window, at.softcap)
         else:
             queries = both.shape[2] - value.shape[2]
             keys.index_copy_(1, self._position, both[:, :, queries:])
@@ -87,22 +90,22 @@ class Fixed:
 
     def _run(self) -> Tensor:
         """What is captured."""
-        angles = None
+        angles: Any = None
         if self._fused is None:
-            cos, sin = self._angles.index_select(0, self._position).expand(self.step.batch, -1)[:, None].chunk(2, -1)
-            angles = cos, sin
-        out = self.step(embedding(self._ids, self.parts.embed.weight), angles, self)
+            angles = tuple(table.index_select(0, self._position).expand(self.step.batch, -1)[:, None].chunk(2, -1)
+                           for table in self._angles)
+        out = self.step(self.parts.embedded(self._ids, self._position[None]), angles, self)
         self._state.add_(1)
         return out
 
     def take(self, cache: Any) -> None:
         """Move the keys and values of a cache here."""
         for layer, (keys, values) in zip(cache.layers, self.rooms):
-            length = layer.keys.shape[2]
+            length = layer.get_seq_length()
             for room, states in ((keys, layer.keys), (values, layer.values)):
                 if states.untyped_storage().data_ptr() == room.untyped_storage().data_ptr():
                     states = states.clone()
-                room[:, :length] = states.transpose(1, 2)
+                room[:, length - states.shape[2]:length] = states.transpose(1, 2)
             layer.move(keys, values, length)
         self.owner, self.length = weakref.ref(cache), -1
 

@@ -1,63 +1,102 @@
-"""Which models have a decode step that we know: those whose code is that of Llama, Mistral, Qwen2, Qwen3 or Phi3.
+"""The parts of a decoder that has a decode step: what each layer is made of, and with which numbers.
 
-A model is recognised by what its classes do, not by what they are called: the body of each `forward` is compared with
-those of the families above, as they are installed. A model that was copied from one of them is served too, and one
-that has the same module names but another formula is left alone.
+Which code is known is said by families.py; here the known code's modules are read. Norms, products, feed-forward
+layers and experts are told by recognise.py, which computes each beside the formula of lz, so that the name of an
+activation or an offset of a norm is never taken on trust.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
 import sys
-import textwrap
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ...ops.rope import reference as rope_reference
-from .replacements import stock_of
+from ...ops.moe_formulas import PLAIN, activate
+from .families import Code, NotRecognised, code_of, is_known, known
+from .recognise import Recogniser, rotates
+from .replacements import ROTATIONS, Recipe, recipe_of, stock_of
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
-ROLES = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh",
-               "gelu_new": "geglu_tanh", "relu": "reglu"}
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
 
-References = dict[str, set[str]]
-
-
-class NotRecognised(Exception):
-    """The model, or this state of it, is none that the decode step was written for; the text says what it is."""
+Angles = tuple[tuple[Tensor, Tensor], ...]     # cos and sin, for each kind of layer that has its own
 
 
 @dataclass(frozen=True)
 class Norm:
-    weight: Tensor
+    op: str                                    # rms_norm or layer_norm
+    weights: tuple[Tensor, ...]                # the weight, and the bias, of one that has them
     eps: float
+    offset: float                              # what is added to the weight of an RMS norm
+
+
+@dataclass(frozen=True)
+class Linear:
+    module: Any
+    transposed: bool                           # its weight is kept as (in, out)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs, inputs."""
+        out, into = self.module.weight.shape
+        return (into, out) if self.transposed else (out, into)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """`into` are the layers whose weights, one after the other, are one product: gate and up, or up alone."""
+
+    into: tuple[Linear, ...]
+    down: Linear
+    activation: str                            # as lz.mlp calls it
+
+
+@dataclass(frozen=True)
+class Experts:
+    """For each token the best `top_k` of many feed-forward layers; and one, maybe, that serves all tokens."""
+
+    router: Tensor
+    top_k: int
+    normalize: bool
+    gate_up: Tensor                            # (experts, 2 * inner, hidden)
+    down: Tensor                               # (experts, hidden, inner)
+    activation: str
+    shared: FeedForward | None
+    shared_gate: Linear | None
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One decoder layer. `qkv` and `gate_up` are the layers whose weights, one after the other, are one product."""
+    """One decoder layer. A norm that is None is not there.
 
-    norm: Norm
-    qkv: tuple[nn.Linear, ...]
-    q_norm: Norm | None
+    In turn: x += attn_post(attention(norm(x))), then x += mlp_post(mlp(mlp_norm(x))). Side by side (`parallel`):
+    x += attention(norm(x)) + mlp(mlp_norm(x)), where no mlp_norm means that both get the same. What is added is times
+    `branch_scale`.
+    """
+
+    norm: Norm | None
+    qkv: tuple[Linear, ...]                    # layers whose weights, one after the other, are one product
+    by_head: bool                              # query, key and value of a head lie together, head after head
+    q_norm: Norm | None                        # over each head, or over all of them, as its weight is long
     k_norm: Norm | None
-    out: nn.Linear
-    post_norm: Norm
-    gate_up: tuple[nn.Linear, ...]
-    down: nn.Linear
-    activation: str
+    out: Linear
+    attn_post: Norm | None
+    mlp_norm: Norm | None
+    mlp: FeedForward | Experts
+    mlp_post: Norm | None
+    parallel: bool
+    branch_scale: float
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
+    softcap: float                             # of the scores; 0.0 is none
+    window: int | None                         # tokens that are seen, the new one too
+    angles: int | None                         # which of the angles turn it; None: it is not turned
 
 
 @dataclass(frozen=True)
@@ -66,84 +105,268 @@ class DecoderParts:
 
     base: Any
     embed: nn.Embedding
+    embed_scale: Tensor | float | None
+    positions: nn.Embedding | None             # learned ones, which are added to the token
+    first_position: int                        # where the table of these begins
+    counted: bool                              # a position is the number of tokens before it that the mask shows
     layers: tuple[LayerParts, ...]
     norm: Norm
-    rotary: Any
-    head: nn.Linear | None
+    rotary: Any                                # None where positions are learned
+    rotation: str                              # one of ROTATIONS
+    kinds: tuple[str, ...]                     # of layers with angles of their own; one kind "" where all are alike
+    head: Linear | None
+    softcap: float                             # of the logits; 0.0 is none
+    logit_scale: float
+    result: Any                                # the class of what the model returns
 
     @property
     def weights(self) -> Tensor:
         """Of the embedding: what dtype and device the model has."""
         return self.embed.weight.detach()
 
+    @cached_property
+    def half(self) -> int:
+        """Pairs of a head that are turned."""
+        found = self.angles_at(torch.zeros((1, 1), dtype=torch.int64, device=self.weights.device))
+        return int(found[0][0].shape[-1]) // 2 if found else 0
+
+    def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = F.embedding(ids, self.embed.weight)
+        if self.embed_scale is not None:
+            x = x * (self.embed_scale.to(x.dtype) if isinstance(self.embed_scale, Tensor) else self.embed_scale)
+        return x if self.positions is None else x + F.embedding(
+            positions + self.first_position if self.first_position else positions, self.positions.weight)
+
+    def angles_at(self, positions: Tensor) -> Angles:
+        """Cos and sin, (batch, tokens, 2 * half), where the second half is the first again; none where positions are
+        learned. The model makes them."""
+        if self.rotary is None:
+            return ()
+        like, twice = self.weights, ROTATIONS[self.rotation][1]
+        made = [self.rotary(like, positions, *((kind,) if kind else ())) for kind in self.kinds]
+        return tuple((_table(cos, like, twice), _table(sin, like, twice)) for cos, sin in made)
+
 
 def recognise(model: nn.Module) -> DecoderParts:
     """The parts of a decoder; NotRecognised says what stands in the way."""
-    references = _references()
     base: Any = model
-    head = None
-    if _code(_forward(model)) in references.get("ForCausalLM", ()):
-        base, head = getattr(model, "model", None), _linear(model, "lm_head")
-    _same(base, "Model", references)
-    embed, layers, config = getattr(base, "embed_tokens", None), getattr(base, "layers", None), base.config
-    if type(embed) is not nn.Embedding or not isinstance(layers, nn.ModuleList) or not len(layers):
-        raise NotRecognised(f"{_name(base)} has no plain embed_tokens and layers")
-    if embed.max_norm is not None:
-        raise NotRecognised("its embedding renormalises the weight")
-    kinds = getattr(config, "layer_types", None)
-    others = [t for t in kinds or () if t != "full_attention"]
-    if others or (kinds is None and getattr(config, "sliding_window", None) is not None):
-        raise NotRecognised(f"its attention is {others[0]}" if others else
-                            f"its attention has a window of {config.sliding_window} tokens")
-    rotary = getattr(base, "rotary_emb", None)
-    if getattr(rotary, "rope_type", "") not in FIXED_ROPE:
-        raise NotRecognised(f"its rope is of type {getattr(rotary, 'rope_type', None)!r}, whose angles depend on more "
-                            "than the position")
-    _same(rotary, "RotaryEmbedding", references)
+    read = _Reader()
+    head, softcap, logit_scale, result = None, 0.0, 1.0, None
+    if is_known(model, "head"):
+        code = code_of(model)
+        base, head = _named_by(model, code, "model", "transformer", "gpt_neox"), read.linear(model, "lm_head")
+        base = base.decoder if "decoder" in code.names else base
+        result = code.returned
+        softcap = _number(getattr(model.config, "final_logit_softcapping", None)
+                          if "final_logit_softcapping" in code.names else None)
+        if "logits_scaling" in code.names:
+            logit_scale = 1.0 / float(model.config.logits_scaling)  # type: ignore[union-attr,arg-type]
+        elif "logit_scale" in code.names:
+            logit_scale = float(model.logit_scale)  # type: ignore[arg-type]
+        if head.transposed:
+            raise NotRecognised("its lm_head keeps its weight as (in, out)")
+    inner = known(base, "decoder")
+    config = base.config
+    embed = _named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
+    layers = _named_by(base, inner, "layers", "h")
+    positions = next((getattr(base, n) for n in ("wpe", "embed_positions") if n in inner.names), None)
+    first = 0 if positions is None or type(positions) is nn.Embedding else _first_position(positions)
+    scale = base.embedding_multiplier if "embedding_multiplier" in inner.names else _embedding_scale(embed)
+    for table in (embed, positions):
+        if table is not None and (getattr(table, "max_norm", None) is not None or not isinstance(table, nn.Embedding)):
+            raise NotRecognised(f"its embedding is {type(table).__name__}, or renormalises its weight")
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise NotRecognised(f"{type(base).__name__} has no list of layers")
+    if "project_in" in inner.names and (base.project_in is not None or base.project_out is not None):
+        raise NotRecognised("its embedding is narrower than its layers")
+    for name in ("use_bidirectional_attention", "add_cross_attention", "output_router_logits", "clip_qkv",
+                 "alibi", "new_decoder_architecture"):
+        if getattr(config, name, False):
+            raise NotRecognised(f"its configuration says {name}")
     _one_place(model)
-    found = DecoderParts(base, embed, tuple(_layer(x, config, references) for x in layers),
-                         _norm(base, "norm", references), rotary, head)
-    _check_rope(found)
-    return found
+    rotary = base.rotary_emb if "rotary_emb" in inner.names else None
+    kinds = _rope_kinds(rotary, config)
+    return DecoderParts(
+        base=base, embed=embed, embed_scale=scale, positions=positions, first_position=first,
+        counted="cumsum" in inner.names,
+        layers=tuple(read.layer(x, _window(config, inner, i), _kind(kinds, config, i)) for i, x in enumerate(layers)),
+        norm=read.norm(_named_by(base, inner, "norm", "final_layernorm", "final_layer_norm", "ln_f")),
+        rotary=rotary, rotation="rotate_half" if rotary is None else _rotation(layers[0]), kinds=kinds,
+        head=head, softcap=softcap, logit_scale=logit_scale, result=result or inner.returned)
 
 
-def _layer(layer: Any, config: Any, references: References) -> LayerParts:
-    _same(layer, "DecoderLayer", references)
-    attention, mlp = layer.self_attn, layer.mlp
-    _same(attention, "Attention", references)
-    _same(mlp, "MLP", references)
-    activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
-    if activation is None:
-        raise NotRecognised(f"its activation {getattr(config, 'hidden_act', None)!r} has no kernel here")
-    names: tuple[str, ...] = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-    qkv = tuple(_linear(attention, n) for n in names)
-    names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
-    gate_up = tuple(_linear(mlp, n) for n in names)
-    for group in (qkv, gate_up):
-        if len({p.bias is None for p in group}) > 1:
+def _embedding_scale(embed: Any) -> Tensor | None:
+    if type(embed) is nn.Embedding:
+        return None
+    known(embed, "scaled embedding")
+    return embed.embed_scale  # type: ignore[no-any-return]
+
+
+def _first_position(positions: Any) -> int:
+    known(positions, "learned positions")
+    return int(positions.offset)
+
+
+def _window(config: Any, code: Code, at: int) -> int | None:
+    """How far the layer sees: as the model's masks have it."""
+    if "layer_types" in code.names:
+        kind = config.layer_types[at]
+        if kind not in ("full_attention", "sliding_attention"):
+            raise NotRecognised(f"its attention is {kind}")
+        window = config.sliding_window if kind == "sliding_attention" else None
+    else:
+        window = config.sliding_window if "sliding_window" in code.names else None
+    if window is not None and window < 2:
+        raise NotRecognised(f"its attention has a window of {window} tokens")
+    return window
+
+
+def _rope_kinds(rotary: Any, config: Any) -> tuple[str, ...]:
+    if rotary is None:
+        return ("",)
+    code, types = known(rotary, "rotary"), getattr(rotary, "rope_type", "")
+    by_layer = "layer_type" in code.names
+    for kind in types.values() if isinstance(types, dict) else (types,):
+        if kind not in FIXED_ROPE:
+            raise NotRecognised(f"its rope is of type {kind!r}, whose angles depend on more than the position")
+    return tuple(sorted(set(config.layer_types))) if by_layer else ("",)
+
+
+def _kind(kinds: tuple[str, ...], config: Any, at: int) -> int:
+    return 0 if kinds == ("",) else kinds.index(config.layer_types[at])
+
+
+class _Reader:
+    """Reads the modules of one model; of modules alike, one is tried."""
+
+    def __init__(self) -> None:
+        self.tried = Recogniser()
+
+    def layer(self, layer: Any, window: int | None, angles: int) -> LayerParts:
+        code = known(layer, "layer")
+        names = code.names
+        attention = _attention_of(layer)
+        inner = known(attention, "attention")
+        if getattr(attention, "reorder_and_upcast_attn", False):
+            raise NotRecognised("its attention is computed in another order (reorder_and_upcast_attn)")
+        if "do_layer_norm_before" in names and not layer.do_layer_norm_before:
+            raise NotRecognised("its norms are of the sums (do_layer_norm_before is off)")
+
+        def norm(*called: str) -> Norm | None:
+            found = next((getattr(layer, n, None) for n in called if n in names), None)
+            return None if found is None else self.norm(found)
+
+        after = "post_feedforward_layernorm" in names              # norms of what a branch gives
+        shared = not names & {"post_attention_layernorm", "ln_2", "final_layer_norm"}
+        parallel = shared or ("use_parallel_residual" in names and bool(layer.use_parallel_residual)) or (
+            "parallel_attn" in names and bool(layer.config.parallel_attn))
+        split = ("q_proj", "k_proj", "v_proj")
+        whole = [n for n in ("qkv_proj", "c_attn", "query_key_value") if n in inner.names]
+        qkv = tuple(self.linear(attention, n) for n in whole or split)
+        if len({p.module.bias is None for p in qkv}) > 1:
             raise NotRecognised("some of the projections that are made one have a bias and some have none")
-    out, down, dim = _linear(attention, "o_proj"), _linear(mlp, "down_proj"), int(attention.head_dim)
-    heads = out.in_features // dim
-    has_norms = hasattr(attention, "q_norm")
-    return LayerParts(
-        _norm(layer, "input_layernorm", references), qkv,
-        _norm(attention, "q_norm", references) if has_norms else None,
-        _norm(attention, "k_norm", references) if has_norms else None, out,
-        _norm(layer, "post_attention_layernorm", references), gate_up, down, activation, heads,
-        (sum(p.out_features for p in qkv) // dim - heads) // 2, dim, float(attention.scaling))
+        out = self.linear(attention, next(n for n in ("o_proj", "dense", "c_proj", "out_proj") if n in inner.names))
+        dim = int(_named_by(attention, inner, "head_dim", "head_size"))
+        heads = out.shape[1] // dim
+        q_norm, k_norm = self.head_norms(attention, inner)
+        capped = getattr(attention, "attn_logit_softcapping", None) if "attn_logit_softcapping" in inner.names else None
+        return LayerParts(
+            norm=norm("input_layernorm", "ln_1", "self_attn_layer_norm"),
+            qkv=qkv,
+            by_head=bool({"query_key_value", "multi_query"} & inner.names) and not getattr(
+                attention, "multi_query", False),
+            q_norm=q_norm, k_norm=k_norm, out=out,
+            attn_post=norm("post_attention_layernorm" if after else "post_self_attn_layernorm"),
+            mlp_norm=norm(*(("pre_feedforward_layernorm",) if after else (
+                "post_attention_layernorm", "ln_2", "final_layer_norm"))),
+            mlp=self.inline(layer) if "fc1" in names else self.feed_forward(_named_by(layer, code, "mlp")),
+            mlp_post=norm("post_feedforward_layernorm", "post_mlp_layernorm"),
+            parallel=parallel,
+            branch_scale=float(layer.residual_multiplier) if "residual_multiplier" in names else 1.0,
+            heads=heads, kv_heads=(sum(p.shape[0] for p in qkv) // dim - heads) // 2, head_dim=dim,
+            scale=float(getattr(attention, "scaling", dim ** -0.5)),
+            softcap=_number(capped),
+            window=window,
+            angles=angles if inner.turns(attention) else None)
+
+    def head_norms(self, attention: Any, code: Code) -> tuple[Norm | None, Norm | None]:
+        asked = next((n for n in ("qk_layernorm", "use_qk_norm") if n in code.names), None)
+        if asked is not None and not getattr(attention, asked):
+            return None, None
+        names = next((pair for pair in (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")) if pair[0] in code.names),
+                     None)
+        if names is None:
+            return None, None
+        q_norm, k_norm = (self.norm(getattr(attention, n)) for n in names)
+        return q_norm, k_norm
+
+    def feed_forward(self, module: Any) -> FeedForward | Experts:
+        if is_known(module, "mixture of experts"):
+            return self.experts(module)
+        if any(recipe_of(m) is not None for m in module.children()):
+            raise NotRecognised(f"a {type(module).__name__} computes no MLP that lz has")
+        found = self.recipe(module, "mlp")
+        layers = tuple(self.linear(module, n) for n in found.names)
+        if len({p.module.bias is None for p in layers[:-1]}) > 1:
+            raise NotRecognised("one of gate and up has a bias and the other has none")
+        return FeedForward(layers[:-1], layers[-1], found.form)
+
+    def inline(self, layer: Any) -> FeedForward:
+        """A feed-forward part without a module of its own."""
+        x = torch.linspace(-4, 4, 101, dtype=torch.float64, device="cpu")
+        form = next((form for form in PLAIN if torch.allclose(layer.activation_fn(x), activate(x, form))), None)
+        if form is None:
+            raise NotRecognised(f"its activation {type(layer.activation_fn).__name__} is none that lz has")
+        return FeedForward((self.linear(layer, "fc1"),), self.linear(layer, "fc2"), form)
+
+    def experts(self, module: Any) -> Experts:
+        code, router = code_of(module), known(module.gate, "router")
+        found = self.recipe(module.experts, "moe")
+        gate_up, down = (getattr(module.experts, n).detach() for n in found.names)
+        shared = self.feed_forward(module.shared_expert) if "shared_expert" in code.names else None
+        assert not isinstance(shared, Experts)
+        return Experts(
+            module.gate.weight.detach(), int(module.gate.top_k),
+            bool(module.gate.norm_topk_prob) if "norm_topk_prob" in router.names else True, gate_up, down, found.form,
+            shared, None if shared is None else self.linear(module, "shared_expert_gate"))
+
+    def recipe(self, module: Any, *kinds: str) -> Recipe:
+        """What a module computes, as it was patched or as it is found to compute now."""
+        found = recipe_of(module) if isinstance(module, nn.Module) else None
+        verdict = found or (self.tried(module) if isinstance(module, nn.Module) else None)
+        if not isinstance(verdict, Recipe) or verdict.kind not in kinds:
+            raise NotRecognised(verdict if isinstance(verdict, str) else
+                                f"a {type(module).__name__} computes no {' or '.join(kinds)} that lz has")
+        return verdict
+
+    def linear(self, owner: Any, name: str) -> Linear:
+        found = getattr(owner, name, None)
+        if not isinstance(found, nn.Module) or type(getattr(found, "weight", None)) is not nn.Parameter:
+            raise NotRecognised(f"{type(owner).__name__}.{name} is {type(found).__name__}, not a plain nn.Linear")
+        if stock_of(found) is nn.Linear:
+            return Linear(found, False)
+        return Linear(found, self.recipe(found, "linear", "lm_head").transposed == (True,))
+
+    def norm(self, found: Any) -> Norm:
+        recipe = self.recipe(found, "rms_norm", "layer_norm")
+        weights = tuple(found._parameters[n].detach() for n in recipe.names)
+        return Norm(recipe.op, weights, float(getattr(found, recipe.eps)), recipe.offset)
 
 
-def _linear(owner: Any, name: str) -> nn.Linear:
-    found = getattr(owner, name, None)
-    if not isinstance(found, nn.Linear) or stock_of(found) is not nn.Linear or type(found.weight) is not nn.Parameter:
-        raise NotRecognised(f"{_name(owner)}.{name} is {_name(found)}, not a plain nn.Linear")
-    return found
+def _attention_of(layer: Any) -> Any:
+    return _named_by(layer, code_of(layer), "self_attn", "attention", "attn", "self_attention")
 
 
-def _norm(owner: Any, name: str, references: References) -> Norm:
-    found: Any = getattr(owner, name, None)
-    _same(found, "RMSNorm", references)
-    return Norm(found.weight.detach(), float(found.variance_epsilon))
+def _named_by(owner: Any, code: Code, *names: str) -> Any:
+    """The first of these attributes that the code of its owner speaks of."""
+    found = next((n for n in names if n in code.names and hasattr(owner, n)), None)
+    if found is None:
+        raise NotRecognised(f"{type(owner).__name__} has none of {', '.join(names)}")
+    return getattr(owner, found)
+
+
+def _number(found: Any) -> float:
+    return 0.0 if found is None else float(found)
 
 
 def _one_place(model: nn.Module) -> None:
@@ -156,66 +379,17 @@ def _one_place(model: nn.Module) -> None:
         raise NotRecognised(f"its weights are {str(dtype)[6:]} on {device}")
 
 
-def _check_rope(parts: DecoderParts) -> None:
-    """The model's own function turns queries and keys as ours does. It is compared by what it gives, since the library
-    `kernels` may have wrapped it."""
-    attention = parts.base.layers[0].self_attn
+def _rotation(layer: Any) -> str:
+    """How the model's own function turns queries and keys. It is told by what it gives, since the library `kernels` may
+    have wrapped it."""
+    attention = _attention_of(layer)
     turn = getattr(sys.modules[stock_of(attention).__module__], "apply_rotary_pos_emb", None)
-    if turn is None:
-        raise NotRecognised(f"{stock_of(attention).__module__} has no apply_rotary_pos_emb")
-    gen = torch.Generator("cpu").manual_seed(0)
-    q, k = (torch.randn(1, 2, 3, parts.layers[0].head_dim, generator=gen, device="cpu") for _ in range(2))
-    inverse = parts.rotary.inv_freq.detach().float().cpu()
-    angles = torch.arange(3, device="cpu").float()[:, None] * inverse
-    cos, sin = (torch.cat((t, t), -1)[None] for t in (angles.cos(), angles.sin()))
-    with torch.no_grad():
-        theirs = turn(q, k, cos, sin)
-        ours = rope_reference(q, k, angles.cos(), angles.sin(), style="rotate_half", rotary_dim=2 * len(inverse))
-    if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(theirs, ours)):
-        raise NotRecognised("its rope pairs other elements than the two halves of a head")
-
-
-def _same(module: Any, role: str, references: References) -> None:
-    if not isinstance(module, nn.Module) or _code(_forward(module)) not in references.get(role, ()):
-        raise NotRecognised(f"{_name(module)} does not do what the {role} of {', '.join(FAMILIES.values())} does")
-
-
-@lru_cache(maxsize=1)
-def _references() -> References:
-    """Role -> the code of its forward in each family."""
-    found: References = {}
-    for name, prefix in FAMILIES.items():
-        try:
-            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        except ImportError:                    # a release that has no such family
-            continue
-        for role in ROLES:
-            kind = getattr(module, prefix + role, None)
-            if kind is not None:
-                found.setdefault(role, set()).add(_code(kind.forward))
+    found = None if turn is None else next((form for form in ROTATIONS if rotates(turn, form)), None)
+    if found is None:
+        raise NotRecognised(f"the rope of {stock_of(attention).__module__} is none that lz has")
     return found
 
 
-@lru_cache(maxsize=1024)
-def _code(function: Any) -> str:
-    """What a function does: its parameters and its body, without annotations and documentation."""
-    plain = inspect.unwrap(function)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(plain))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return f"no source: {plain!r}"
-    if not isinstance(tree, ast.FunctionDef):
-        return f"no function: {plain!r}"
-    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
-    names = [a.arg for a in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
-    return f"{names[1:]} {[ast.dump(node) for node in body]}"
-
-
-def _forward(module: nn.Module) -> Any:
-    """Its class's own, whether or not the module is patched."""
-    kind: Any = stock_of(module)
-    return kind.forward
-
-
-def _name(thing: Any) -> str:
-    return type(thing).__name__
+def _table(found: Tensor, like: Tensor, twice: bool) -> Tensor:
+    found = found.to(like.dtype)
+    return found if twice else found[..., ::2].repeat(1, 1, 2)

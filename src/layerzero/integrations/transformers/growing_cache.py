@@ -1,85 +1,118 @@
-"""A layer of transformers' DynamicCache that appends in place: a new token is written, nothing is copied.
+"""Layers of transformers' DynamicCache that append in place: a new token is written, nothing is copied.
 
-`keys` and `values` are what they are in a DynamicLayer, (batch, heads, tokens, dim), here as views of buffers with room
-after them. Everything that transformers does to a cache (crop, reorder, repeat, deepcopy) works on those two as before;
-whatever puts another tensor in their place is noticed at the next append, which then moves into new buffers.
+`keys` and `values` are what they are in the layer that they stand for, (batch, heads, tokens, dim), here as views of
+buffers with room after them. Everything that transformers does to a cache (crop, reorder, repeat, deepcopy) works on
+those two as before; whatever puts another tensor in their place is noticed at the next append, which then moves into
+new buffers. Of a sliding window the tokens that nobody sees any more lie before the view until the buffer is full.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 LEAST_ROOM = 256           # tokens
 GROWTH = 2                 # a half more than there is: few copies, and little memory that nobody uses
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """The buffers are (batch, room, heads, dim): what one token adds is in one piece."""
+class _Growing:
+    """The buffers are (batch, room, heads, dim): what one token adds is in one piece. Places count from their start."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    keys: Any
+    values: Any
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.key_room: Tensor | None = None
         self.value_room: Tensor | None = None
-        self.length = 0                        # of what was last written here
-
-    @classmethod
-    def of(cls, layer: DynamicLayer) -> GrowingLayer:
-        """With the content of another layer."""
-        made = cls()
-        made.__dict__.update(layer.__dict__)
-        return made
+        self.start = 0                         # the place of the first token in `keys`
+        self.end = 0                           # the place after what was last written
 
     def reserve(self, more: int) -> int:
-        """Make sure that `more` tokens can be written after those there are; how many there are."""
-        keys: Any = self.keys
-        length = int(keys.shape[2])
+        """Make sure that `more` tokens can be written after those there are; the place of the first."""
+        length = int(self.keys.shape[2])
         room = self.key_room
-        if room is None or not self.is_in(room) or length + more > room.shape[1]:
+        if room is None or not self.is_in(room) or self.start + length + more > room.shape[1]:
             size = length + max(more, LEAST_ROOM, length // GROWTH)
-            self.move(_moved(keys, size), _moved(self.values, size), length)
-        return length
+            self.move(_moved(self.keys, size), _moved(self.values, size), length)
+        return self.start + length
 
     def is_in(self, room: Tensor) -> bool:
-        """Are the keys still the beginning of this buffer, and the values of the other one?"""
-        keys: Any = self.keys
-        values: Any = self.values
-        return (self.key_room is room and keys.data_ptr() == room.data_ptr() and keys.shape[0] == room.shape[0]
-                and values.data_ptr() == self.value_room.data_ptr()  # type: ignore[union-attr]
-                and keys.shape[2] == values.shape[2] <= self.length)
+        """Are the keys still a part of this buffer, and the values of the other one?"""
+        keys, values = self.keys, self.values
+        before = self.start * room.stride(1) * room.element_size() if self.start else 0
+        return (self.key_room is room and keys.data_ptr() == room.data_ptr() + before
+                and keys.shape[0] == room.shape[0]
+                and values.data_ptr() == self.value_room.data_ptr() + before  # type: ignore[union-attr]
+                and keys.shape[2] == values.shape[2] <= self.end - self.start)
 
-    def move(self, key_room: Tensor, value_room: Tensor, length: int) -> None:
-        """Use these buffers, which hold so many tokens."""
+    def move(self, key_room: Tensor, value_room: Tensor, end: int) -> None:
+        """Use these buffers, which hold tokens up to this place."""
         self.key_room, self.value_room = key_room, value_room
         self._all_keys, self._all_values = key_room.transpose(1, 2), value_room.transpose(1, 2)
-        self.show(length)
+        self.show(end)
 
-    def show(self, length: int) -> None:
-        """Let keys and values be the first so many tokens of the buffers."""
-        self.keys = self._all_keys.narrow(2, 0, length)
-        self.values = self._all_values.narrow(2, 0, length)
-        self.length = length
+    def show(self, end: int) -> None:
+        """Let keys and values be what the cache holds once the buffers are written up to this place."""
+        self.end = end
+        self.keys, self.values = self.seen(self.start, end)
+
+    def seen(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values from one place to another."""
+        return self._all_keys.narrow(2, start, end - start), self._all_values.narrow(2, start, end - start)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized or not self.keys.numel() or torch.is_grad_enabled():     # gradients need the past
-            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
-        self.write(self.reserve(key_states.shape[2]), key_states.transpose(1, 2), value_states.transpose(1, 2))
-        return self.keys, self.values
+        if not self._in_place():
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        place, start = self.reserve(key_states.shape[2]), self.start
+        self.write(place, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        return self.seen(start, self.end)
 
-    def write(self, length: int, key: Tensor, value: Tensor) -> None:
-        """Keys and values (batch, tokens, heads, dim) after the first `length` ones; there is room for them."""
+    def _in_place(self) -> bool:
+        """Gradients need the past as it was."""
+        return bool(self.is_initialized and self.keys.numel()  # type: ignore[attr-defined]
+                    and not torch.is_grad_enabled())
+
+    def write(self, place: int, key: Tensor, value: Tensor) -> None:
+        """Keys and values (batch, tokens, heads, dim) at this place; there is room for them."""
         more = key.shape[1]
-        self.key_room.narrow(1, length, more).copy_(key)  # type: ignore[union-attr]
-        self.value_room.narrow(1, length, more).copy_(value)  # type: ignore[union-attr]
-        self.show(length + more)
+        self.key_room.narrow(1, place, more).copy_(key)  # type: ignore[union-attr]
+        self.value_room.narrow(1, place, more).copy_(value)  # type: ignore[union-attr]
+        self.show(place + more)
 
     def reset(self) -> None:
-        super().reset()
+        super().reset()                        # type: ignore[misc]
         self.key_room = self.value_room = None
-        self.length = 0
+        self.start = self.end = 0
+
+
+class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]
+    """A DynamicLayer."""
+
+
+class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A DynamicSlidingWindowLayer, whose `keys` are the last tokens that the next one sees."""
+
+    cumulative_length: int
+
+    def move(self, key_room: Tensor, value_room: Tensor, end: int) -> None:
+        self.dropped = self.cumulative_length - end            # tokens that were before the first place
+        super().move(key_room, value_room, end)
+
+    def show(self, end: int) -> None:
+        self.start = max(0, end - self.sliding_window + 1)
+        self.cumulative_length = self.dropped + end
+        super().show(end)
+
+    def is_in(self, room: Tensor) -> bool:
+        return super().is_in(room) and self.cumulative_length == self.dropped + self.start + self.keys.shape[2]
+
+    def _in_place(self) -> bool:
+        return not self.record_past and super()._in_place()
 
 
 def _moved(states: Tensor, size: int) -> Tensor:
@@ -90,14 +123,24 @@ def _moved(states: Tensor, size: int) -> Tensor:
     return room
 
 
-def growing(cache: DynamicCache) -> str:
-    """Let every layer of the cache append in place. What stands in the way, or nothing."""
+def growing(cache: DynamicCache, windows: Sequence[int | None]) -> str:
+    """Let every layer of the cache, whose model sees so many tokens each, append in place. What stands in the way, or
+    nothing."""
     layers = cache.layers
-    for i, layer in enumerate(layers):
+    if len(layers) != len(windows):
+        return "a cache for another number of layers"
+    for i, (layer, window) in enumerate(zip(layers, windows)):
         kind = type(layer)
-        if kind is GrowingLayer:
+        sliding = kind in (GrowingWindow, DynamicSlidingWindowLayer)
+        if sliding and layer.record_past:
+            return "a cache that keeps what is out of the window, to go back"
+        if sliding and layer.sliding_window != window:
+            return f"a cache layer that is {kind.__name__} with another window"
+        if kind in (GrowingLayer, GrowingWindow) and layer.is_initialized and layer.keys.numel():
             continue
-        if kind is not DynamicLayer or not layer.is_initialized or not layer.keys.numel():
-            return f"a cache layer that is {kind.__name__}" + ("" if kind is not DynamicLayer else " and empty")
-        layers[i] = GrowingLayer.of(layer)
+        if kind not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized or not layer.keys.numel():
+            return f"a cache layer that is {kind.__name__}" + (" and empty" if sliding or kind is DynamicLayer else "")
+        made: Any = GrowingWindow(layer.sliding_window) if sliding else GrowingLayer()
+        made.__dict__.update(layer.__dict__)
+        layers[i] = made
     return ""

@@ -35,12 +35,20 @@ class Binder:
         self.kernels: dict[str, str] = {}      # what it is for -> kernel
 
     def __call__(self, what: str, op: str, *tensors: Tensor | None, **fixed: Any) -> Run:
+        found = self._once(op, tensors, fixed)
+        self.kernels[what] = found.kernel  # type: ignore[attr-defined]
+        return found
+
+    def kernel(self, op: str, *tensors: Tensor) -> str:
+        """The name of the one for calls like this."""
+        return self._once(op, tensors, {}).kernel  # type: ignore[attr-defined,no-any-return]
+
+    def _once(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
         key = (op, tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors),
                tuple((n, (v.shape, v.dtype) if isinstance(v, Tensor) else v) for n, v in fixed.items()))
         found = self._bound.get(key)
         if found is None:
             found = self._bound[key] = self._bind(op, tensors, fixed)
-        self.kernels[what] = found.kernel  # type: ignore[attr-defined]
         return found
 
     def _bind(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
@@ -96,3 +104,11 @@ def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
     while sum(large) * len(ring) < wanted:
         ring.append(tuple(t.clone() if t.nbytes > LARGE else t for t in calls[0]))
     return ring[:max(2, -(-wanted // sum(large)))]
+
+
+def with_weights(run: Run, *weights: Tensor) -> Run:
+    """As a function of the data alone."""
+    if len(weights) == 1:                      # the usual one: unpacking costs a little at every call
+        weight, = weights
+        return lambda x: run(x, weight)
+    return lambda x: run(x, *weights)

@@ -167,7 +167,7 @@ class Recogniser:
         forward = stock_of(module).forward  # type: ignore[attr-defined]
         names = rotary_names(forward)
         for form in ROTATIONS:
-            if all(_rotates(forward.__globals__[n], form) for n in names):
+            if all(rotates(forward.__globals__[n], form) for n in names):
                 return Recipe("rope", "rope", names, form=form)
         return f"{' and '.join(names)} turns heads in another way than lz.rope"
 
@@ -352,7 +352,8 @@ def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, flat.detach().requires_grad_()
 
 
-def _rotates(function: Callable[..., Any], form: str) -> bool:
+def rotates(function: Callable[..., Any], form: str) -> bool:
+    """Does it turn queries and keys by cos and sin in this one of ROTATIONS?"""
     like = NOWHERE
     q, k, table = random(like, 1, 3, 4, 16), random(like, 1, 1, 4, 16, seed=1), random(like, 2, 1, 4, 8, seed=2)
     table = table.repeat_interleave(2, -1) if form == "interleaved" else torch.cat((table, table), -1)

@@ -74,8 +74,10 @@ def turn_and_keep(both: Tensor, value: Tensor, angles: Tensor, position: Tensor,
     return query
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Attention of query (batch, heads, dim) over the first lengths[i] tokens of keys and values, as above."""
+def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+           softcap: float = 0.0) -> Tensor:
+    """Attention of query (batch, heads, dim) over the first lengths[i] tokens of keys and values, as above; over the
+    last `window` of these."""
     batch, heads, dim = query.shape
     room, kv_heads, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
     out = torch.empty((batch, heads, dim_v), dtype=query.dtype, device=query.device)
@@ -85,5 +87,5 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
 
     launch(query, keys, values, out, None, (batch, heads, kv_heads, 1, room, dim, dim_v),
            (query.stride(0), query.stride(1), 0), strides(keys), strides(values), (out.stride(0), out.stride(1), 0),
-           (0, 0, 0), scale, 0.0, -1, -1, True, lengths=lengths)
+           (0, 0, 0), scale, softcap, window - 1 if window else -1, -1, True, lengths=lengths)
     return out

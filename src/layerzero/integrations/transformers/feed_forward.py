@@ -1,0 +1,142 @@
+"""The feed-forward part of one token: two products, or those of the few experts that the token is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.moe_formulas import GATED, activate, gated
+from .decoders import Experts, FeedForward, Linear
+from .planning import Binder, Run, with_weights
+
+Product = Callable[[str, Tensor, Sequence[Tensor], Tensor | None], Run]
+OURS = "native."           # kernels whose products cost no more to call alone than as one mlp
+
+
+class Joined:
+    """Weights of several linear layers as one (outputs, inputs) tensor, of which each layer's own weight is a view."""
+
+    def __init__(self, layers: tuple[Linear, ...]) -> None:
+        self._layers = layers
+        self._moved = len(layers) > 1 or layers[0].transposed
+        views = [p.module.weight.detach().t() if p.transposed else p.module.weight.detach() for p in layers]
+        self.weight = torch.cat(views).contiguous() if self._moved else views[0]
+        biases = [p.module.bias for p in layers if p.module.bias is not None]
+        self.bias = None if not biases else torch.cat([b.detach() for b in biases]) if self._moved else \
+            biases[0].detach()
+        if self._moved:
+            sizes = [len(v) for v in views]
+            for part, view in zip(layers, self.weight.split(sizes)):
+                part.module.weight.data = view.t() if part.transposed else view
+            if self.bias is not None:
+                for part, view in zip(layers, self.bias.split(sizes)):
+                    part.module.bias.data = view
+
+    def undo(self) -> None:
+        """Memory of its own for each weight, laid out as it was."""
+        for part in self._layers if self._moved else ():
+            module = part.module
+            module.weight.data = module.weight.detach().clone(memory_format=torch.contiguous_format)
+            if module.bias is not None:
+                module.bias.data = module.bias.detach().clone()
+
+
+class JoinedFeedForward:
+    """The weights of one layer's feed-forward part."""
+
+    def __init__(self, parts: FeedForward | Experts) -> None:
+        self.parts = parts
+        plain = parts.shared if isinstance(parts, Experts) else parts
+        self.into = None if plain is None else Joined(plain.into)
+        self.down = None if plain is None else Joined((plain.down,))
+
+    def undo(self) -> None:
+        for joined in (self.into, self.down):
+            if joined is not None:
+                joined.undo()
+
+
+def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product: Product, fast: Any) -> Run:
+    """The feed-forward part of the first of these layers as a function of one token for each row of the batch; the
+    others are those after it. `fast` are the kernels of triton_step.py, or None."""
+    parts = layers[0].parts
+    if isinstance(parts, Experts):
+        return _experts(layers[0], parts, x, bind, product, fast)
+    alike = [layer for layer in layers if not isinstance(layer.parts, Experts)]
+    return _plain(alike, parts, x, bind, product, fast)
+
+
+def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, bind: Binder, product: Product,
+           fast: Any) -> Run:
+    into, down, kind = layers[0].into, layers[0].down, parts.activation
+    assert into is not None and down is not None
+    biases = {n: b for n, b in (("bias_in", into.bias), ("bias_down", down.bias)) if b is not None}
+    if fast is None:
+        run = bind("mlp", "mlp", x, into.weight, down.weight, activation=kind, **biases)
+        if bind.kernels["mlp"].startswith(OURS) or not _ours(bind, x, into, down):
+            return with_weights(run, into.weight, down.weight, *biases.values())
+        bind.kernels.pop("mlp")
+    gate = kind in GATED
+    first = product("gate and up" if gate else "up", x, [j.into.weight for j in layers if j.into], into.bias)
+    between = x.new_zeros((*x.shape[:-1], parts.down.shape[1]))
+    second = product("down", between, [j.down.weight for j in layers if j.down], down.bias)
+    if fast is not None and gate:              # two products and one launch between them
+        return lambda x: second(fast.gate(*first(x).squeeze(1).chunk(2, -1), kind).unsqueeze(1))
+    if gate:
+        return lambda x: second(gated(first(x), kind, True))
+    return lambda x: second(activate(first(x), kind))
+
+
+def _ours(bind: Binder, x: Tensor, *products: Joined) -> bool:
+    """Are both products done by kernels that lz compiled itself?"""
+    sizes = [x, x.new_zeros((*x.shape[:-1], products[1].weight.shape[1]))]
+    return all(bind.kernel("linear", given, p.weight, *(() if p.bias is None else (p.bias,))).startswith(OURS)
+               for given, p in zip(sizes, products))
+
+
+def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, product: Product, fast: Any) -> Run:
+    batch, hidden = x.shape[0], x.shape[-1]
+    route, top_k, normalize = product("router", x, [parts.router], None), parts.top_k, parts.normalize
+    shared: Run | None = None
+    if parts.shared is not None and parts.shared_gate is not None:
+        plain = _plain([layer], parts.shared, x, bind, product, fast)
+        module = parts.shared_gate.module
+        alone = product("gate of the shared expert", x, [module.weight], module.bias)
+
+        def shared(x: Tensor) -> Tensor:
+            return torch.sigmoid(alone(x)) * plain(x)  # type: ignore[no-any-return]
+
+    chosen = _for_one(parts, x, bind) if batch == 1 and not x.is_cuda else _for_many(parts, x, bind)
+
+    def run(x: Tensor) -> Tensor:
+        weights, ids = torch.softmax(route(x).view(batch, -1), -1, dtype=torch.float32).topk(top_k)
+        if normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = chosen(x.view(batch, hidden), ids, weights).view(batch, 1, hidden)
+        return out if shared is None else out + shared(x)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _for_one(parts: Experts, x: Tensor, bind: Binder) -> Run:
+    """Only the weights of the experts that were chosen are read."""
+    gate_up, down = parts.gate_up.unbind(0), parts.down.unbind(0)
+    row = x.view(1, -1)
+    expert = bind("experts", "mlp", row, gate_up[0], down[0], activation=parts.activation)
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        found = torch.cat([expert(x, gate_up[i], down[i]) for i in ids[0].tolist()])
+        return (found * weights.t()).sum(0).to(x.dtype)
+
+    return run
+
+
+def _for_many(parts: Experts, x: Tensor, bind: Binder) -> Run:
+    rows = x.view(-1, x.shape[-1])
+    ids = torch.zeros((len(rows), parts.top_k), dtype=torch.int64, device=x.device)
+    weights = torch.zeros(ids.shape, dtype=torch.float32, device=x.device)
+    run = bind("experts", "moe", rows, parts.gate_up, parts.down, ids, weights, activation=parts.activation)
+    return lambda x, ids, weights: run(x, parts.gate_up, parts.down, ids, weights)

@@ -1,0 +1,56 @@
+"""Keys and values of one token in a cache whose layers append in place; see growing_cache.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .decode_step import DecodeStep
+from .decoders import Angles
+
+
+class HostMemory:
+    """`mask` is (batch, 1, 1, keys), True: seen. `angles` are those of the token. Where the compiled kernels can do it
+    they turn, keep and attend in one call."""
+
+    def __init__(self, step: DecodeStep, layers: list[Any], mask: Tensor | None, angles: Angles) -> None:
+        self._step, self._layers = step, layers
+        self._places = [layer.reserve(1) for layer in layers]
+        self._first = [max(0, place + 1 - at.window) if at.window else 0
+                       for place, at in zip(self._places, step.layers)]
+        self._token = step.token if mask is None else None
+        self.angles = angles if self._token is None else None      # for the step to turn by
+        self._own_angles = angles or ((step._like, step._like),)   # of no angles nothing is read
+        self._masks: list[tuple[Tensor, ...]] = []
+        if self._token is None:
+            lengths = [place + 1 - first for place, first in zip(self._places, self._first)]
+            self._masks = [() if mask is None else (mask[..., -length:],) for length in lengths]
+            self._runs = [step.attention(i, length, mask is not None) for i, length in enumerate(lengths)]
+
+    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
+        at, place, first = self._layers[layer], self._places[layer], self._first[layer]
+        if self._token is not None:
+            bound = self._step.layers[layer]
+            cos, sin = self._own_angles[bound.angles or 0]
+            keys, values = at.key_room, at.value_room
+            before = first * keys.stride(1) * keys.element_size() if first else 0
+            out = both.new_empty((len(both), 1, bound.heads * bound.head_dim))
+            self._token(both.dtype is torch.bfloat16, both.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+                        keys.data_ptr() + before, values.data_ptr() + before, out.data_ptr(), len(both), bound.heads,
+                        bound.kv_heads, bound.head_dim, 0 if bound.angles is None else self._step.half,
+                        cos.stride(0) if len(cos) > 1 else 0,
+                        keys.stride(0), place - first, bound.scale, torch.get_num_threads())
+            at.show(place + 1)
+            return out
+        queries = both.shape[2] - value.shape[2]
+        at.write(place, both[:, :, queries:], value)
+        seen = at.seen(first, place + 1)
+        out = self._runs[layer](both[:, :, :queries].transpose(1, 2), *seen, *self._masks[layer])
+        return out.transpose(1, 2).reshape(len(both), 1, -1)  # type: ignore[no-any-return]
+
+    def undo(self) -> None:
+        """As it was before this token: the step broke."""
+        for layer, place in zip(self._layers, self._places):
+            layer.show(place)

@@ -260,7 +260,7 @@ _V2: dict[str, Any] = {"package": "flash_attn", "version": ">=2.5,<3", "prior": 
 _V3: dict[str, Any] = {"package": "flash_attn_interface", "distribution": "flash_attn_3", "prior": 20.0,
                        "overhead_us": 10.0, "traceable": False, "untested": True}
 _V4: dict[str, Any] = {"package": "flash_attn.cute", "distribution": "flash-attn-4", "prior": 22.0,
-                       "overhead_us": 30.0, "traceable": False, "untested": True, "jit": True,
+                       "overhead_us": 30.0, "traceable": False, "jit": True,
                        "deterministic_backward": False}
 
 KERNELS = (

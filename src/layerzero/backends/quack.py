@@ -72,7 +72,7 @@ NORM: tuple[Condition, ...] = (
     contiguous("weight"), aligned("weight", 16),
     one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED))
 _LIBRARY: dict[str, Any] = {"package": "quack", "distribution": "quack-kernels", "version": ">=0.5,<0.7",
-                            "jit": True, "traceable": False, "untested": True, "overhead_us": 25.0}
+                            "jit": True, "traceable": False, "overhead_us": 25.0}
 
 KERNELS = (
     Kernel("quack.rms_norm", rms_norm, _rms_norm, NORM, prior=6.0, **_LIBRARY),

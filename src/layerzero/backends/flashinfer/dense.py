@@ -150,7 +150,7 @@ def _sample() -> Callable[..., Any]:
         values, ids = highest(scores, by.most, deterministic=True, tie_break=TopKTieBreak.SMALL)
         ids, order = ids.sort(-1)                              # by id first, so that the stable sort ranks ties by it
         values = values.gather(1, order)
-        ranked, rank = values.sort(-1, descending=True, stable=True)
+        ranked, rank = values.sort(dim=-1, descending=True, stable=True)
         weights = weights_of(ranked, from_probs)
         weights = torch.zeros_like(weights).scatter(1, rank, torch.where(kept(weights, by), weights, 0.0))
         column, total = draw(weights, uniform), weights.sum(-1, keepdim=True)
@@ -196,12 +196,12 @@ KERNELS = (
     Kernel("flashinfer.prefill_fa2", attention, _prefill_fa2, ONE_SEQUENCE, variants=("bshd",), prior=10.0,
            overhead_us=25.0, workspace=WORKSPACE, **TRIED),
     Kernel("flashinfer.prefill_fa3", attention, _prefill_fa3, (*ONE_SEQUENCE, generations("hopper")),
-           variants=("bshd",), prior=16.0, overhead_us=25.0, workspace=WORKSPACE, **LIBRARY),
+           variants=("bshd",), prior=16.0, overhead_us=25.0, workspace=WORKSPACE, **TRIED),
     Kernel("flashinfer.decode", attention, _decode, (
         *ONE_SEQUENCE, equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
         one_of("group", *GROUPS, code=Code.GQA_UNSUPPORTED),
         *(contiguous(name) for name in ("query", "key", "value"))),        # it reads no strides
-        variants=("bhsd", "bshd"), prior=9.0, overhead_us=25.0, workspace=WORKSPACE, **LIBRARY,
+        variants=("bhsd", "bshd"), prior=9.0, overhead_us=25.0, workspace=WORKSPACE, **TRIED,
         note="without tensor cores; with many query heads for a KV head prefill_fa2 is the quicker one"),
     Kernel("flashinfer.rms_norm", rms_norm, _rms_norm, (*NORM, one_of("offset", 0.0, 1.0)), prior=5.0,
            overhead_us=12.0, **TRIED),

@@ -343,7 +343,6 @@ LATENT: tuple[Condition, ...] = (
 
 _PLANNED: dict[str, Any] = {**TRIED, "graph_safe": False, "workspace": str(WORKSPACE),
                             "note": "plans on the host, once for the same unchanged lengths and pages"}
-_UNTRIED: dict[str, Any] = {**_PLANNED, **LIBRARY}
 BOTH = ("NHD", "HND")
 
 KERNELS = (
@@ -358,10 +357,10 @@ KERNELS = (
     Kernel("flashinfer.paged_prefill_fa2", paged_attention, _paged_prefill_fa2, (*PAGED, PREFILL), variants=BOTH,
            prior=9.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.paged_prefill_fa3", paged_attention, _paged_prefill_fa3, (*PAGED, PREFILL, HOPPER),
-           variants=BOTH, prior=14.0, overhead_us=60.0, **_UNTRIED),
+           variants=BOTH, prior=14.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.varlen_fa2", varlen_attention, _varlen_fa2, RAGGED, prior=10.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.varlen_fa3", varlen_attention, _varlen_fa3, (*RAGGED, HOPPER), prior=15.0, overhead_us=60.0,
-           **_UNTRIED),
+           **_PLANNED),
     Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.mla_fa3", mla_paged_attention, _mla_fa3, (*LATENT, HOPPER), prior=9.0, overhead_us=60.0,
            **_PLANNED),

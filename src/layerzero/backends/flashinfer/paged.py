@@ -42,7 +42,7 @@ from ...spec.rules import (
     unit_stride,
     when,
 )
-from .common import HALF, HARDWARE, HEAD_DIMS, LIBRARY, LN2, TRIED
+from .common import HALF, HARDWARE, HEAD_DIMS, LN2, TRIED
 
 WORKSPACE = 128 << 20                          # bytes, what FlashInfer recommends
 MOST_PLANS = 8                                 # of a kind on one device and stream; each holds 16 MiB

@@ -38,8 +38,9 @@ def _built(source: Path, macros: tuple[tuple[str, int], ...]) -> Emulated:
         raise RuntimeError("no C++ compiler (g++) was found")
     text = source.read_bytes()
     command = [COMPILER, "-O2", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-x", "c++", "-I",
-               str(HERE), *(f"-D{name}={value}" for name, value in macros), "-"]
-    key = hashlib.sha256(text + (HERE / "device.h").read_bytes() + " ".join(command).encode()).hexdigest()[:24]
+               str(HERE), "-I", str(SOURCES), *(f"-D{name}={value}" for name, value in macros), "-"]
+    headers = b"".join(p.read_bytes() for p in (HERE / "device.h", *sorted(SOURCES.glob("*.h"))))
+    key = hashlib.sha256(text + headers + " ".join(command).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"layerzero-emulator-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)
     library = folder / f"{key}.so"

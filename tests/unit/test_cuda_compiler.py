@@ -72,7 +72,7 @@ def test_what_else_goes_in_is_compiled_anew(cache, source, monkeypatch, tmp_path
     Path(source).write_text(SOURCE.replace("p.scale", "2.0f"))
     compiler.cubin(source, MACROS, ARCH)
     assert len(list(cache.iterdir())) == 4
-    (tmp_path / compiler.HEADER).write_text((compiler.FOLDER / compiler.HEADER).read_text() + "// changed\n")
+    (tmp_path / "device.h").write_text((compiler.FOLDER / "device.h").read_text() + "// changed\n")
     monkeypatch.setattr(compiler, "FOLDER", tmp_path)
     compiler.cubin(source, MACROS, ARCH)
     assert len(list(cache.iterdir())) == 5

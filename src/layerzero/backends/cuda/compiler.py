@@ -12,7 +12,7 @@ import importlib.util
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import lru_cache
@@ -27,7 +27,6 @@ from ...spec.reason import Code, Reason
 from .. import cache_dir
 
 FOLDER = Path(__file__).parent
-HEADER = "device.h"
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")               # a lambda is code of the device too
 MAJORS = ("13", "12")                          # of CUDA, where torch does not say which
 Macros = tuple[tuple[str, int], ...]
@@ -105,16 +104,17 @@ def architecture(sm: int) -> str:
 
 def cubin(source: str, macros: Macros, arch: str) -> bytes:
     """The machine code of a file of this folder; from disk if it was made before, by whatever process."""
-    text, header = (FOLDER / source).read_bytes(), (FOLDER / HEADER).read_bytes()
+    text, headers = (FOLDER / source).read_bytes(), {p.name: p.read_bytes() for p in sorted(FOLDER.glob("*.h"))}
     options = (f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{name}={value}" for name, value in macros))
     _, version = nvrtc()
     digest = hashlib.sha256("\0".join((version, *options)).encode())
-    digest.update(hashlib.sha256(text).digest() + hashlib.sha256(header).digest())
+    for part in (text, *headers.values()):
+        digest.update(hashlib.sha256(part).digest())
     path = cache_dir(os.environ) / "cuda" / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
     with _compiling:                           # who waited here finds it on disk
         found = _kept(path)
         if found is None:
-            found = _compiled(Path(source).name, text, header, options)
+            found = _compiled(Path(source).name, text, headers, options)
             _keep(path, found)
     return found
 
@@ -138,11 +138,13 @@ def _keep(path: Path, made: bytes) -> None:
                     "process; set LAYERZERO_CACHE_DIR to a folder that can be written", RuntimeWarning)
 
 
-def _compiled(name: str, text: bytes, header: bytes, options: tuple[str, ...]) -> bytes:
+def _compiled(name: str, text: bytes, headers: Mapping[str, bytes], options: tuple[str, ...]) -> bytes:
     library, version = nvrtc()
     program, size = c_void_p(), c_size_t()
-    _ask(library, library.nvrtcCreateProgram(byref(program), text, name.encode(), 1, (c_char_p * 1)(header),
-                                             (c_char_p * 1)(HEADER.encode())), name)
+    many = len(headers)
+    _ask(library, library.nvrtcCreateProgram(
+        byref(program), text, name.encode(), many, (c_char_p * many)(*headers.values()),
+        (c_char_p * many)(*map(str.encode, headers))), name)
     try:
         given = (c_char_p * len(options))(*map(str.encode, options))
         if library.nvrtcCompileProgram(program, len(options), given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from .run import COMPILER, Kernel
 
 pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
+CONFIG = decode.config
 DENSE: tuple[dict[str, Any], ...] = (
     {"b": 2, "hq": 8, "hkv": 2, "sq": 1, "sk": 300, "d": 64, "lse": True},
     {"b": 1, "hq": 8, "hkv": 2, "sq": 8, "sk": 90, "d": 64, "causal": True, "align": "bottom_right", "lse": True},
@@ -51,3 +53,12 @@ def test_one_expanded_head_is_read_once() -> None:
     expanded = decode.dense(query, key.expand(1, 8, 70, 64), value.expand(1, 8, 70, 64))
     want = torch.nn.functional.scaled_dot_product_attention(query.float(), key.float(), value.float(), enable_gqa=True)
     torch.testing.assert_close(expanded.float(), want, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("machine", [compiler.Machine(132), compiler.Machine(48, 99 << 10)])
+def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None:
+    for rows, homes, keys, dim in itertools.product((1, 8, 17, 32), (1, 64, 500), (1, 1000, 100_000), (64, 128, 256)):
+        if rows <= 16 or dim <= 128:
+            made = CONFIG(rows, homes, keys, dim, machine)
+            assert decode.shared_of(rows, dim, made.warps, made.stages) <= machine.shared
+            assert made.splits in (1, 2, 4, 8) and made.warps >= 2

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -252,9 +252,19 @@ def limits_of(device: int) -> LaunchLimits:
     return LaunchLimits(shared=shared.value)
 
 
+class Machine(NamedTuple):
+    """What launchers choose their configurations by. The emulator has the memory of a Hopper."""
+
+    processors: int = 8
+    shared: int = 227 << 10    # bytes for a block
+
+
 @lru_cache(maxsize=None)
-def processors_of(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8   # emulated
+def machine_of(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return Machine()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Machine(torch.cuda.get_device_properties(index).multi_processor_count, limits_of(index).shared)
 
 
 def home_of(params: bytes, device: int) -> int:

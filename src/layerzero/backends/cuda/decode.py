@@ -25,12 +25,19 @@ class Config(NamedTuple):
     splits: int
 
 
+def shared_of(rows: int, dim: int, warps: int, stages: int) -> int:
+    """Keys and values of each warp; queries, maxima and sums."""
+    return warps * stages * 2 * KEYS * dim * 2 + -(-rows // 16) * 16 * (dim * 2 + 8)
+
+
 @lru_cache(maxsize=4096)
-def config(rows: int, homes: int, keys: int, dim: int, processors: int) -> Config:
+def config(rows: int, homes: int, keys: int, dim: int, machine: compiler.Machine) -> Config:
     """`homes` is batch x KV heads. As measured on an H200: a block for each multiprocessor, or for every second one
     where a block takes two tiles of queries, and four steps for each warp."""
-    warps, stages = (8, 3) if rows > 16 else (4, 3) if homes >= processors or dim > 128 else (8, 2)
-    most = processors // 2 if rows > 16 else processors
+    warps, stages = (8, 3) if rows > 16 else (4, 3) if homes >= machine.processors or dim > 128 else (8, 2)
+    while shared_of(rows, dim, warps, stages) > machine.shared and (warps > 2 or stages > 2):
+        warps, stages = (warps // 2, stages) if warps > 2 else (warps, stages - 1)
+    most = machine.processors // 2 if rows > 16 else machine.processors
     splits = 1
     while splits < MOST_SPLITS and 2 * splits * homes <= most and 4 * splits * warps * KEYS <= keys:
         splits *= 2
@@ -45,8 +52,8 @@ def _compiled(bf16: bool, dim: int, group: int, rows: int, k_token: int, v_token
               ("SPLITS", made.splits), ("WARPS", made.warps), ("STAGES", made.stages), ("K_TOKEN", k_token),
               ("V_TOKEN", v_token), ("PAGE", page), ("STARTS", int(starts)), ("CAUSAL", int(causal)),
               ("WINDOW", int(window)))
-    shared = made.warps * made.stages * 2 * KEYS * dim * 2 + tiles * 16 * (dim * 2 + 8)
-    return compiler.kernel("decode.cu", "decode", macros, made.warps * 32, shared, made.splits)
+    return compiler.kernel("decode.cu", "decode", macros, made.warps * 32,
+                           shared_of(rows, dim, made.warps, made.stages), made.splits)
 
 
 def launch(
@@ -61,7 +68,7 @@ def launch(
     batch, kv_heads, group, room, keys, dim = shape
     rows = group * room
     seen = keys if left < 0 else min(keys, left + room)
-    made = chosen or config(rows, batch * kv_heads, seen, dim, compiler.processors_of(query.device))
+    made = chosen or config(rows, batch * kv_heads, seen, dim, compiler.machine_of(query.device))
     run = _compiled(query.dtype == torch.bfloat16, dim, group, rows, *tokens, page, starts is not None, causal,
                     left >= 0, made)
     run.launch((made.splits, kv_heads, batch), _PARAMS.pack(

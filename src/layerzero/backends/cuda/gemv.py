@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import compiler
+from .compiler import Machine
 
 MOST_ROWS = 16
 FORMATS = ("int4", "int8", "fp8_e4m3")
@@ -92,19 +93,6 @@ class Shape(NamedTuple):
         line = sum((many | 1) * 16 for many in (scales, zeros) if many)
         return (self.x_bytes(made.split) + sums + totals
                 + made.warps * (made.stages * made.tall * 1024 + ahead * height * line))
-
-
-class Machine(NamedTuple):
-    processors: int
-    shared: int = 227 << 10    # bytes for a thread block
-
-
-@lru_cache(maxsize=None)
-def machine_of(device: torch.device) -> Machine:
-    if device.type != "cuda":
-        return Machine(compiler.processors_of(device))              # the emulator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return Machine(compiler.processors_of(device), compiler.limits_of(index).shared)
 
 
 def clusters(tiles: int, made: Config, processors: int) -> int:
@@ -197,7 +185,7 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     shape = Shape(1 << (rows - 1).bit_length(), n, k, format, 0 if group_size >= k else group_size,
                   scales.element_size(), zeros is not None)
-    made = _prepared(shape, x.dtype, scales.dtype, machine_of(x.device), chosen)
+    made = _prepared(shape, x.dtype, scales.dtype, compiler.machine_of(x.device), chosen)
     scales, zeros = _in_pieces(scales), None if zeros is None else _in_pieces(zeros)
     made.run.launch(made.grid, _PARAMS.pack(
         flat.data_ptr(), weight.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),

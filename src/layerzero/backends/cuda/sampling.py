@@ -47,12 +47,11 @@ NONE = Rows()
 def config(batch: int, vocab: int, device: torch.device) -> Config:
     """As many blocks for a row as there are multiprocessors, as long as each has some thousand tokens; and as many as
     it takes to keep most of a row in shared memory."""
-    processors, cluster = compiler.processors_of(device), 1
+    machine, cluster = compiler.machine_of(device), 1
     while cluster < MOST_BLOCKS and (cluster << 16 < vocab
-                                     or (2 * cluster * batch <= processors and cluster << 12 < vocab)):
+                                     or (2 * cluster * batch <= machine.processors and cluster << 12 < vocab)):
         cluster *= 2
-    room = min(ROOM, compiler.limits_of(device.index).shared) if device.type == "cuda" else ROOM
-    return Config(cluster, room=room)
+    return Config(cluster, room=min(ROOM, machine.shared))
 
 
 @lru_cache(maxsize=256)

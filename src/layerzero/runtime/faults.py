@@ -34,7 +34,7 @@ OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, Memory
 
 # Torch ends the text of every CUDA error with advice on "device-side assertions": only one that was triggered counts.
 _STICKY = ("illegal memory access", "device-side assert triggered", "unspecified launch failure", "misaligned address",
-           "illegal instruction", "an illegal address", "uncorrectable ecc", "cuda error: launch timed out",
+           "illegal instruction", "an illegal address", "uncorrectable ecc", "the launch timed out and was terminated",
            "hardware stack error", "device lost")
 _MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
 _CAPTURE = ("stream is capturing", "during cuda graph capture", "legacy stream depend", "cuda graph capture unless")

@@ -1,27 +1,23 @@
 """Our CUDA kernels on a GPU: are they right, how fast are they beside our Triton kernels and torch, and which
 configuration is fastest.
 
-    python benchmarks/cuda_kernels.py [--only decode,paged,gemv,sample] [--match TEXT,...] [--quick] [--json FILE]
+    python benchmarks/cuda_kernels.py [--only decode,paged,gemv,sample] [--match TEXT,...] [--quick] [--check [N]]
 
 Times are taken as benchmarks/triton_kernels.py takes them: a replayed CUDA graph, the L2 cache swept.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton_kernels as ours_in_triton
-from triton_kernels import BF16, FOUND, MATCH, QUICK, WARM, race, rand, timed
+from triton_kernels import BF16, race, rand
 
-from layerzero.backends.cuda import decode
+from layerzero.backends.cuda import KERNELS, decode
 from layerzero.backends.triton import decode as triton_decode
 from layerzero.backends.triton import gemv as triton_gemv
 from layerzero.backends.triton import norm as triton_norm
@@ -150,27 +146,5 @@ BENCHES = {"decode": bench_decode, "paged": bench_paged, "gemv": bench_gemv, "sa
            "norm": bench_norm}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", default=",".join(BENCHES), help="comma separated: " + ", ".join(BENCHES))
-    parser.add_argument("--json", default=f"{os.environ['OUT']}/cuda_kernels.json" if "OUT" in os.environ else "")
-    parser.add_argument("--quick", action="store_true", help="the defaults only")
-    parser.add_argument("--warm", action="store_true", help="leave the L2 cache as it is")
-    parser.add_argument("--match", default="", help="only shapes that contain one of these texts, comma separated")
-    args = parser.parse_args()
-    QUICK.extend([True] * args.quick)
-    WARM.extend([True] * args.warm)
-    MATCH.extend(filter(None, args.match.split(",")))
-    torch.manual_seed(0)
-    one = torch.zeros(1, device="cuda")
-    print(f"a graph of one trivial kernel: {timed(lambda: one.add_(1)):.2f} us", flush=True)
-    try:
-        for name in filter(None, args.only.split(",")):
-            BENCHES[name]()
-    finally:
-        if args.json:
-            Path(args.json).write_text(json.dumps(FOUND))
-
-
 if __name__ == "__main__":
-    main()
+    ours_in_triton.main("cuda_kernels", __doc__, BENCHES, KERNELS)

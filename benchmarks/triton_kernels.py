@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from layerzero.backends.triton import KERNELS, codes, decode, gated, gemv, norm, rotary, sampling
 from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
+from layerzero.spec.kernel import Kernel
 from layerzero.tune.harness import GraphWatch
 from layerzero.verify.contract import check_case
 
@@ -281,10 +282,10 @@ def bench_rest() -> None:
              [("eager", lambda a=(x, format, by, size): quantize_op.reference(*a))], want)
 
 
-def check(step: int) -> None:
+def check(kernels: Iterable[Kernel], step: int) -> None:
     """Every step-th case of each contract, at both half precisions."""
     warnings.simplefilter("ignore")
-    for kernel in KERNELS:
+    for kernel in kernels:
         began = time.time()
         results = [check_case(kernel, case, dtype, "cuda") for dtype in ("bfloat16", "float16")
                    for case in kernel.op.cases[::step]]
@@ -299,12 +300,12 @@ def check(step: int) -> None:
 BENCHES = {"decode": bench_decode, "norm": bench_norm, "gemv": bench_gemv, "sample": bench_sample, "rest": bench_rest}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", default=",".join(BENCHES), help="comma separated: " + ", ".join(BENCHES))
+def main(name: str, what: str | None, benches: Mapping[str, Callable[[], None]], kernels: Iterable[Kernel]) -> None:
+    parser = argparse.ArgumentParser(description=(what or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(benches), help="comma separated: " + ", ".join(benches))
     parser.add_argument("--check", type=int, nargs="?", const=1, default=0, metavar="N",
                         help="first check every N-th case of the contracts")
-    parser.add_argument("--json", default=f"{os.environ['OUT']}/triton_kernels.json" if "OUT" in os.environ else "")
+    parser.add_argument("--json", default=f"{os.environ['OUT']}/{name}.json" if "OUT" in os.environ else "")
     parser.add_argument("--quick", action="store_true", help="the defaults only")
     parser.add_argument("--warm", action="store_true", help="leave the L2 cache as it is")
     parser.add_argument("--match", default="", help="only shapes that contain one of these texts, comma separated")
@@ -317,13 +318,13 @@ def main() -> None:
     print(f"a graph of one trivial kernel: {timed(lambda: one.add_(1)):.2f} us", flush=True)
     try:
         if args.check:
-            check(args.check)
-        for name in filter(None, args.only.split(",")):
-            BENCHES[name]()
+            check(kernels, args.check)
+        for chosen in filter(None, args.only.split(",")):
+            benches[chosen]()
     finally:
         if args.json:
             Path(args.json).write_text(json.dumps(FOUND))
 
 
 if __name__ == "__main__":
-    main()
+    main("triton_kernels", __doc__, BENCHES, KERNELS)

@@ -70,7 +70,7 @@ static Fiber* now;
 static jmp_buf scheduler;
 static std::vector<Block> blocks;
 static Gate cluster_gate;
-static int size_x, size_y, size_z, cluster_blocks;
+static int size_x, cluster_blocks;
 static int outcome;
 static void (*entry)(const void*);
 static const void* params;
@@ -139,7 +139,7 @@ static bool run_cluster(std::vector<Fiber>& fibers) {
 extern "C" int lz_emulate(void (*kernel)(const void*), int x, int y, int z, int threads, int shared_bytes, int cluster,
                           const void* given) {
     using namespace emulator;
-    size_x = x; size_y = y; size_z = z; cluster_blocks = cluster;
+    size_x = x; cluster_blocks = cluster;
     entry = kernel; params = given; outcome = FINE;
     const int many = cluster * threads;
     u8* stacks = (u8*)mmap(nullptr, many * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
@@ -190,8 +190,6 @@ FN int block_x() { return emulator::now->block->x; }
 FN int block_y() { return emulator::now->block->y; }
 FN int block_z() { return emulator::now->block->z; }
 FN int grid_x() { return emulator::size_x; }
-FN int grid_y() { return emulator::size_y; }
-FN int grid_z() { return emulator::size_z; }
 FN u8* shared() { return emulator::now->block->shared; }
 
 // Bits
@@ -293,7 +291,6 @@ template <int N> FN void copy_wait() {
 }
 
 template <typename T> FN T atomic_add(T* place, T v) { const T before = *place; *place = before + v; return before; }
-FN void fence() {}
 
 // Tensor cores
 
@@ -357,4 +354,3 @@ template <typename T> FN T* of_rank(const T* here, int rank) {
 
 template <typename T> FN T cluster_read(const T* here, int rank) { return *of_rank(here, rank); }
 template <typename T> FN void cluster_write(T* here, int rank, T value) { *of_rank(here, rank) = value; }
-FN u32 cluster_add(u32* here, int rank, u32 v) { return atomic_add(of_rank(here, rank), v); }

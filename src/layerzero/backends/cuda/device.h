@@ -26,8 +26,6 @@ FN int block_x() { return blockIdx.x; }
 FN int block_y() { return blockIdx.y; }
 FN int block_z() { return blockIdx.z; }
 FN int grid_x() { return gridDim.x; }
-FN int grid_y() { return gridDim.y; }
-FN int grid_z() { return gridDim.z; }
 
 FN u8* shared() {
     extern __shared__ __align__(128) u8 lz_shared[];
@@ -105,7 +103,6 @@ FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> FN void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 
 template <typename T> FN T atomic_add(T* place, T v) { return atomicAdd(place, v); }
-FN void fence() { __threadfence(); }
 
 // Tensor cores: d += a x b, 16 x 8 x 16; and tiles of 8 x 8 halves from shared memory, one register each
 
@@ -202,11 +199,4 @@ template <typename T> FN void cluster_write(T* here, int rank, T value) {
         v.value = value;
         asm volatile("st.shared::cluster.u64 [%0], %1;" :: "r"(there), "l"(v.bits) : "memory");
     }
-}
-
-FN u32 cluster_add(u32* here, int rank, u32 v) {
-    u32 before;
-    asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;"
-                 : "=r"(before) : "r"(cluster_address(here, rank)), "r"(v) : "memory");
-    return before;
 }

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.cuda import KERNELS, compiler
-from layerzero.ops import sample as sample_op
 from layerzero.runtime import faults
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.launch import LaunchRefused
@@ -250,48 +249,3 @@ def test_a_launch_goes_where_the_memory_is(ranks: str) -> None:
     assert torch.cuda.current_device() == 0
     out = launched(made(ranks, 2), 4, 1, "cuda:1")
     assert torch.equal(out.cpu(), wanted(4, 2, 1).cpu()) and torch.cuda.current_device() == 0
-
-
-# The kernels, where a graph and several streams run them at once
-
-def decode_inputs(seed: int, keys: int = 4096) -> tuple[Tensor, ...]:
-    gen = torch.Generator("cuda").manual_seed(seed)
-    return tuple(torch.randn(shape, generator=gen, device="cuda", dtype=torch.bfloat16)
-                 for shape in ((1, 32, 1, 128), (1, 8, keys, 128), (1, 8, keys, 128)))
-
-
-def test_captured_decodes_do_not_disturb_each_other() -> None:
-    """Two graphs with several calls each, replayed at the same time on two streams, again and again."""
-    needs_clusters()
-    from layerzero.backends.cuda.decode import attention_decode
-
-    jobs = []
-    for seed in range(2):
-        q, k, v = decode_inputs(seed)
-        want = attention_decode(q, k, v)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [attention_decode(q, k, v) for _ in range(4)]
-        jobs.append((graph, outs, want, torch.cuda.Stream(), (q, k, v)))       # a graph does not keep its inputs
-    for _ in range(50):
-        for graph, _, _, stream, _ in jobs:
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
-    for _, outs, want, _, _ in jobs:
-        assert all(torch.equal(out, want) for out in outs)
-
-
-def test_sampled_tokens_are_the_formulas_for_every_seed() -> None:
-    """Where the filters cut must be exact, not nearly so: many rows, many seeds, ties among them."""
-    needs_clusters()
-    from layerzero.backends.cuda.sampling import sample
-
-    gen = torch.Generator("cuda").manual_seed(0)
-    for scale, dtype in ((3.0, torch.float32), (0.3, torch.float32), (1.0, torch.bfloat16)):
-        logits = (torch.randn(64, 32000, generator=gen, device="cuda") * scale).to(dtype)
-        for given in ({"top_p": 0.9}, {"top_k": 40}, {"top_k": 1000, "top_p": 0.5}, {"min_p": 0.05}, {}):
-            for seed in range(5):
-                got, want = (f(logits, **given, seed=seed) for f in (sample, sample_op.reference))
-                assert torch.equal(got, want), (scale, dtype, given, seed)

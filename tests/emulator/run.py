@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -10,6 +11,9 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+
+from layerzero.backends.cuda import HARDWARE, KERNELS
+from layerzero.spec.kernel import Kernel as Declared
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "layerzero" / "backends" / "cuda"
@@ -68,3 +72,10 @@ class Kernel:
 
     def launch(self, grid: tuple[int, int, int], params: bytes) -> None:
         self.emulated.launch(self.name, grid, self.threads, params, self.shared, self.cluster)
+
+
+def on_cpu(name: str) -> Declared:
+    """A kernel of backends/cuda as it is declared, but for what it asks of the machine."""
+    kernel = next(k for k in KERNELS if k.id == name)
+    rules = tuple(rule for rule in kernel.requires if rule not in HARDWARE)
+    return dataclasses.replace(kernel.constrained(rules), built=None)

@@ -294,6 +294,23 @@ def test_the_report_is_a_table_and_a_dict():
     assert all(left.values())
 
 
+def test_a_softcap_that_the_models_own_attention_leaves_out_stays_out(monkeypatch):
+    """transformers 5.17 runs Gemma 2 by its sdpa, which takes a softcap and does nothing with it."""
+    code = transformers.models.gemma2.modeling_gemma2
+    sdpa = code.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setattr(code.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    monkeypatch.setitem(code.ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, softcap=None, **kw: sdpa(*args, **kw))
+    model, given = tiny("gemma2", attn_implementation="sdpa"), inputs("gemma2")
+    truth = truth_of(model, given)
+    stock = error(model, given, truth)
+    capped = error(tiny("gemma2", attn_implementation="layerzero"), given, truth_of(
+        tiny("gemma2", attn_implementation="eager"), given))
+    report = patch(model)
+    assert error(model, given, truth) <= 2 * stock + 1e-6 and capped <= 2 * stock + 1e-6
+    assert error(tiny("gemma2", attn_implementation="eager"), given, truth) > 0.1
+    assert any(row.kind == "attention" and "softcap" in row.why for row in report.rows)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ("llama", "gemma2", "gpt2", "mixtral"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

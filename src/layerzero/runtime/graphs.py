@@ -215,8 +215,8 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
     cuda_graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     gc.collect()
     torch.cuda.empty_cache()
-    with torch.cuda.stream(side):              # torch keeps two numbers of its generator there, outside of any pool
-        torch.empty(1, device="cuda")
+    with torch.cuda.stream(side):              # torch keeps two numbers of its generator there, outside of any pool;
+        beside = torch.empty(1, device="cuda")  # what lies beside them keeps their segment from being given back
     free, reserved, segments = _memory()
     before = hits()
     try:
@@ -231,6 +231,7 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
         return Attempt(calls=calls, problems=tuple(problems))
     torch.cuda.synchronize()
     free_after, reserved_after, after = _memory()
+    del beside
     known = any("segment_pool_id" in s for s in after.values())        # whose a segment is, torch tells since 2.3
     ours = [s for s in after.values() if tuple(s.get("segment_pool_id", ())) == tuple(pool)]
     outside = [s for address, s in after.items()

@@ -8,8 +8,8 @@
 //
 // BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads to a KV head), TILES (of 16 query rows), HALVES
 // (1: no more than 8 rows), SPLITS (blocks of a cluster), WARPS, STAGES (steps ahead, and the one at work), K_TOKEN and
-// V_TOKEN (from one key to the next), PAGE (0: K and V are tensors; else pages of so many keys, a multiple of 16), STARTS (queries are packed),
-// CAUSAL (a query sees no key after its own), WINDOW (nor those more than `left` before).
+// V_TOKEN (from one key to the next), PAGE (0: K and V are tensors; else pages of so many keys, a multiple of 16), STARTS
+// (queries are packed), CAUSAL (a query sees no key after its own), WINDOW (nor those more than `left` before).
 #include "device.h"
 
 struct Params {
@@ -136,7 +136,9 @@ KERNEL(decode, Params, WARPS * 32)
         UNROLL for (int half = 0; half < HALVES; ++half) {
             sees[m][half] = offset + (m * 16 + half * 8 + g) / GROUP;
             best[m][half] = NONE;
-            most[m][half] = NONE;                  // up to which product of a query and a key `best` will do
+            // Up to which product of a query and a key `best` will do. Rows of a tile that are no queries hold what was
+            // left in memory, and must not call for a new maximum: the rounding of all rows would depend on it.
+            most[m][half] = m * 16 + half * 8 + g < used ? NONE : bits_float(0x7F800000);
             total[m][half] = 0;
         }
         UNROLL for (int n = 0; n < UNITS; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0;
@@ -196,7 +198,7 @@ KERNEL(decode, Params, WARPS * 32)
                     top = fmaxf(top * p.scale, best[m][half]);
                     const float fade = fast_exp2(best[m][half] - top);
                     best[m][half] = top;
-                    most[m][half] = (top + ENOUGH) * p.unscale;
+                    if (m * 16 + half * 8 + g < used) most[m][half] = (top + ENOUGH) * p.unscale;
                     total[m][half] *= fade;
                     UNROLL for (int n = 0; n < UNITS; ++n) {
                         acc[m][n][2 * half] *= fade;

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from ...runtime import catalog, dispatch, torch_face
 from ...spec.errors import ConfigError
 from .masks import pattern_of
+from .replacements import is_uncapped
 
 logger = logging.get_logger("transformers.layerzero")
 
@@ -35,6 +36,8 @@ def attention_forward(
         logger.warning_once("attn_implementation='layerzero' computes no attention weights, so output_attentions=True "
                             "gives None for them. Set the attention implementation to 'eager' if you want them.")
     _refuse_unknown(kwargs)
+    if softcap and is_uncapped(module):
+        softcap = None
     queries = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = right = -1

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ...ops.moe_formulas import PLAIN, activate
 from .families import Code, NotRecognised, code_of, is_known, known
 from .recognise import Recogniser, rotates
-from .replacements import ROTATIONS, Recipe, recipe_of, stock_of
+from .replacements import ROTATIONS, Recipe, is_uncapped, recipe_of, stock_of
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
 
@@ -269,7 +269,7 @@ class _Reader:
         dim = int(_named_by(attention, inner, "head_dim", "head_size"))
         heads = out.shape[1] // dim
         q_norm, k_norm = self.head_norms(attention, inner)
-        capped = getattr(attention, "attn_logit_softcapping", None) if "attn_logit_softcapping" in inner.names else None
+        capped = "attn_logit_softcapping" in inner.names and not is_uncapped(attention)
         return LayerParts(
             norm=norm("input_layernorm", "ln_1", "self_attn_layer_norm"),
             qkv=qkv,
@@ -285,7 +285,7 @@ class _Reader:
             branch_scale=float(layer.residual_multiplier) if "residual_multiplier" in names else 1.0,
             heads=heads, kv_heads=(sum(p.shape[0] for p in qkv) // dim - heads) // 2, head_dim=dim,
             scale=float(getattr(attention, "scaling", dim ** -0.5)),
-            softcap=_number(capped),
+            softcap=_number(attention.attn_logit_softcapping if capped else None),
             window=window,
             angles=angles if inner.turns(attention) else None)
 

@@ -30,10 +30,11 @@ from ...select.policy import suggest
 from ...spec.errors import ConfigError, NoKernel
 from . import NAME, register
 from .recognise import NOWHERE, Recogniser
-from .replacements import KINDS, patched_class, recipe_of, restore, stock_of
+from .replacements import KINDS, OWNED, is_uncapped, patched_class, recipe_of, restore, stock_of
 from .report import PatchReport, Row
 
-_OWNED = "_layerzero_config"                   # the attribute of a module that has got a configuration of its own
+_UNCAPPED = ("without the softcap that the model asks for: transformers' sdpa leaves it out, and results stay the same; "
+             "attn_implementation='layerzero' has it")
 _SAMPLING = ("it draws from torch's global generator and lz.sample counts from a seed: the same seed would give other "
              "tokens")
 
@@ -154,17 +155,18 @@ def _patch_attention(model: nn.Module, rows: Counter[Row]) -> list[nn.Module]:
     if able and any(m.config._attn_implementation != NAME for m in paths.values()):
         memo: dict[int, Any] = {}              # one copy of each configuration, for all that share it
         for module in model.modules():
-            if _is_configuration(vars(module).get("config")) and _OWNED not in vars(module):
+            if _is_configuration(vars(module).get("config")) and OWNED not in vars(module):
                 stock: Any = module.config
                 ours = copy.deepcopy(stock, memo)
-                vars(module).update({"config": ours, _OWNED: _Owned(stock, ours)})
+                vars(module).update({"config": ours, OWNED: _Owned(stock, ours)})
                 changed.append(module)
         for whole in able:
             whole.set_attn_implementation(NAME)
     for path, module in paths.items():
         where = re.sub(r"\b\d+\b", "*", path) or "(model)"
         if module.config._attn_implementation == NAME:
-            rows[Row(where, "attention", "attention", 0, "" if changed else "patched before")] += 1
+            why = _UNCAPPED if is_uncapped(module) else "" if changed else "patched before"
+            rows[Row(where, "attention", "attention", 0, why)] += 1
         else:
             rows[Row(where, stock_of(module).__name__, "", 0, "its masks are made outside: patch the whole model")] += 1
     return changed
@@ -201,7 +203,7 @@ def _unpatch(modules: Iterable[nn.Module]) -> int:
             weights += list(module.parameters())
         elif hasattr(type(module), "_layerzero_recipe"):
             hidden.append(type(module).__name__)
-        owned = vars(module).pop(_OWNED, None)
+        owned = vars(module).pop(OWNED, None)
         if owned is not None:
             changed.add(id(module))
             if vars(module).get("config") is owned.ours:

@@ -69,6 +69,8 @@ CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3
           "mixtral", "deepseek_v3", "gpt_oss")
 ENCODER_DECODER = ("t5", "bart", "whisper")
 
+WITH_ALL = {"gemma2": "eager", "gpt_oss": "eager"}     # the stock attention that does what the model asks: sdpa cannot
+
 
 def tiny(family: str, seed: int = 0, attn_implementation: str | None = None, **changes: Any) -> Any:
     """A model of this family in eval mode and fp32, its weights drawn from `seed`; `changes` are to its config.

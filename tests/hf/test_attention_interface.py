@@ -11,7 +11,7 @@ import torch
 import transformers
 from exact import attend as expected
 from exact import exact_model
-from models import CAUSAL, FAMILIES, inputs, padded, tiny, tokens
+from models import CAUSAL, FAMILIES, WITH_ALL, inputs, padded, tiny, tokens
 from transformers import masking_utils
 from transformers.cache_utils import DynamicCache, StaticCache
 
@@ -340,7 +340,6 @@ def in_double(family, given) -> torch.Tensor:
 
 
 INTERFACED = [family for family in FAMILIES if family != "falcon"]
-STOCK = {"gemma2": "eager", "gpt_oss": "eager"}        # what transformers' sdpa cannot do
 
 
 @pytest.mark.parametrize("family", INTERFACED)
@@ -353,7 +352,7 @@ def test_logits_are_as_close_to_the_truth_as_stock(family, dtype):
     def error(implementation):
         return (logits_of(tiny(family, attn_implementation=implementation).to(dtype), cast) - truth).abs()
 
-    mine, stock = error("layerzero"), error(STOCK.get(family, "sdpa"))
+    mine, stock = error("layerzero"), error(WITH_ALL.get(family, "sdpa"))
     assert mine.max() <= 2 * stock.max() + 1e-6, (mine.max(), stock.max())
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 import transformers
-from models import CAUSAL, VOCAB, inputs, padded, tiny, tokens
+from models import CAUSAL, VOCAB, WITH_ALL, inputs, padded, tiny, tokens
 
 from layerzero.spec.errors import ConfigError
 
@@ -24,7 +24,8 @@ WAYS = {
 
 
 def pair(family: str, **changes):
-    return tiny(family, **changes), tiny(family, attn_implementation="layerzero", **changes)
+    return (tiny(family, attn_implementation=WITH_ALL.get(family), **changes),
+            tiny(family, attn_implementation="layerzero", **changes))
 
 
 def generated(model, given, new: int = 7, **how) -> torch.Tensor:

@@ -33,7 +33,7 @@ from .recognise import NOWHERE, Recogniser
 from .replacements import KINDS, OWNED, is_uncapped, patched_class, recipe_of, restore, stock_of
 from .report import PatchReport, Row
 
-_UNCAPPED = ("without the softcap that the model asks for: transformers' sdpa leaves it out, and results stay the same; "
+_UNCAPPED = ("without the softcap that the model asks for: transformers' sdpa leaves it out, so results stay the same; "
              "attn_implementation='layerzero' has it")
 _SAMPLING = ("it draws from torch's global generator and lz.sample counts from a seed: the same seed would give other "
              "tokens")

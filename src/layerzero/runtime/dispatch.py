@@ -149,9 +149,18 @@ class Dispatcher:
         except InvalidCall as e:
             return self.mended(values, e, override)
         entry.tick()
-        if self.native is not None:
-            self.native.put(entry, world.epoch, values)        # refused if the world has changed meanwhile
+        if self.native is not None:            # refused if the world has changed meanwhile
+            self.native.put(entry, world.epoch, values, self.serves_captures(world, entry, override))
         return self.serve(entry, values)
+
+    def serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
+        """Would the same be called while a CUDA graph is captured? Not asked of one that has others serve at times."""
+        facts, step = entry.plan.facts, entry.plan.steps[0]
+        kernel = world.catalog.by_id[step.kernel]
+        if facts["device"] != "cuda" or kernel.jit or kernel.health in world.health:
+            return False
+        steps = world.plan(self.op, {**facts, "graph": True}, override).steps
+        return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)
 
     def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                        fault: BaseException) -> Any:

@@ -86,6 +86,7 @@ struct Slot {
   PyObject *entry = nullptr, *override_object = nullptr;
   Call call;
   uint64_t hits = 0, reported = 0, seen = 0;
+  bool anywhere = false;                        // in a capture of a CUDA graph the same would be called
 };
 
 struct Dispatcher {
@@ -315,7 +316,11 @@ int read_scalars(const Program &p, PyObject **values, uint64_t *words, int *vari
   return n;
 }
 
-// The key of a call into `words`; the number of words, 0 for a call that is not ordinary, -1 on a Python error.
+constexpr int FLAG_WORD = 3;                     // grad, determinism, capture
+constexpr uint64_t IN_CAPTURE = 4;
+
+// The key of a call into `words`, as outside of a capture; the number of words, 0 for a call that is not ordinary, -1 on
+// a Python error.
 int read_key(const Program &p, PyObject **values, uint64_t *words) {
   int n = 0;
   Sizes sizes;
@@ -328,7 +333,7 @@ int read_key(const Program &p, PyObject **values, uint64_t *words) {
   words[n++] = tls.excluded_.raw_repr();
   bool grad = c10::GradMode::is_enabled();
   uint64_t flags = (uint64_t)at::globalContext().deterministicAlgorithms() << 1;
-  int flag_word = n++;
+  n++;                                          // FLAG_WORD
   uint64_t packed = 0;                          // bools, two bits each
   for (int i : p.bools) {
     PyObject *v = values[i];
@@ -405,14 +410,18 @@ int read_key(const Program &p, PyObject **values, uint64_t *words) {
     words[n++] = given ? number_word(f, sizes.value[f.slot]) : 0;
   }
   words[n++] = absent;
-  if (p.watch_capture && main && main->is_cuda() && capturing) {
-    PyObject *answer = PyObject_CallNoArgs(capturing);
-    if (!answer) return -1;
-    flags |= (uint64_t)(answer == Py_True) << 2;
-    Py_DECREF(answer);
-  }
-  words[flag_word] = flags;
+  words[FLAG_WORD] = flags;
   return n;
+}
+
+// Is a CUDA graph being captured? Asking the driver takes longer than all else, so it is asked only where the answer
+// matters. 0 or 1; -1: it cannot be asked, which Python knows how to tell (the device is lost).
+int in_capture(const Program &p, PyObject **values) {
+  if (!p.watch_capture || !capturing || p.main < 0 || !THPVariable_Unpack(values[p.main]).is_cuda()) return 0;
+  PyObject *answer = PyObject_CallNoArgs(capturing);
+  if (!answer) PyErr_Clear();
+  Py_XDECREF(answer);                           // a bool outlives it
+  return answer ? answer == Py_True : -1;
 }
 
 // ---------------------------------------------------------------- the table
@@ -425,6 +434,16 @@ Slot *find(Dispatcher *d, const uint64_t *words, size_t n, uint64_t hash) {
     if (s.hash == hash && s.key.size() == n && !std::memcmp(s.key.data(), words, n * 8)) return &s;
   }
   return nullptr;
+}
+
+// What to call for these values, inside or outside of a capture; null if that is not known. `words` becomes the key.
+Slot *find_for(Dispatcher *d, PyObject **values, uint64_t *words, size_t n) {
+  Slot *s = find(d, words, n, hash_of(words, n));
+  if (s && s->anywhere) return s;
+  int captured = in_capture(*d->program, values);
+  if (!captured) return s;
+  words[FLAG_WORD] |= IN_CAPTURE;
+  return captured < 0 ? nullptr : find(d, words, n, hash_of(words, n));
 }
 
 void report(Slot &s) {                          // tell the Python entry how often it was hit natively
@@ -535,7 +554,7 @@ PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject
     if (order_arguments(*d->program, args, n, keywords, values)) {
       int count = read_key(*d->program, values, words);
       if (count < 0) return nullptr;
-      Slot *s = count ? find(d, words, count, hash_of(words, count)) : nullptr;
+      Slot *s = count ? find_for(d, values, words, count) : nullptr;
       if (s) {
         s->hits++;
         PyObject *entry = Py_NewRef(s->entry);
@@ -663,14 +682,15 @@ PyObject *install(PyObject *self, PyObject *args) {
   Py_RETURN_TRUE;
 }
 
-// put(entry, epoch, values, fn, sources, constants, keywords or None, positional, item, first) -> bool
+// put(entry, epoch, values, fn, sources, constants, keywords or None, positional, item, first, anywhere) -> bool
 PyObject *put(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
   PyObject *entry, *tuple, *fn, *sources, *constants, *keywords;
   long long epoch;
   Py_ssize_t positional, item, first;
-  if (!PyArg_ParseTuple(args, "OLO!OO!O!Onnn", &entry, &epoch, &PyTuple_Type, &tuple, &fn, &PyTuple_Type, &sources,
-                        &PyTuple_Type, &constants, &keywords, &positional, &item, &first))
+  int anywhere;
+  if (!PyArg_ParseTuple(args, "OLO!OO!O!Onnnp", &entry, &epoch, &PyTuple_Type, &tuple, &fn, &PyTuple_Type, &sources,
+                        &PyTuple_Type, &constants, &keywords, &positional, &item, &first, &anywhere))
     return nullptr;
   if (!d->program || epoch != d->epoch || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)d->program->params.size() ||
       PyTuple_GET_SIZE(sources) > MAX_PARAMS)
@@ -680,15 +700,14 @@ PyObject *put(PyObject *self, PyObject *args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) values[i] = PyTuple_GET_ITEM(tuple, i);
   int n = read_key(*d->program, values, words);
   if (n < 0) return nullptr;
-  if (!n) Py_RETURN_FALSE;
-  uint64_t hash = hash_of(words, n);
-  if (find(d, words, n, hash)) Py_RETURN_FALSE;
+  if (!n || find_for(d, values, words, n)) Py_RETURN_FALSE;
   Slot s;
+  s.anywhere = anywhere;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sources); i++) s.call.sources.push_back((int)at_index(sources, i));
   if (PyErr_Occurred()) return nullptr;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(constants); i++)
     s.call.constants.push_back(Py_NewRef(PyTuple_GET_ITEM(constants, i)));
-  s.hash = hash;
+  s.hash = hash_of(words, n);
   s.key.assign(words, words + n);
   s.entry = Py_NewRef(entry);
   PyContextVar_Get(override_var, Py_None, &s.override_object);
@@ -705,17 +724,17 @@ PyObject *put(PyObject *self, PyObject *args) {
   Py_RETURN_TRUE;
 }
 
-PyObject *ordered(Dispatcher *d, PyObject *const *args, Py_ssize_t n, PyObject *keywords, uint64_t *words, int *count) {
-  PyObject *values[MAX_PARAMS];
-  *count = 0;
-  if (d->program && order_arguments(*d->program, args, n, keywords, values)) *count = read_key(*d->program, values, words);
-  return *count < 0 ? nullptr : Py_None;
+// As read_key, of arguments in any order, which it orders into `values`.
+int ordered(Dispatcher *d, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **values, uint64_t *words) {
+  bool ordinary = d->program && order_arguments(*d->program, args, n, keywords, values);
+  return ordinary ? read_key(*d->program, values, words) : 0;
 }
 
 PyObject *key(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
+  PyObject *values[MAX_PARAMS];
   uint64_t words[MAX_WORDS];
-  int count;
-  if (!ordered((Dispatcher *)self, args, n, keywords, words, &count)) return nullptr;
+  int count = ordered((Dispatcher *)self, args, n, keywords, values, words);
+  if (count < 0) return nullptr;
   if (!count) Py_RETURN_NONE;
   PyObject *out = PyTuple_New(count);
   for (int i = 0; out && i < count; i++) PyTuple_SET_ITEM(out, i, PyLong_FromUnsignedLongLong(words[i]));
@@ -723,10 +742,11 @@ PyObject *key(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *key
 }
 
 PyObject *lookup(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
+  PyObject *values[MAX_PARAMS];
   uint64_t words[MAX_WORDS];
-  int count;
-  if (!ordered((Dispatcher *)self, args, n, keywords, words, &count)) return nullptr;
-  Slot *s = count ? find((Dispatcher *)self, words, count, hash_of(words, count)) : nullptr;
+  int count = ordered((Dispatcher *)self, args, n, keywords, values, words);
+  if (count < 0) return nullptr;
+  Slot *s = count ? find_for((Dispatcher *)self, values, words, count) : nullptr;
   return Py_NewRef(s ? s->entry : Py_None);
 }
 
@@ -767,7 +787,7 @@ PyObject *make(PyTypeObject *type, PyObject *args, PyObject *) {
 PyMethodDef methods[] = {
     {"install", install, METH_VARARGS, "Take a key program and forget every entry; False if it is too large."},
     {"put", put, METH_VARARGS, "Remember what to call for calls like these values; False if they are not ordinary."},
-    {"key", (PyCFunction)(void (*)(void))key, METH_FASTCALL | METH_KEYWORDS, "The key of a call, or None."},
+    {"key", (PyCFunction)(void (*)(void))key, METH_FASTCALL | METH_KEYWORDS, "The key of a call outside of a capture, or None."},
     {"lookup", (PyCFunction)(void (*)(void))lookup, METH_FASTCALL | METH_KEYWORDS, "The entry a call would hit, or None."},
     {"collect", collect, METH_NOARGS, "Add the native hits to the Python entries."},
     {"size", size, METH_NOARGS, "How many entries there are."},

@@ -124,12 +124,14 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
         key.append(f"_k_{p.name}")
     key.append(_grad_element(names, wanted))
     lines += [f"    _d_{f.fact} = {_derived(f.fact, op)}" for f in program.fields if f.fact in op.derived]
+    if watch_capture and first:                # on a device that is lost the question fails, which Python tells
+        lines.append(f"    _graph = {first}.is_cuda and CAPTURING()")
     lines.append("except NOT_PLAIN: break")
     key += [p.name for p in op.params if p.kind == "bool"]
     key += [element for f in program.fields if f.fact not in op.by_name for element in _number_elements(f, op)]
     key += _scalars(program)
     if watch_capture and first:
-        key.append(f"{first}.is_cuda and CAPTURING()")
+        key.append("_graph")
     lines.append("KEY = (" + ", ".join(key) + ",)")
     return lines
 

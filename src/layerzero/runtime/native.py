@@ -172,7 +172,8 @@ class NativeDispatcher:
     def install(self, program: KeyProgram, epoch: int, limit: int) -> None:
         self.compiled.install(*encode(program), epoch, limit)
 
-    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...]) -> bool:
+    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool) -> bool:
+        """`anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is."""
         call = entry.binding.call or Direct(entry.run, tuple(self.index), {})
         constants: list[Any] = []
 
@@ -186,7 +187,7 @@ class NativeDispatcher:
         keywords = tuple(map(sys.intern, call.kwargs)) or None
         return bool(self.compiled.put(entry, epoch, values, call.fn, sources, tuple(constants), keywords,
                                       len(call.args), -1 if call.item is None else call.item,
-                                      -1 if call.first is None else call.first))
+                                      -1 if call.first is None else call.first, anywhere))
 
     def collect(self) -> None:
         self.compiled.collect()

@@ -224,6 +224,19 @@ def test_flashinfers_cache_is_visible(monkeypatch, tmp_path):
     assert flashinfer.compiled() == ("norm",)
 
 
+def test_modules_that_flashinfer_brings_along_need_no_compiler(monkeypatch, tmp_path):
+    if importlib.util.find_spec("flashinfer") is not None:
+        pytest.skip("the real package may be found first")
+    module = tmp_path / "site" / "flashinfer" / "data" / "aot" / "rope" / "rope.so"
+    module.parent.mkdir(parents=True)
+    for file in (module, tmp_path / "site" / "flashinfer" / "__init__.py"):
+        file.write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for name in ("CUDA_HOME", "CUDA_PATH", "PATH", "FLASHINFER_WORKSPACE_BASE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert ready() is True and flashinfer.compiled() == ("rope",)
+
+
 # FlashInfer's page tables and plans.
 
 def test_a_page_table_and_its_csr_say_the_same():

@@ -19,7 +19,7 @@ HALF = dtypes("float16", "bfloat16")
 
 def ready() -> bool | Reason:
     """Can its modules be made, or are they there already? Nothing is imported for that."""
-    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None or _brought_along():
         return True
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     if shutil.which("nvcc") is None and not (Path(home) / "bin" / "nvcc").exists():
@@ -28,9 +28,16 @@ def ready() -> bool | Reason:
 
 
 def compiled() -> tuple[str, ...]:
-    """The modules in FlashInfer's cache: what is not among them is compiled when it is first called."""
+    """The modules in FlashInfer's cache and in the package: what is not among them is compiled when first called."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
-    return tuple(sorted({path.stem for path in base.glob("*/*/cached_ops/*/*.so")}))
+    return tuple(sorted({path.stem for path in (*base.glob("*/*/cached_ops/*/*.so"), *_brought_along())}))
+
+
+def _brought_along() -> list[Path]:
+    """Modules that were compiled before the package was installed."""
+    spec = importlib.util.find_spec("flashinfer")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return [module for folder in folders for module in (Path(folder) / "data" / "aot").glob("*/*.so")]
 
 
 LIBRARY: dict[str, Any] = {"package": "flashinfer", "distribution": "flashinfer-python", "version": ">=0.7,<0.8",

@@ -2,13 +2,14 @@
 
     python benchmarks/accelerated.py --layer llama-3-8b --context 4096          on a CUDA device
     python benchmarks/accelerated.py --model smollm2 --dtype bfloat16 --threads 1
+    python benchmarks/accelerated.py --model smollm2 --threads 1 --sample
     python benchmarks/accelerated.py --architecture gemma3 --threads 1
 
 One layer: seeded weights in the shape of the model's layers; a token after `--context` others, by transformers as it
 is, by torch.compile(mode="reduce-overhead") with a static cache, and by lz.accelerate. In every round each decodes
 `--tokens` tokens, in an order that is shuffled; a time is that of the host or of the device, whichever is longer.
-A whole model: prompt and decoding through `generate`, stock and accelerated in turns. An architecture: the same, of a
-small model with seeded weights.
+A whole model: prompt and decoding through `generate`, stock and accelerated in turns; with --sample by temperature,
+top-k and top-p, also with lz.sample for the draw. An architecture: the same, of a small model with seeded weights.
 Results are compared first. Prints a table, writes JSON (--out).
 """
 
@@ -175,6 +176,7 @@ def seeded(name: str) -> Any:
 
 def whole_model(args: argparse.Namespace) -> dict[str, Any]:
     from layerzero.integrations.transformers.accelerate import accelerate
+    from layerzero.integrations.transformers.patch import patch
 
     dtype = getattr(torch, args.dtype)
     if args.architecture:
@@ -193,18 +195,24 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
         ids = torch.tensor([found.tokenize(text * 40)[:args.context]], device=args.device)
     ours.generation_config.pad_token_id = 0
     stock = shared_copy(ours)
+    models = {"transformers": stock, "lz.accelerate": ours}
     report = accelerate(ours, seconds=args.seconds)
     print(report, flush=True)
+    how: dict[str, Any] = {"do_sample": False}
+    if args.sample:
+        how = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
+        models["and lz.sample"] = drawing = shared_copy(stock)
+        accelerate(drawing, seconds=args.seconds)
+        patch(drawing, only="sampling")
 
     def generate(model: Any, new: int) -> tuple[float, Tensor]:
+        torch.manual_seed(0)
         began = time.perf_counter()
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-                             do_sample=False)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, **how)
         if ids.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - began, out
 
-    models = {"transformers": stock, "lz.accelerate": ours}
     texts = {name: generate(model, args.tokens)[1] for name, model in models.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     chance = random.Random(0)
@@ -212,7 +220,8 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
         for way in chance.sample(list(models), len(models)):
             prompt = generate(models[way], 1)[0]
             taken[way].append((prompt, (generate(models[way], args.tokens)[0] - prompt) / (args.tokens - 1)))
-    ratios = {what: statistics.median(a[i] / b[i] for a, b in zip(taken["transformers"], taken["lz.accelerate"]))
+    last = list(models)[-1]
+    ratios = {what: statistics.median(a[i] / b[i] for a, b in zip(taken["transformers"], taken[last]))
               for i, what in enumerate(("prompt", "decode"))}
     rows = {way: {"prompt_s": statistics.median(t[0] for t in found), "tokens_per_s": 1 / statistics.median(
         t[1] for t in found)} for way, found in taken.items()}
@@ -240,6 +249,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3.0, help="for the report's own measurement")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--sample", action="store_true", help="draw tokens, where greedy is the default")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "local" / "accelerated.json")
     args = parser.parse_args()

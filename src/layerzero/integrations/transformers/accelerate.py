@@ -29,6 +29,7 @@ from .decoders import recognise
 from .families import NotRecognised
 from .patch import patch as patch_modules
 from .patch import unpatch
+from .replacements import recipe_of
 from .report import PatchReport
 
 # How far results may be from those of the model as it was, relative, over all of them; and how much farther than its
@@ -37,7 +38,8 @@ from .report import PatchReport
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 AS_OWN = 4
 LEAST_ROUNDS = 5
-SAMPLING = "sampling: logits processors and the draw stay transformers' own, so a seed gives the tokens that it gave"
+STOCK_DRAW = ("sampling: logits processors and the draw stay transformers' own, so a seed gives the tokens that it gave "
+              "(lz.patch(model, only='sampling') draws by lz.sample)")
 PREFILL, CONTEXT, TOKENS = 128, 64, 3          # tokens of the trial: prompt timed, prompt before decoding, decoded
 
 
@@ -160,8 +162,8 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         graph = report.served.get("captured", 0) > 0 and report._step.parts.weights.is_cuda
         report.done.append(f"a decode step for its {layers} layer{'s' if layers > 1 else ''}"
                            + (", in a CUDA graph" if graph else ""))
-        if callable(getattr(model, "generate", None)):
-            report.left.append(SAMPLING)
+        if callable(getattr(model, "generate", None)) and recipe_of(model) is None:
+            report.left.append(STOCK_DRAW)
     if report.done:
         vars(model)["_layerzero_acceleration"] = report
     return report

@@ -30,13 +30,13 @@ from ...select.policy import suggest
 from ...spec.errors import ConfigError, NoKernel
 from . import NAME, register
 from .recognise import NOWHERE, Recogniser
-from .replacements import KINDS, OWNED, is_uncapped, patched_class, recipe_of, restore, stock_of
+from .replacements import KINDS, OWNED, SAMPLING, Recipe, is_uncapped, patched_class, recipe_of, restore, stock_of
 from .report import PatchReport, Row
 
 _UNCAPPED = ("without the softcap that the model asks for: transformers' sdpa leaves it out, so results stay the same; "
              "attn_implementation='layerzero' has it")
-_SAMPLING = ("it draws from torch's global generator and lz.sample counts from a seed: the same seed would give other "
-             "tokens")
+_STOCK_DRAW = ("lz.sample has the same probabilities, and would give other tokens for the same seed; "
+               "lz.patch(model, only='sampling') has it all the same")
 
 
 @dataclass
@@ -55,7 +55,8 @@ def patch(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable
     """Let lz compute every module of `model` that it recognises, and say what was left and why.
 
     only, skip: kinds of modules, of attention, rms_norm, layer_norm, linear, lm_head, mlp, moe, rope.
-    What is recognised and would gain nothing here is left, unless `only` names it.
+    What is recognised and would gain nothing here is left, unless `only` names it. Sampling in generate() is left too,
+    because a seed would give other tokens than before: only="sampling" has lz.sample draw them.
     """
     return _patch(model, _kinds(only, skip), only is not None)[0]
 
@@ -82,11 +83,10 @@ def _patch(model: nn.Module, kinds: frozenset[str], named: bool) -> tuple[PatchR
     changed = _patch_modules(model, kinds, named, rows)
     if "attention" in kinds:
         changed += _patch_attention(model, rows)
+    changed += _patch_sampling(model, SAMPLING in kinds, rows)
     notes = [] if changed or not any(row.op for row in rows) else ["nothing was changed: it is patched already"]
     if any(row.kind == "rms_norm" for row in rows):
         notes.append("a residual sum and the norm after it stay two steps: the sum is in the code of the layer")
-    if any(getattr(m, "can_generate", bool)() for m in _transformers_models(model)):
-        rows[Row("generate()", "sampling", "", 0, _SAMPLING)] = 1
     table = tuple(replace(row, count=n) for row, n in rows.items())
     table = tuple(sorted(table, key=lambda row: not row.patched))
     return PatchReport(type(model).__name__, table, len({id(m) for m in changed}), tuple(notes), weakref.ref(model),
@@ -101,6 +101,8 @@ def _patch_modules(model: nn.Module, kinds: frozenset[str], named: bool, rows: C
         if id(module) in inside:
             continue
         recipe, where = recipe_of(module), re.sub(r"\b\d+\b", "*", path) or "(model)"
+        if recipe is not None and recipe.kind == SAMPLING:
+            continue
         if recipe is not None:
             rows[Row(where, recipe.kind, recipe.op, 0, "patched before")] += 1
         else:
@@ -141,6 +143,19 @@ def _vain_rope(module: nn.Module) -> str:
         return f"no kernel may serve it: {e.reasons[0].message if e.reasons else e}"
     is_formula = kernel.startswith(("torch.", "reference."))
     return f"only {kernel} would serve it here, which gains nothing" if is_formula else ""
+
+
+def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[Row]) -> list[nn.Module]:
+    changed = []
+    for whole in _transformers_models(model):
+        if not whole.can_generate():
+            continue
+        why = "patched before" if recipe_of(whole) is not None else "" if wanted else _STOCK_DRAW
+        if not why:
+            whole.__class__ = patched_class(type(whole), Recipe(SAMPLING, "sample"))
+            changed.append(whole)
+        rows[Row("generate()", SAMPLING, "" if why is _STOCK_DRAW else "sample", 0, why)] += 1
+    return changed
 
 
 # Attention: by the interface of transformers, for this model alone.
@@ -197,10 +212,11 @@ def _transformers_models(model: nn.Module) -> Iterator[Any]:
 def _unpatch(modules: Iterable[nn.Module]) -> int:
     changed, weights, hidden = set(), [], []
     for module in modules:
-        if recipe_of(module) is not None:
+        recipe = recipe_of(module)
+        if recipe is not None:
             restore(module)
             changed.add(id(module))
-            weights += list(module.parameters())
+            weights += list(module.parameters()) if recipe.kind != SAMPLING else []
         elif hasattr(type(module), "_layerzero_recipe"):
             hidden.append(type(module).__name__)
         owned = vars(module).pop(OWNED, None)
@@ -235,6 +251,6 @@ def _kinds(only: Iterable[str] | None, skip: Iterable[str]) -> frozenset[str]:
     chosen = KINDS if only is None else (only,) if isinstance(only, str) else tuple(only)
     skipped = (skip,) if isinstance(skip, str) else tuple(skip)
     for name in (*chosen, *skipped):
-        if name not in KINDS:
-            raise ConfigError(f"lz.patch: there is no kind {name!r}{suggest(name, KINDS)}; known: {', '.join(KINDS)}")
+        if name not in (known := (*KINDS, SAMPLING)):
+            raise ConfigError(f"lz.patch: there is no kind {name!r}{suggest(name, known)}; known: {', '.join(known)}")
     return frozenset(chosen) - frozenset(skipped)

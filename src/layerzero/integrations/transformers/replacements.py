@@ -60,7 +60,7 @@ def patched_class(stock: type, recipe: Recipe) -> type:
         return remade, (stock, recipe), *made[2:]
 
     ours: Any = type(stock)(stock.__name__, (stock,), {
-        "forward": forward_for(_forward_of(stock), recipe), "__reduce_ex__": reduce,
+        **methods_for(stock, recipe), "__reduce_ex__": reduce,
         "__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__,
         "_layerzero_stock": stock, "_layerzero_recipe": recipe})
     _classes[key] = ours
@@ -272,6 +272,16 @@ _MAKERS: dict[str, Callable[[Forward, Recipe], Forward]] = {
     "attention": _attention, "rms_norm": _norm, "layer_norm": _norm, "linear": _linear, "lm_head": _linear,
     "mlp": _mlp, "moe": _moe, "rope": _rope}
 KINDS = tuple(_MAKERS)
+SAMPLING = "sampling"                          # of generate(), for a model as a whole; patched only where it is named
+
+
+def methods_for(stock: type, recipe: Recipe) -> dict[str, Any]:
+    """What a class that follows the recipe has of its own."""
+    if recipe.kind == SAMPLING:
+        from .sampling import drawing  # transformers is there by then; modules of other libraries need none
+
+        return {"_sample": drawing(stock._sample)}  # type: ignore[attr-defined]
+    return {"forward": forward_for(_forward_of(stock), recipe)}
 
 
 def forward_for(stock: Forward, recipe: Recipe) -> Forward:

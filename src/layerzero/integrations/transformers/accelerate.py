@@ -38,7 +38,7 @@ from .report import PatchReport
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 AS_OWN = 4
 LEAST_ROUNDS = 5
-STOCK_DRAW = ("sampling: logits processors and the draw stay transformers' own, so a seed gives the tokens that it gave "
+STOCK_DRAW = ("sampling: logits processors and the draw stay transformers' own, so a seed gives the same tokens "
               "(lz.patch(model, only='sampling') draws by lz.sample)")
 PREFILL, CONTEXT, TOKENS = 128, 64, 3          # tokens of the trial: prompt timed, prompt before decoding, decoded
 

@@ -58,6 +58,9 @@ struct Field {                                  // a number, as the key keeps it
 };
 struct Program {
   std::vector<Param> params;
+  std::vector<PyObject *> defaults;             // of every parameter, or NULL; in a row, because every call reads them
+  uint64_t bool_mask = 0, scalar_mask = 0;      // which parameters are bools, and which other plain values
+  uint64_t default_bools = 0;                   // their bits in the key
   std::vector<Tensor> tensors;
   std::vector<Derived> derived;
   std::vector<Field> fields;                    // of sizes and derived numbers
@@ -68,6 +71,8 @@ struct Program {
   int variant = -1;                             // the str parameter that picks the shapes
   int main = -1;                                // the tensor that gives dtype and device
   int variants = 1, slots = 0;
+  Py_ssize_t positional = 0;                    // parameters that may be given by their place
+  uint64_t required = 0;                        // those without a default
   bool watch_capture = false;
 };
 
@@ -124,15 +129,13 @@ bool is_plain(PyObject *o) { return Py_TYPE(o) == tensor_type || Py_TYPE(o) == p
 
 // ---------------------------------------------------------------- reading a call
 
-// Order the arguments by parameter. False: not an ordinary call.
-bool order_arguments(const Program &p, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **out) {
+// Order the arguments by parameter; which were given, a bit each. 0: not an ordinary call.
+uint64_t order_arguments(const Program &p, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **out) {
   size_t count = p.params.size();
-  if ((size_t)n > count) return false;
-  for (Py_ssize_t i = 0; i < n; i++) {
-    if (p.params[i].keyword_only) return false;
-    out[i] = args[i];
-  }
-  for (size_t i = n; i < count; i++) out[i] = nullptr;
+  if (n > p.positional) return 0;
+  uint64_t given = (1ull << n) - 1;
+  std::memcpy(out, args, n * sizeof(*out));
+  std::memcpy(out + n, p.defaults.data() + n, (count - n) * sizeof(*out));
   Py_ssize_t named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
   for (Py_ssize_t j = 0; j < named; j++) {
     PyObject *name = PyTuple_GET_ITEM(keywords, j);
@@ -140,12 +143,11 @@ bool order_arguments(const Program &p, PyObject *const *args, Py_ssize_t n, PyOb
     while (i < count && p.params[i].name != name) i++;       // mostly both are interned: equal means identical
     if (i == count)
       for (i = n; i < count && PyUnicode_Compare(p.params[i].name, name); i++) {}
-    if (i == count || out[i]) return false;
+    if (i == count || given >> i & 1) return 0;
     out[i] = args[n + j];
+    given |= 1ull << i;
   }
-  for (size_t i = n; i < count; i++)
-    if (!out[i] && !(out[i] = p.params[i].fallback)) return false;
-  return true;
+  return (given & p.required) == p.required ? given : 0;
 }
 
 int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
@@ -316,12 +318,26 @@ int read_scalars(const Program &p, PyObject **values, uint64_t *words, int *vari
   return n;
 }
 
+// The bools among the parameters, two bits each. False: one is not as it should be.
+bool read_bools(const Program &p, PyObject **values, uint64_t *out) {
+  uint64_t packed = 0;
+  for (int i : p.bools) {
+    PyObject *v = values[i];
+    packed <<= 2;
+    if (v == Py_True) packed |= 1;
+    else if (v == Py_None && p.params[i].optional) packed |= 2;
+    else if (v != Py_False) return false;
+  }
+  *out = packed;
+  return true;
+}
+
 constexpr int FLAG_WORD = 3;                     // grad, determinism, capture
 constexpr uint64_t IN_CAPTURE = 4;
 
 // The key of a call into `words`, as outside of a capture; the number of words, 0 for a call that is not ordinary, -1 on
 // a Python error.
-int read_key(const Program &p, PyObject **values, uint64_t *words) {
+int read_key(const Program &p, uint64_t given, PyObject **values, uint64_t *words) {
   int n = 0;
   Sizes sizes;
   PyObject *over = nullptr;
@@ -334,19 +350,14 @@ int read_key(const Program &p, PyObject **values, uint64_t *words) {
   bool grad = c10::GradMode::is_enabled();
   uint64_t flags = (uint64_t)at::globalContext().deterministicAlgorithms() << 1;
   n++;                                          // FLAG_WORD
-  uint64_t packed = 0;                          // bools, two bits each
-  for (int i : p.bools) {
-    PyObject *v = values[i];
-    packed <<= 2;
-    if (v == Py_True) packed |= 1;
-    else if (v == Py_None && p.params[i].optional) packed |= 2;
-    else if (v != Py_False) return 0;
-  }
+  uint64_t packed = p.default_bools;
+  if (given & p.bool_mask && !read_bools(p, values, &packed)) return 0;
   // Mostly every string and number is the default itself: then one word stands for them all.
   int variant = p.standing_variant;
   bool standing = variant >= 0;
-  for (size_t i = 0; standing && i < p.scalars.size(); i++)
-    standing = values[p.scalars[i]] == p.params[p.scalars[i]].fallback;
+  if (given & p.scalar_mask)
+    for (size_t i = 0; standing && i < p.scalars.size(); i++)
+      standing = values[p.scalars[i]] == p.defaults[p.scalars[i]];
   if (!standing) {
     variant = 0;
     uint64_t *section = words + n + 1;          // behind the word for the bools
@@ -551,8 +562,8 @@ PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject
   if (d->program) {
     PyObject *values[MAX_PARAMS];
     uint64_t words[MAX_WORDS];
-    if (order_arguments(*d->program, args, n, keywords, values)) {
-      int count = read_key(*d->program, values, words);
+    if (uint64_t given = order_arguments(*d->program, args, n, keywords, values)) {
+      int count = read_key(*d->program, given, values, words);
       if (count < 0) return nullptr;
       Slot *s = count ? find_for(d, values, words, count) : nullptr;
       if (s) {
@@ -618,6 +629,9 @@ PyObject *install(PyObject *self, PyObject *args) {
       param.choices.push_back(choice);
     }
     p->params.push_back(param);
+    p->defaults.push_back(param.fallback);
+    if (!param.fallback) p->required |= 1ull << i;
+    if (!param.keyword_only) p->positional = i + 1;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
     PyObject *t = PyTuple_GET_ITEM(tensors, i), *wants = PyTuple_GET_ITEM(t, 1), *shapes = PyTuple_GET_ITEM(t, 2);
@@ -654,20 +668,24 @@ PyObject *install(PyObject *self, PyObject *args) {
   }
   for (int i = 0; i < (int)count; i++) {
     Kind kind = p->params[i].kind;
-    if (kind == BOOL) p->bools.push_back(i);
-    else if (kind == INT || kind == FLOAT || kind == STR) p->scalars.push_back(i);
+    if (kind == BOOL) {
+      p->bools.push_back(i);
+      p->bool_mask |= 1ull << i;
+    } else if (kind == INT || kind == FLOAT || kind == STR) {
+      p->scalars.push_back(i);
+      p->scalar_mask |= 1ull << i;
+    }
     bool derived_from = false;
     for (const Derived &item : p->derived)
       for (const Instruction &step : item.code) derived_from |= step.code == FACT && step.value == slots + i;
     if (derived_from) p->whole.push_back(i);
   }
   if (PyErr_Occurred()) { delete p; return nullptr; }
-  PyObject *defaults[MAX_PARAMS];
-  bool all = true;
-  for (int i : p->scalars) all &= (defaults[i] = p->params[i].fallback) != nullptr;
-  if (all) {
+  // A bool without a default is always given, and then all are read.
+  if (!(p->required & p->bool_mask) && !read_bools(*p, p->defaults.data(), &p->default_bools)) p->bool_mask = ~0ull;
+  if (!(p->required & p->scalar_mask)) {
     uint64_t words[MAX_WORDS];
-    int first = 0, n = read_scalars(*p, defaults, words, &first);
+    int first = 0, n = read_scalars(*p, p->defaults.data(), words, &first);
     if (n >= 0) {
       p->standing.assign(words, words + n);
       p->standing_variant = first;
@@ -698,7 +716,7 @@ PyObject *put(PyObject *self, PyObject *args) {
   PyObject *values[MAX_PARAMS];
   uint64_t words[MAX_WORDS];
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) values[i] = PyTuple_GET_ITEM(tuple, i);
-  int n = read_key(*d->program, values, words);
+  int n = read_key(*d->program, ~0ull, values, words);
   if (n < 0) return nullptr;
   if (!n || find_for(d, values, words, n)) Py_RETURN_FALSE;
   Slot s;
@@ -726,8 +744,8 @@ PyObject *put(PyObject *self, PyObject *args) {
 
 // As read_key, of arguments in any order, which it orders into `values`.
 int ordered(Dispatcher *d, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **values, uint64_t *words) {
-  bool ordinary = d->program && order_arguments(*d->program, args, n, keywords, values);
-  return ordinary ? read_key(*d->program, values, words) : 0;
+  uint64_t given = d->program ? order_arguments(*d->program, args, n, keywords, values) : 0;
+  return given ? read_key(*d->program, given, values, words) : 0;
 }
 
 PyObject *key(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {

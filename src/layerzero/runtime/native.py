@@ -153,7 +153,8 @@ def compile_command(compiler: str, target: Path) -> list[str]:
     includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include",
                 Path(sysconfig.get_paths()["include"])]
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    flags = ["-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-fno-plt",
+             "-fno-semantic-interposition", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     if sys.platform == "darwin":
         flags += ["-undefined", "dynamic_lookup"]
     return [*shlex.split(compiler), *flags, *(f"-I{i}" for i in includes), str(SOURCE), "-o", str(target),

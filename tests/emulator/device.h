@@ -359,3 +359,45 @@ template <typename T> FN T* of_rank(const T* here, int rank) {
 
 template <typename T> FN T cluster_read(const T* here, int rank) { return *of_rank(here, rank); }
 template <typename T> FN void cluster_write(T* here, int rank, T value) { *of_rank(here, rank) = value; }
+
+// Integers
+
+FN void mma_codes(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
+    emulator::Warp& warp = emulator::its_warp();
+    memcpy(warp.a[lane()], a, sizeof a);
+    warp.b[lane()][0] = b0, warp.b[lane()][1] = b1;
+    sync_warp();
+    const int g = lane() / 4, t = lane() % 4;
+    u32 r[4];
+    for (int out = 0; out < 4; ++out) {
+        const int row = g + (out >= 2 ? 8 : 0), column = 2 * t + (out & 1);
+        r[out] = c[out];
+        for (int k = 0; k < 32; ++k) {
+            const int part = k & 3, quad = (k % 16) / 4, upper = k >= 16;
+            const u32 left = warp.a[(row % 8) * 4 + quad][(row >= 8 ? 1 : 0) + (upper ? 2 : 0)];
+            const u32 right = warp.b[column * 4 + quad][upper];
+            r[out] += u32(int(u8(left >> 8 * part)) * int((signed char)(u8(right >> 8 * part))));
+        }
+    }
+    sync_warp();
+    memcpy(d, r, sizeof r);
+}
+
+FN u32 bytes_of(u32 low, u32 high, u32 which) {
+    const u64 both = u64(high) << 32 | low;
+    u32 r = 0;
+    for (int n = 0; n < 4; ++n) r |= u32(u8(both >> 8 * ((which >> 4 * n) & 7))) << 8 * n;
+    return r;
+}
+
+FN i32 nearest(float v) {                          // what is too large or no number as the hardware has it
+    if (v != v) return 0;
+    return v >= 0x1p31f ? 0x7FFFFFFF : v < -0x1p31f ? i32(1u << 31) : i32(lrintf(v));
+}
+
+FN u32 warp_max_bits(u32 v) { return warp_max(v); }
+
+FN u32 load_once(const u32* from) {
+    if ((size_t)from & 3) emulator::fail(emulator::MISALIGNED);
+    return *from;
+}

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reas
 
 FULL = os.environ.get("LZ_TEST_FULL") == "1"
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("bfloat16", {"format": "int4", "rows": (1,), "k": 1024, "n": 48, "group": 128, "bias": True}),
+    ("bfloat16", {"format": "int4", "rows": (2,), "k": 1024, "n": 48, "group": 128, "bias": True}),
     ("float16", {"format": "int4", "rows": (3, 3), "k": 544, "n": 17, "group": 32, "symmetric": False,
                  "scale_dtype": "bfloat16"}),
     ("float16", {"format": "int8", "rows": (2,), "k": 1040, "n": 40, "group": 32, "stride": "sparse"}),
@@ -109,7 +109,7 @@ def test_fp8_codes_that_are_subnormal() -> None:
 @pytest.mark.parametrize("size", [1e-3, 1e4])
 def test_inputs_of_one_sign(size: float) -> None:
     """What the codes read too much is much more than what is left of them."""
-    values = op.inputs(format="int4", rows=(1,), k=1024, n=48, group=128, bias=True, dtype=torch.bfloat16)
+    values = op.inputs(format="int4", rows=(2,), k=1024, n=48, group=128, bias=True, dtype=torch.bfloat16)
     values["x"] = values["x"].abs() * size
     truth = op.reference(**{**values, **{name: values[name].double() for name in ("x", "scales", "bias")}})
     eager = (op.reference(**values).double() - truth).abs().max()

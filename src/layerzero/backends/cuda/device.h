@@ -200,3 +200,26 @@ template <typename T> FN void cluster_write(T* here, int rank, T value) {
         asm volatile("st.shared::cluster.u64 [%0], %1;" :: "r"(there), "l"(v.bits) : "memory");
     }
 }
+
+// Integers. On tensor cores: d = a x b + c, 16 x 8 x 32; a without sign, b with, four in a register
+
+FN void mma_codes(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+FN u32 bytes_of(u32 low, u32 high, u32 which) { return __byte_perm(low, high, which); }
+FN i32 nearest(float v) { return __float2int_rn(v); }
+
+FN u32 warp_max_bits(u32 v) {
+    u32 r;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(r) : "r"(v));
+    return r;
+}
+
+FN u32 load_once(const u32* from) {
+    u32 v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
+}

@@ -1,4 +1,5 @@
-"""How gemv.cu is launched: linear layers whose weight is stored with few bits, for one to sixteen rows of x."""
+"""How gemv.cu is launched: linear layers whose weight is stored with few bits, for one to sixteen rows of x.
+What planes.cu computes faster goes there."""
 
 from __future__ import annotations
 
@@ -9,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import compiler
+from . import compiler, planes
 from .compiler import Machine
+from .planes import MOST_SPLIT, SCALES, clusters
 
 MOST_ROWS = 16
 FORMATS = ("int4", "int8", "fp8_e4m3")
-SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MOST_SPLIT = 8             # blocks of a cluster
 FEWEST_STAGES = 3
 STAGES = {"int4": 5, "int8": 8, "fp8_e4m3": 8}          # the fastest on an H200; more are asked for before any is used
 
@@ -95,20 +95,13 @@ class Shape(NamedTuple):
                 + made.warps * (made.stages * made.tall * 1024 + ahead * height * line))
 
 
-def clusters(tiles: int, made: Config, processors: int) -> int:
-    """No more than run at once. Large ones cannot use what is left over of a GPC's 16 or 18 multiprocessors."""
-    if made.split > 2:
-        processors = max(8, processors // 8 * 8)
-    return max(1, min(tiles, made.blocks * processors // made.split))
-
-
 def with_slots(shape: Shape, made: Config, machine: Machine) -> Config:
     """As many as a thread block has tiles, if there is room for that."""
     if made.slots:
         return made
     teams, tiles = made.warps // made.parts, -(-shape.n // (16 * made.tall))
     most = max(1, 2 * made.parts // made.tall)             # with a thread for each row of the weight
-    turns = min(most, -(-tiles // clusters(tiles, made, machine.processors) // teams))
+    turns = min(most, -(-tiles // clusters(tiles, made.split, made.blocks, machine.processors) // teams))
     while turns > 1 and shape.shared(made._replace(slots=turns * teams)) > machine.shared // made.blocks:
         turns -= 1
     return made._replace(slots=turns * teams)
@@ -134,7 +127,7 @@ def _config(shape: Shape, tiles: int, split: int, machine: Machine) -> Config:
     parts = 1                                              # each with eight blocks or more: scales that fill a sector
     while parts < warps and parts * 16 * split <= shape.blocks:
         parts *= 2
-    each = -(-tiles // clusters(tiles, Config(warps, parts, 1, split), machine.processors))
+    each = -(-tiles // clusters(tiles, split, 1, machine.processors))
     while warps > parts and warps // parts >= 2 * each:    # more tiles at a time than there are
         if 2 * parts * split <= shape.blocks:
             parts *= 2
@@ -163,8 +156,8 @@ def _prepared(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Ma
               ("PARTS", made.parts), ("TALL", made.tall), ("STAGES", made.stages), ("SLOTS", made.slots),
               ("SPLIT", made.split), ("BLOCKS", made.blocks))
     run = compiler.kernel("gemv.cu", "gemv", macros, made.warps * 32, shape.shared(made), made.split)
-    tiles = -(-shape.n // (16 * made.tall))
-    return Launch(run, (clusters(tiles, made, machine.processors) * made.split, 1, 1), shape.lines(made))
+    many = clusters(-(-shape.n // (16 * made.tall)), made.split, made.blocks, machine.processors)
+    return Launch(run, (many * made.split, 1, 1), shape.lines(made))
 
 
 def _in_pieces(t: Tensor) -> Tensor:
@@ -176,15 +169,18 @@ def _in_pieces(t: Tensor) -> Tensor:
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, format: str,
            group_size: int, chosen: Config | None = None) -> Tensor:
-    """`chosen` is for measuring."""
+    """`chosen` is for measuring, of gemv.cu."""
     k, n = x.shape[-1], weight.shape[0]
     flat = x.reshape(-1, k)
     rows, groups = flat.shape[0], scales.shape[1]
     if flat.stride(1) != 1 or (rows > 1 and flat.stride(0) % 8) or flat.data_ptr() % 16:
         flat = flat.clone(memory_format=torch.contiguous_format)
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    shape = Shape(1 << (rows - 1).bit_length(), n, k, format, 0 if group_size >= k else group_size,
-                  scales.element_size(), zeros is not None)
+    group = 0 if group_size >= k else group_size
+    if chosen is None and planes.takes(rows, k, format, group):
+        planes.launch(out, flat, weight, scales, zeros, bias, group)
+        return out
+    shape = Shape(1 << (rows - 1).bit_length(), n, k, format, group, scales.element_size(), zeros is not None)
     made = _prepared(shape, x.dtype, scales.dtype, compiler.machine_of(x.device), chosen)
     scales, zeros = _in_pieces(scales), None if zeros is None else _in_pieces(zeros)
     made.run.launch(made.grid, _PARAMS.pack(

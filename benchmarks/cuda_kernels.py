@@ -25,7 +25,7 @@ from layerzero.backends.triton import sampling as triton_sampling
 from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
 
-DECODE = ((8, 2), (8, 3), (4, 3))                            # warps, stages
+DECODE = ((8, 2), (8, 3), (4, 3), (4, 2))                    # warps, stages
 GEMV = ((16, 4, 8), (16, 4, 5), (16, 8, 8), (8, 4, 8), (8, 8, 8), (8, 4, 8, 1, 2), (24, 4, 6), (16, 4, 4, 1, 1, 2),
         (8, 4, 6, 1, 1, 2), (8, 8, 6, 1, 1, 2), (16, 8, 4, 1, 1, 2), (16, 4, 8, 2), (16, 2, 6, 2), (16, 4, 6, 2))
 SAMPLE = ((4, 512), (8, 512), (4, 1024), (8, 1024), (2, 1024), (8, 256), (4, 512, 2048), (8, 512, 512))

@@ -30,7 +30,7 @@ struct alignas(16) Four { u32 x, y, z, w; };
 
 namespace emulator {
 
-enum Outcome { FINE = 0, STUCK = 1, OVERRUN = 2, MISALIGNED = 3 };
+enum Outcome { FINE = 0, STUCK = 1, OVERRUN = 2, MISALIGNED = 3, ALONE = 4 };
 
 struct Gate {
     int expected = 0, arrived = 0;
@@ -337,10 +337,17 @@ template <bool TURNED> FN void matrices(u32 (&r)[4], const void* row) {
 FN void matrices4(u32 (&r)[4], const void* row) { matrices<false>(r, row); }
 FN void matrices4_turned(u32 (&r)[4], const void* row) { matrices<true>(r, row); }
 
+FN u32 turned(u32 v) {
+    const int g = lane() / 4, t = lane() % 4, half = 16 * (g % 2);
+    const u32 low = shuffle(v, 8 * t + g / 2), high = shuffle(v, 8 * t + 4 + g / 2);
+    return (low >> half & 0xFFFF) | (high >> half & 0xFFFF) << 16;
+}
+
 // Powers
 
 FN float fast_exp2(float v) { return exp2f(v); }
 FN float fast_log2(float v) { return log2f(v); }
+FN float reciprocal(float v) { return 1.0f / v; }
 FN float exact_exp(float v) { return expf(v); }
 FN float rsqrtf(float v) { return 1.0f / sqrtf(v); }
 
@@ -400,4 +407,24 @@ FN u32 warp_max_bits(u32 v) { return warp_max(v); }
 FN u32 load_once(const u32* from) {
     if ((size_t)from & 3) emulator::fail(emulator::MISALIGNED);
     return *from;
+}
+
+// A mailbox holds how many bytes are still to come. Without a cluster the hardware knows none.
+
+FN void check_cluster() { if (emulator::cluster_blocks == 1) emulator::fail(emulator::ALONE); }
+FN void mailbox_open(u64* box, u32 bytes) { check_cluster(); *box = bytes; }
+FN void cluster_here() { cluster_arrive(); }
+
+template <typename T> FN void mail(T* here, int rank, T value, u64* box) {
+    check_cluster();
+    if (sizeof(T) == 16) emulator::check_aligned(here);
+    memcpy((void*)of_rank(here, rank), &value, sizeof value);
+    *of_rank(box, rank) -= sizeof value;
+}
+
+FN void mailbox_wait(u64* box) {
+    for (int n = 0; *box; ++n) {
+        if (n > 1000000) emulator::fail(emulator::STUCK);
+        emulator::leave_to_scheduler();
+    }
 }

@@ -44,6 +44,20 @@ def test_contract(name: str, cases: tuple[dict[str, Any], ...]) -> None:
     assert [str(r) for r in results if r.status != "passed"] == []
 
 
+@pytest.mark.parametrize("made", [decode.Config(2, 1, 3), decode.Config(2, 2, 1)])
+def test_other_clusters(made: decode.Config) -> None:
+    """Of a number that does not divide the columns, and of one block, which is none."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, n, s, 64).bfloat16() for n, s in ((4, 2), (2, 150), (2, 150)))
+    out, lse = decode.dense(query, key, value, True, return_lse=True, chosen=made)
+    mask = torch.ones(2, 150, dtype=torch.bool).tril(148)
+    scores = (query.float() / 8) @ key.float().repeat_interleave(2, 1).transpose(2, 3)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
+    want = scores.softmax(-1) @ value.float().repeat_interleave(2, 1)
+    torch.testing.assert_close(out.float(), want, atol=5e-3, rtol=1e-2)
+
+
 def test_one_expanded_head_is_read_once() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, n, s, 64).half() for n, s in ((8, 1), (1, 70), (1, 70)))
@@ -54,8 +68,9 @@ def test_one_expanded_head_is_read_once() -> None:
 
 @pytest.mark.parametrize("machine", [compiler.Machine(132), compiler.Machine(48, 99 << 10)])
 def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None:
-    for rows, homes, keys, dim in itertools.product((1, 8, 17, 32), (1, 64, 500), (1, 1000, 100_000), (64, 128, 256)):
+    for rows, homes, keys, dim, paged in itertools.product(
+            (1, 8, 17, 32), (1, 64, 500), (1, 1000, 100_000), (64, 128, 256), (False, True)):
         if rows <= 16 or dim <= 128:
-            made = CONFIG(rows, homes, keys, dim, machine)
+            made = CONFIG(rows, homes, keys, dim, paged, machine)
             assert decode.shared_of(rows, dim, made.warps, made.stages) <= machine.shared
-            assert made.splits in (1, 2, 4, 8) and made.warps >= 2
+            assert made.splits in (1, *decode.SPLITS) and made.warps >= 2

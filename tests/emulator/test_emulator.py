@@ -26,7 +26,7 @@ def test_primitives(dtype: torch.dtype) -> None:
     assert [n & 0xFFFFFFFF for n in seen.tolist()] == [0xAAAAAAAA] * 4
 
 
-@pytest.mark.parametrize("how", [1, 2, 3])
+@pytest.mark.parametrize("how", [1, 2, 3, 4])
 def test_what_hardware_leaves_undefined_is_found(how: int) -> None:
     with pytest.raises(RuntimeError, match=WRONG[how]):
         built(HERE / "primitives.cu", BF16=1).launch("broken", (2, 1, 1), 64, struct.pack("@i", how), shared=256)

@@ -12,11 +12,11 @@ from torch import Tensor
 from . import compiler
 
 LOG2E = 1.4426950408889634
-MOST_ROWS = 32             # query heads that share a KV head times their tokens: two tiles of the tensor cores
-MOST_SPLITS = 8            # blocks of a cluster
+MOST_ROWS = 32             # query heads that share a KV head times their tokens
 KEYS = 16                  # of one step of a warp
+SPLITS = (8, 4, 2)         # blocks of a cluster
 
-_PARAMS = struct.Struct("@8P17i2f")
+_PARAMS = struct.Struct("@3P6i5P11i2f")
 
 
 class Config(NamedTuple):
@@ -26,32 +26,36 @@ class Config(NamedTuple):
 
 
 def shared_of(rows: int, dim: int, warps: int, stages: int) -> int:
-    """Keys and values of each warp; queries, maxima and sums."""
-    return warps * stages * 2 * KEYS * dim * 2 + -(-rows // 16) * 16 * (dim * 2 + 8)
+    """Keys and values of each warp; queries in tiles of 8; mails, maxima and sums, and the mailbox."""
+    mails = rows * (dim * 4 + SPLITS[0] * 24) + 16             # at most: columns are dealt out in fours
+    return warps * stages * 2 * KEYS * dim * 2 + -(-rows // 8) * 8 * dim * 2 + mails
 
 
 @lru_cache(maxsize=4096)
-def config(rows: int, homes: int, keys: int, dim: int, machine: compiler.Machine) -> Config:
-    """`homes` is batch x KV heads. As measured on an H200: a block for each multiprocessor, or for every second one
-    where a block takes two tiles of queries, and four steps for each warp."""
-    warps, stages = (8, 3) if rows > 16 else (4, 3) if homes >= machine.processors or dim > 128 else (8, 2)
+def config(rows: int, homes: int, keys: int, dim: int, paged: bool, machine: compiler.Machine) -> Config:
+    """`homes` is batch x KV heads. As measured on an H200: a block for each multiprocessor, and two steps for each warp
+    or more; of many pages two for each home, because some are longer than others."""
+    crowded = homes >= machine.processors
+    warps, stages = (8, 2) if crowded and paged else (4, 3) if crowded or dim > 128 else (8, 3)
+    if rows <= 16 and keys < 2 * SPLITS[0] * warps * KEYS:
+        warps, stages = 4, 2
     while shared_of(rows, dim, warps, stages) > machine.shared and (warps > 2 or stages > 2):
         warps, stages = (warps // 2, stages) if warps > 2 else (warps, stages - 1)
-    most = machine.processors // 2 if rows > 16 else machine.processors
-    splits = 1
-    while splits < MOST_SPLITS and 2 * splits * homes <= most and 4 * splits * warps * KEYS <= keys:
-        splits *= 2
+    # Clusters of more than two blocks that fill a multiprocessor find room on no more than eight of nine.
+    alone = 2 * shared_of(rows, dim, warps, stages) > machine.shared
+    room = {s: machine.processors * 8 // 9 if alone and s > 2 else machine.processors for s in SPLITS}
+    if crowded and paged:
+        room[2] = 2 * homes
+    splits = next((s for s in SPLITS if 2 * s * warps * KEYS <= keys and s * homes <= room[s]), 1)
     return Config(warps, stages, splits)
 
 
 @lru_cache(maxsize=None)
 def _compiled(bf16: bool, dim: int, group: int, rows: int, k_token: int, v_token: int, page: int, starts: bool,
               causal: bool, window: bool, made: Config) -> Any:
-    tiles = -(-rows // 16)
-    macros = (("BF16", int(bf16)), ("DIM", dim), ("GROUP", group), ("TILES", tiles), ("HALVES", 1 if rows <= 8 else 2),
-              ("SPLITS", made.splits), ("WARPS", made.warps), ("STAGES", made.stages), ("K_TOKEN", k_token),
-              ("V_TOKEN", v_token), ("PAGE", page), ("STARTS", int(starts)), ("CAUSAL", int(causal)),
-              ("WINDOW", int(window)))
+    macros = (("BF16", int(bf16)), ("DIM", dim), ("GROUP", group), ("ROWS", rows), ("SPLITS", made.splits),
+              ("WARPS", made.warps), ("STAGES", made.stages), ("K_TOKEN", k_token), ("V_TOKEN", v_token),
+              ("PAGE", page), ("STARTS", int(starts)), ("CAUSAL", int(causal)), ("WINDOW", int(window)))
     return compiler.kernel("decode.cu", "decode", macros, made.warps * 32,
                            shared_of(rows, dim, made.warps, made.stages), made.splits)
 
@@ -68,12 +72,12 @@ def launch(
     batch, kv_heads, group, room, keys, dim = shape
     rows = group * room
     seen = keys if left < 0 else min(keys, left + room)
-    made = chosen or config(rows, batch * kv_heads, seen, dim, compiler.machine_of(query.device))
+    made = chosen or config(rows, batch * kv_heads, seen, dim, page > 0, compiler.machine_of(query.device))
     run = _compiled(query.dtype == torch.bfloat16, dim, group, rows, *tokens, page, starts is not None, causal,
                     left >= 0, made)
     run.launch((made.splits, kv_heads, batch), _PARAMS.pack(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), _address(lse), _address(table),
-        _address(lengths), _address(starts), *strides, keys, room, left, scale * LOG2E,
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), *strides[3:7], keys, room, out.data_ptr(), _address(lse),
+        _address(table), _address(lengths), _address(starts), *strides[:3], *strides[7:], left, scale * LOG2E,
         1.0 / (scale * LOG2E)))
 
 

@@ -127,6 +127,13 @@ FN void matrices4_turned(u32 (&r)[4], const void* row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// 8 x 8 halves, two to a lane: rows become columns
+FN u32 turned(u32 v) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+    return r;
+}
+
 // Powers
 
 FN float fast_exp2(float v) {
@@ -138,6 +145,12 @@ FN float fast_exp2(float v) {
 FN float fast_log2(float v) {
     float r;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
+FN float reciprocal(float v) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
 
@@ -222,4 +235,36 @@ FN u32 load_once(const u32* from) {
     u32 v;
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
     return v;
+}
+
+// A mailbox: shared memory of this block that is complete when so many bytes were sent there by the blocks of the
+// cluster. One thread opens it, all say that they are there, and nobody sends before all have.
+
+FN void mailbox_open(u64* box, u32 bytes) {
+    const u32 at = shared_address(box);
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory");
+}
+
+FN void cluster_here() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
+FN void mail(Four* here, int rank, Four v, u64* box) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(cluster_address(here, rank)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+                    "r"(cluster_address(box, rank)) : "memory");
+}
+
+FN void mail(u64* here, int rank, u64 v, u64* box) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
+                 :: "r"(cluster_address(here, rank)), "l"(v), "r"(cluster_address(box, rank)) : "memory");
+}
+
+FN void mailbox_wait(u64* box) {
+    const u32 at = shared_address(box);
+    u32 complete;
+    do {
+        asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0; "
+                     "selp.u32 %0, 1, 0, done; }" : "=r"(complete) : "r"(at) : "memory");
+    } while (!complete);
 }

@@ -239,8 +239,8 @@ def _summarised(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _dispatch() -> dict[str, Any]:
-    """What it takes to find the kernel of a call that was seen before. Beside it the whole call, above the kernel called
-    by hand: a launch takes a hundred times as long, and varies by more than that."""
+    """What it takes to find the kernel of a call that was seen before; beside it the whole call, above the same kernel
+    by hand. A launch takes a hundred times as long as the lookup, and varies by more than that."""
     wanted = f"<= {MOST_DISPATCH_US:g} us native"
     try:
         setting = dispatch.prepare("cuda")

@@ -31,7 +31,6 @@ constexpr int STEP = KEYS * DIM * 2;               // bytes of K, or of V, of on
 constexpr int RING = STAGES * 2 * STEP;            // of a warp
 constexpr int COLS = (ROWS + 7) / 8;               // tiles of 8 queries
 constexpr int CHAINS = COLS == 1 ? 2 : 1;          // of products that do not wait for each other, for each tile
-constexpr bool AGAIN = COLS * DIM > 256;           // queries are loaded for each step: they do not fit the registers
 typedef Meeting<ROWS, DIM> Meet;
 static_assert(32 % UNITS == 0, "a row of 64, 128 or 256");
 static_assert(Meet::PART <= RING, "what a warp found fits where its keys were");
@@ -134,17 +133,15 @@ KERNEL(decode, Params, WARPS * 32)
     copy_wait<STAGES - 1>();
     sync_block();                                  // each warp has copied other queries
     u32 q[COLS][DIM / 16][2];
-    auto load_queries = [&](int s) {           // for two products
-        UNROLL for (int c = 0; c < COLS; ++c) {
+    UNROLL for (int c = 0; c < COLS; ++c)
+        UNROLL for (int n = 0; n < DIM / 16; n += 2) {
             u32 both[4];
-            matrices4(both, queries + c * 8 * (DIM * 2) + further(query_at, 2 * s));
-            q[c][s][0] = both[0];
-            q[c][s][1] = both[1];
-            q[c][s + 1][0] = both[2];
-            q[c][s + 1][1] = both[3];
+            matrices4(both, queries + c * 8 * (DIM * 2) + further(query_at, 2 * n));
+            q[c][n][0] = both[0];
+            q[c][n][1] = both[1];
+            q[c][n + 1][0] = both[2];
+            q[c][n + 1][1] = both[3];
         }
-    };
-    if (!AGAIN) UNROLL for (int s = 0; s < DIM / 16; s += 2) load_queries(s);
 
     int read = 0;
     ROLLED for (int first = start; first < length; first += stride) {
@@ -156,7 +153,6 @@ KERNEL(decode, Params, WARPS * 32)
                 parts[i][c][0] = parts[i][c][1] = parts[i][c][2] = parts[i][c][3] = 0;
         UNROLL for (int s = 0; s < DIM / 16; ++s) {
             u32 keys[4];
-            if (AGAIN && s % 2 == 0) load_queries(s);
             matrices4(keys, shared() + further(key_at + read, 2 * s));
             UNROLL for (int c = 0; c < COLS; ++c) mma<BF16>(parts[s % CHAINS][c], keys, q[c][s]);
         }

@@ -164,7 +164,8 @@ def test_list(run):
 def test_kernels_shows_one_in_full(run):
     code, out, _ = run("kernels", "flash_attn.v2", *CPU, "--json")
     told = json.loads(out)
-    assert (code, told["id"], told["op"], told["package"]) == (0, "flash_attn.v2", "attention", "flash_attn")
+    assert (code, told["id"], told["op"], told["package"]) == (
+        0, "flash_attn.v2", "attention", "flash_attn.flash_attn_interface")
     assert "PLATFORM_MISMATCH" in [r["code"] for r in told["reasons"]]
     code, out, _ = run("kernels", "flash_attn.v2", *CPU)
     assert code == 0

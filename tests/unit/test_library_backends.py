@@ -237,6 +237,20 @@ def test_modules_that_flashinfer_brings_along_need_no_compiler(monkeypatch, tmp_
     assert ready() is True and flashinfer.compiled() == ("rope",)
 
 
+def test_version_4_of_flash_attention_is_not_taken_for_version_2(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loading.findable.cache_clear()
+    try:
+        by_id = {k.id: k for k in flash_attn.KERNELS}
+        reason = loading.availability(by_id["flash_attn.v2"])
+        assert reason is not None and reason.code is Code.NOT_INSTALLED and "flash-attn" in reason.message
+        assert loading.availability(by_id["flash_attn.v4"]) is None
+    finally:
+        loading.findable.cache_clear()
+
+
 # FlashInfer's page tables and plans.
 
 def test_a_page_table_and_its_csr_say_the_same():

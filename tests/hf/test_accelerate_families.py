@@ -63,7 +63,8 @@ OTHERS = {"Cohere": {"logit_scale": 0.3}, "Cohere2": {**_WINDOW, "logit_scale": 
           "Helium": {"head_dim": 16}, "Ministral": {"sliding_window": 6, "head_dim": 16}, "Olmo2": {},
           "Olmo3": _WINDOW, "Olmoe": _EXPERTS, "SeedOss": {"head_dim": 16}, "SmolLM3": {"no_rope_layers": [1, 0]},
           "StableLm": {"use_parallel_residual": True}, "StableLm in turn": {"use_parallel_residual": False},
-          "Starcoder2": {"sliding_window": 6}}
+          "Starcoder2": {"sliding_window": 6}, "Cwm": {**_WINDOW, "head_dim": 16}, "FlexOlmo": _EXPERTS,
+          "Mellum": {**_EXPERTS, **_WINDOW, "head_dim": 16}}
 MORE |= {name: (f"{name.split()[0]}ForCausalLM", f"{name.split()[0]}Config", {**_PLAIN, **more})
          for name, more in OTHERS.items()}
 MOST_USED = ("mistral", "gemma2", "gemma3", "mixtral", "gpt2", "phi", "gpt_neox", "falcon", "qwen2_moe", "opt")

@@ -27,7 +27,8 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
             "cohere2": "Cohere2", "ernie4_5": "Ernie4_5", "exaone4": "Exaone4", "falcon": "Falcon", "glm": "Glm",
             "glm4": "Glm4", "granite": "Granite", "ministral": "Ministral", "olmo2": "Olmo2", "olmo3": "Olmo3",
             "olmoe": "Olmoe", "opt": "OPT", "gpt_bigcode": "GPTBigCode", "seed_oss": "SeedOss", "smollm3": "SmolLM3",
-            "stablelm": "StableLm", "starcoder2": "Starcoder2"}
+            "stablelm": "StableLm", "starcoder2": "Starcoder2", "cwm": "Cwm", "mellum": "Mellum",
+            "flex_olmo": "FlexOlmo"}
 # Role -> what its class ends with, the first that there is.
 ROLES = {"head": ("ForCausalLM", "LMHeadModel"), "decoder": ("TextModel", "Decoder", "Model"),
          "layer": ("DecoderLayer", "Layer", "Block"), "attention": ("Attention",), "rotary": ("RotaryEmbedding",),

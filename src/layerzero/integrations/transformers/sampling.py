@@ -24,10 +24,8 @@ from ..rewiring import public
 
 _sample = public("sample")
 # In the order in which lz.sample applies them, and transformers too.
-_FILTERS: tuple[tuple[type, str, str], ...] = (
-    (TemperatureLogitsWarper, "temperature", "temperature"), (TopKLogitsWarper, "top_k", "top_k"),
-    (TopPLogitsWarper, "top_p", "top_p"), (MinPLogitsWarper, "min_p", "min_p"))
-_KINDS = tuple(kind for kind, _, _ in _FILTERS)
+_KINDS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_NAMES = ("temperature", "top_k", "top_p", "min_p")        # what both call it
 
 
 class Draw(LogitsProcessor):  # type: ignore[misc]
@@ -54,7 +52,7 @@ def with_draw(processors: Any, config: Any) -> Any:
             or any(getattr(p, "min_tokens_to_keep", 1) != 1 or getattr(p, "filter_value", -torch.inf) != -torch.inf
                    for p in filters)):
         return processors
-    by = {name: getattr(p, attribute) for p, place in zip(filters, places) for _, attribute, name in (_FILTERS[place],)}
+    by = {_NAMES[place]: getattr(p, _NAMES[place]) for p, place in zip(filters, places)}
     return LogitsProcessorList([*processors[:first], Draw(**by)])
 
 

@@ -11,9 +11,11 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from layerzero.backends.cuda import HARDWARE, KERNELS
 from layerzero.spec.kernel import Kernel as Declared
+from layerzero.verify.contract import check_case
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "layerzero" / "backends" / "cuda"
@@ -79,3 +81,8 @@ def on_cpu(name: str) -> Declared:
     kernel = next(k for k in KERNELS if k.id == name)
     rules = tuple(rule for rule in kernel.requires if rule not in HARDWARE)
     return dataclasses.replace(kernel.constrained(rules), built=None)
+
+
+def assert_contract(name: str, case: dict[str, Any], dtype: str) -> None:
+    result = check_case(on_cpu(name), case, dtype, "cpu")
+    assert result.status == "passed", str(result)

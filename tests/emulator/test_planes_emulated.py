@@ -12,9 +12,8 @@ from torch import Tensor
 
 from layerzero.backends.cuda import compiler, gemv, planes
 from layerzero.ops import quantized_linear as op
-from layerzero.verify.contract import check_case
 
-from .run import COMPILER, Kernel, on_cpu
+from .run import COMPILER, Kernel, assert_contract
 
 pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
@@ -37,15 +36,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     planes._prepared.cache_clear()
 
 
-def assert_contract(dtype: str, case: dict[str, Any]) -> None:
-    result = check_case(on_cpu("cuda.quantized_linear"), {"format": "int4", "rows": (1,), **case}, dtype, "cpu")
-    assert result.status == "passed", str(result)
+def assert_row(dtype: str, case: dict[str, Any]) -> None:
+    assert_contract("cuda.quantized_linear", {"format": "int4", "rows": (1,), **case}, dtype)
 
 
 @pytest.mark.parametrize("dtype, case", CASES)
 def test_contract(dtype: str, case: dict[str, Any]) -> None:
     assert planes.takes(1, case["k"], "int4", case["group"])
-    assert_contract(dtype, case)
+    assert_row(dtype, case)
 
 
 @pytest.mark.skipif(not FULL, reason="LZ_TEST_FULL=1 asks for it")
@@ -53,8 +51,8 @@ def test_contract(dtype: str, case: dict[str, Any]) -> None:
 def test_contract_everywhere(k: int) -> None:
     for n, (group, dtype, scale) in enumerate(product((0, 128, 384), ("bfloat16", "float16"),
                                                       ("", "bfloat16", "float16"))):
-        assert_contract(dtype, {"k": k, "n": (17, 40, 64)[n % 3], "group": group, "symmetric": n % 4 > 1,
-                                "bias": n % 2 == 1, "scale_dtype": scale})
+        assert_row(dtype, {"k": k, "n": (17, 40, 64)[n % 3], "group": group, "symmetric": n % 4 > 1,
+                           "bias": n % 2 == 1, "scale_dtype": scale})
 
 
 def values_of(k: int = 1024, n: int = 48, group: int = 128, dtype: torch.dtype = torch.bfloat16,

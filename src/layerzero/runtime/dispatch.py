@@ -156,8 +156,8 @@ class Dispatcher:
     def serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
         """Would the same be called while a CUDA graph is captured? Not asked of one that has others serve at times."""
         facts, step = entry.plan.facts, entry.plan.steps[0]
-        kernel = world.catalog.by_id[step.kernel]
-        if facts["device"] != "cuda" or kernel.jit or kernel.health in world.health:
+        kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
+        if facts["device"] != "cuda" or kernel is None or kernel.jit or kernel.health in world.health:
             return False
         steps = world.plan(self.op, {**facts, "graph": True}, override).steps
         return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)

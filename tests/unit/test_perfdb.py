@@ -427,15 +427,22 @@ def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
     c = sqlite3.connect(path, isolation_level=None)
     for step in stores.STEPS[:version]:
         for statement in step:
-            c.execute(statement)
+            c.execute(statement) if isinstance(statement, str) else statement(c)
     c.execute(f"PRAGMA application_id = {stores.APPLICATION_ID}")
     c.execute(f"PRAGMA user_version = {version}")
-    kept = [measured(i) for i in range(5)] if version else []
-    c.executemany(f"INSERT INTO measurements VALUES ({','.join('?' * 18)})",
-                  [(*m, stores._crc(tuple(m))) for m in kept]) if kept else None
+    kept = [measured(i)._replace(place="cpu-2t") for i in range(5)] if version else []
+    # Of a GPU, where nobody can tell how it was timed, before rows had a mode.
+    others = [measured(5)._replace(place="gpu")] if version else []
+    columns = 18 if version < 3 else 19
+    for m in (*kept, *others):
+        row = tuple(m)[:columns - 1]
+        c.execute(f"INSERT INTO measurements VALUES ({','.join('?' * columns)})", (*row, stores._crc(row)))
     c.close()
+    before = path.read_bytes()
     with SqliteStore(path, read_only=True) as store:           # as it is, when it may not be changed
         assert store.timed_rates() == {}
+        assert sorted(store.rows()) == kept
+    assert path.read_bytes() == before
     with SqliteStore(path) as store:
         assert sorted(store.rows()) == kept
         store.put_rates({"here": Rates(1.0, 2.0)})

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..spec.errors import DataError
-from .record import Measurement, Rates
+from .record import Measurement, Rates, is_cpu_place
 
 if TYPE_CHECKING:
     from .interface import Store
 
-SCHEMA = "layerzero.perf/1"
+SCHEMA = "layerzero.perf/2"
+WITHOUT_MODE = "layerzero.perf/1"              # of its rows only those of CPUs are of use: see store.py
 Content = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
 
 
@@ -51,14 +52,16 @@ def read_lines(path: Path) -> Content:
     rates: dict[str, tuple[Rates, float]] = {}
     lines = _lines(path)
     _, head = next(lines, (0, {}))
-    if head.get("schema") != SCHEMA:
+    if head.get("schema") not in (SCHEMA, WITHOUT_MODE):
         raise DataError(f"{path}: wanted a file of lz perf export, which begins with the schema {SCHEMA!r}; "
                         f"got {head.get('schema')!r}")
     number = 1
     for number, line in lines:
         try:
             if "measurement" in line:
-                rows.append(Measurement.from_json(line["measurement"]))
+                found = Measurement.from_json(line["measurement"])
+                if head["schema"] == SCHEMA or is_cpu_place(found.place):
+                    rows.append(found)
             elif "environment" in line:
                 environments[_checked_id(line)] = line["data"]
             elif "rates" in line:

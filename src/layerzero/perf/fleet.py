@@ -10,13 +10,12 @@ from typing import Any
 
 from ..spec.errors import DataError
 from .interface import COLUMNS, KEY, NewerStore, Store, StoreError, environment_id, settled
-from .record import QUIET, Measurement, PerfView, Rates
+from .record import EAGER, QUIET, TEXTS, Measurement, PerfView, Rates
 
-VERSION = 1
+VERSION = 2
 DRIVERS = ("psycopg", "pg8000", "psycopg2")    # the first that is here
 BATCH = 500
 _LOCK = 0x4C5A5046                             # of those that make the tables at the same time
-_TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build", "environment"))
 
 
 class FleetStore(Store):
@@ -50,7 +49,7 @@ class FleetStore(Store):
     def _tables(self) -> None:
         sa = self._sa
         self._meta = sa.MetaData()
-        kinds = {name: sa.Text if name in _TEXTS else sa.BigInteger if name == "samples" else sa.Double
+        kinds = {name: sa.Text if name in TEXTS else sa.BigInteger if name == "samples" else sa.Double
                  for name in COLUMNS}
         self._measurements = sa.Table("layerzero_measurements", self._meta, *(
             sa.Column(name, kind, nullable=False, primary_key=name in KEY) for name, kind in kinds.items()))
@@ -73,7 +72,19 @@ class FleetStore(Store):
                                  "Nothing of it was touched: upgrade layerzero, or set perfdb to another database")
             if version < 1:
                 self._meta.create_all(connection)
-                connection.execute(self._schema.insert().values(version=1))
+            elif version < 2:
+                self._add_mode(connection)
+            if version < VERSION:
+                connection.execute(self._schema.insert().values(version=VERSION))
+
+    def _add_mode(self, connection: Any) -> None:
+        """As `_take_over_eager_rows` of store.py: rows of CPUs were eager, of the others nobody can tell."""
+        for statement in (
+                "DELETE FROM layerzero_measurements WHERE place !~ '-[0-9]+t$'",
+                f"ALTER TABLE layerzero_measurements ADD COLUMN mode TEXT NOT NULL DEFAULT '{EAGER}'",
+                "ALTER TABLE layerzero_measurements DROP CONSTRAINT layerzero_measurements_pkey",
+                f"ALTER TABLE layerzero_measurements ADD PRIMARY KEY ({', '.join(KEY)})"):
+            connection.execute(self._sa.text(statement))
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -88,7 +99,7 @@ class FleetStore(Store):
         # One statement must not meet a row twice, and all must take their locks in one order.
         best: dict[tuple[str, ...], Measurement] = {}
         for m in settled(rows):
-            key = (m.kernel, m.bucket, m.place, m.build)
+            key = tuple(getattr(m, name) for name in KEY)
             if key not in best or m.supersedes(best[key]):
                 best[key] = m
         insert, c = self._dialect.insert, self._measurements.c
@@ -120,9 +131,10 @@ class FleetStore(Store):
         except DataError as e:
             raise StoreError(f"{self.name}: a row is not a measurement: {e}") from e
 
-    def get(self, kernel: str, bucket: str, place: str, build: str | None = None) -> Measurement | None:
+    def get(self, kernel: str, bucket: str, place: str, build: str | None = None,
+            mode: str = EAGER) -> Measurement | None:
         c = self._measurements.c
-        conditions = [c.kernel == kernel, c.bucket == bucket, c.place == place]
+        conditions = [c.kernel == kernel, c.bucket == bucket, c.place == place, c.mode == mode]
         conditions += [c.build == build] if build is not None else []
         with self._told(), self._engine.connect() as connection:
             found = connection.execute(self._select(*conditions).order_by(c.at.desc()).limit(1)).first()

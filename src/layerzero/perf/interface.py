@@ -1,7 +1,7 @@
 """What every store of measurements can do.
 
-One row per (kernel, bucket, place, build): the bucket names dtype, switches and sizes, the place device, driver and
-toolkits, the build the library that was measured. A second measurement of the same row replaces the first if it is
+One row per (kernel, bucket, place, mode, build): the bucket names dtype, switches and sizes, the place device, driver
+and toolkits, the mode how it was called, the build the library that was measured. A second measurement of the same row replaces the first if it is
 the newer one, but a noisy one never replaces a quiet one (`Measurement.supersedes`); so stores may be merged in any
 order and as often as one likes.
 """
@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import Any
 
 from ..spec.errors import DataError
-from .record import Measurement, PerfView, Rates
+from .record import EAGER, Measurement, PerfView, Rates
 
 COLUMNS = Measurement._fields
-KEY = ("kernel", "bucket", "place", "build")
+KEY = ("kernel", "bucket", "place", "mode", "build")
 
 
 class StoreError(DataError):
@@ -57,7 +57,8 @@ class Store(ABC):
         """All of it in one transaction. The time beside a rate says when it was measured."""
 
     @abstractmethod
-    def get(self, kernel: str, bucket: str, place: str, build: str | None = None) -> Measurement | None:
+    def get(self, kernel: str, bucket: str, place: str, build: str | None = None,
+            mode: str = EAGER) -> Measurement | None:
         """Of this build, or the newest."""
 
     @abstractmethod

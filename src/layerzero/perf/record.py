@@ -2,7 +2,9 @@
 
 A *kind of call* is what the cache key tells apart for speed: dtype and switches (its `family`), and
 its sizes on the grid of spec/grid.py. `place` is where it was measured: the device's signature, and
-for a CPU the number of threads, since the winner depends on it.
+for a CPU the number of threads, since the winner depends on it. `mode` is how: eagerly, captured in a
+CUDA graph, or compiled by torch.compile. The three are different races with different winners, and a
+measurement says nothing about another mode than its own.
 """
 
 from __future__ import annotations
@@ -27,9 +29,18 @@ QUIET = 0.25           # up to this spread a measurement is a quiet one, which n
 TELLING = 16           # samples beyond these add no trust
 OVERHEAD_US = 2.0      # added to the roofline before calls of different sizes are compared: no call is free
 
+EAGER, CAPTURED, COMPILED = MODES = ("eager", "captured", "compiled")
+
+
+def mode_of(facts: Mapping[str, Any]) -> str:
+    """The mode that a call with these facts is made in."""
+    if facts.get("graph"):
+        return CAPTURED
+    return COMPILED if facts.get("compiled") else EAGER
+
 
 class Measurement(NamedTuple):
-    """Microseconds of `kernel` for calls that share `bucket`, at `place`."""
+    """Microseconds of `kernel` for calls that share `bucket`, at `place` in `mode`."""
 
     kernel: str
     op: str
@@ -48,6 +59,7 @@ class Measurement(NamedTuple):
     build: str = ""                            # which build of the kernel's library
     at: float = 0.0                            # seconds since 1970
     environment: str = ""                      # id of the whole environment it was measured in
+    mode: str = EAGER                          # eager | captured | compiled
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict()
@@ -66,9 +78,12 @@ class Measurement(NamedTuple):
         """The same with every number of its own type; DataError for what no measurement can be."""
         values: list[Any] = []
         for name, value in zip(self._fields, self):
-            if name in _TEXTS:
+            if name in TEXTS:
                 if not isinstance(value, str) or (name in _REQUIRED and not value) or "\0" in value:
                     raise DataError(f"measurement of {self.kernel!r}: {name} must be text, got {value!r}")
+                if name == "mode" and value not in MODES:
+                    raise DataError(f"measurement of {self.kernel!r}: mode must be one of {', '.join(MODES)}, "
+                                    f"got {value!r}")
                 if name == "sizes" and not all(_SIZE.fullmatch(part) for part in value.split()):
                     raise DataError(f"measurement of {self.kernel!r}: sizes must be like 'batch=1 seq_k=4096', "
                                     f"got {value!r}")
@@ -93,7 +108,7 @@ class Measurement(NamedTuple):
         return (self.spread <= QUIET, self.at) >= (other.spread <= QUIET, other.at)
 
 
-_TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build", "environment"))
+TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build", "environment", "mode"))
 _SIZE = re.compile(r"\w+=-?\d{1,19}")
 _REQUIRED = ("kernel", "op", "bucket", "place", "median_us")
 _LEAST: Mapping[str, float] = {"median_us": 1e-6, "samples": 1}
@@ -181,6 +196,11 @@ def place_of(device: Device, threads: int = 0) -> str:
     return f"{device.signature}-{threads}t" if device.type == "cpu" and threads else device.signature
 
 
+def is_cpu_place(place: str) -> bool:
+    """Only the places of CPUs name a number of threads."""
+    return place.endswith("t") and "-" in place
+
+
 class Source(Protocol):
     """Measurements that are read when their kernel is first asked for; nobody changes them meanwhile."""
 
@@ -191,12 +211,13 @@ class Source(Protocol):
     def count(self) -> int: ...
 
 
-Rows = Mapping[tuple[str, str], Measurement]   # (bucket, place) -> what was measured there, for one kernel
-Near = Mapping[tuple[str, str], list[tuple[dict[str, float], Measurement]]]     # (place, family) -> (octaves, it)
+Key = tuple[str, str, str]                     # (bucket, place, mode)
+Rows = Mapping[Key, Measurement]               # what was measured so, for one kernel
+Near = Mapping[Key, list[tuple[dict[str, float], Measurement]]]        # (place, family, mode) -> (octaves, it)
 
 
 class PerfView:
-    """A frozen set of measurements, asked by (kernel, bucket, place), and the rates of each place."""
+    """A frozen set of measurements, asked by (kernel, bucket, place, mode), and the rates of each place."""
 
     __slots__ = ("_more", "_near", "_rows", "_source", "rates")
 
@@ -210,14 +231,15 @@ class PerfView:
         self._take(measurements)
 
     def _take(self, measurements: Iterable[Measurement]) -> None:
-        changed: dict[str, dict[tuple[str, str], Measurement]] = {}
+        changed: dict[str, dict[Key, Measurement]] = {}
         for m in measurements:
             rows = changed.get(m.kernel)
             if rows is None:
                 rows = changed[m.kernel] = dict(self._of(m.kernel))
-            old = rows.get((m.bucket, m.place))
+            key = (m.bucket, m.place, m.mode)
+            old = rows.get(key)
             if old is None or m.supersedes(old):
-                rows[m.bucket, m.place] = m
+                rows[key] = m
         for kernel, rows in changed.items():
             self._replace(kernel, rows)
 
@@ -231,18 +253,19 @@ class PerfView:
         if rows is None:                       # two threads may both make it: the same value
             source = self._source
             found = source.rows_of(kernel) if source is not None and kernel in source.kernels else ()
-            rows = self._rows[kernel] = {(m.bucket, m.place): m for m in found}
+            rows = self._rows[kernel] = {(m.bucket, m.place, m.mode): m for m in found}
         return rows
 
-    def get(self, kernel: str, bucket: str, place: str) -> Measurement | None:
-        return self._of(kernel).get((bucket, place))
+    def get(self, kernel: str, bucket: str, place: str, mode: str = EAGER) -> Measurement | None:
+        return self._of(kernel).get((bucket, place, mode))
 
-    def estimate(self, kernel: str, kind: Kind, place: str, rates: Rates, roofline_us: float) -> Estimate | None:
+    def estimate(self, kernel: str, kind: Kind, place: str, rates: Rates, roofline_us: float,
+                 mode: str = EAGER) -> Estimate | None:
         """From the nearest measurements of the same kernel and family: how far each stayed behind the roofline."""
         index = self._near.get(kernel)
         if index is None:
             index = self._near[kernel] = _index(self._of(kernel))
-        rows = index.get((place, kind.family))
+        rows = index.get((place, kind.family, mode))
         if not rows:
             return None
         here = {name: _octave(n) for name, n in kind.sizes}
@@ -285,11 +308,11 @@ class PerfView:
 
 
 def _index(rows: Rows) -> Near:
-    index: dict[tuple[str, str], list[tuple[dict[str, float], Measurement]]] = {}
+    index: dict[Key, list[tuple[dict[str, float], Measurement]]] = {}
     for m in rows.values():
         if m.median_us > 0 and m.sizes:
             sizes = {name: _octave(int(n)) for name, _, n in (part.partition("=") for part in m.sizes.split())}
-            index.setdefault((m.place, m.family), []).append((sizes, m))
+            index.setdefault((m.place, m.family, m.mode), []).append((sizes, m))
     return index
 
 

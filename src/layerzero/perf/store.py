@@ -15,18 +15,46 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .interface import COLUMNS, KEY, CorruptStore, NewerStore, Store, StoreError, environment_id, settled
-from .record import QUIET, Measurement, PerfView, Rates
+from .record import EAGER, QUIET, Measurement, PerfView, Rates, is_cpu_place
 
 APPLICATION_ID = 0x4C5A5046                    # "LZPF": tells our file from another program's
 
+_NUMBERS = struct.Struct("<9d").pack
+
+
+def _crc(m: tuple[Any, ...]) -> int:
+    """The checksum of a row: its texts and its numbers, in the order of COLUMNS."""
+    texts = "\0".join((*m[:4], m[7], m[8], m[14], *m[16:]))
+    return zlib.crc32(texts.encode(), zlib.crc32(_NUMBERS(*m[4:7], *m[9:14], m[15])))
+
+
+def _row(values: tuple[Any, ...]) -> Measurement | None:
+    """None for a damaged row."""
+    try:
+        return Measurement._make(values[:-1]) if _crc(values[:-1]) == values[-1] else None
+    except (TypeError, ValueError, struct.error):
+        return None
+
+
+def _take_over_eager_rows(connection: sqlite3.Connection) -> None:
+    """Rows had no mode before schema 3. Those of a CPU were eager calls in a loop, as they are today. On a GPU a
+    sample was one call behind a flush, or a replay of a graph, and nobody can tell which: they are left behind."""
+    columns = ", ".join(c for c in COLUMNS if c != "mode")
+    for values in connection.execute(f"SELECT {columns}, crc FROM measurements_2").fetchall():
+        row, crc = values[:-1], values[-1]
+        if _crc(row) == crc and is_cpu_place(row[3]):
+            now = (*row, EAGER)
+            connection.execute(_PUT, (*now, _crc(now)))
+
+
 # Each step takes a file from one schema version to the next; a new file goes through all of them.
-STEPS: tuple[tuple[str, ...], ...] = (
+STEPS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] = (
     ("CREATE TABLE environments (id TEXT PRIMARY KEY, data TEXT NOT NULL) WITHOUT ROWID",
      """CREATE TABLE measurements (
          kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
@@ -36,6 +64,15 @@ STEPS: tuple[tuple[str, ...], ...] = (
          crc INTEGER NOT NULL, PRIMARY KEY (kernel, bucket, place, build)) WITHOUT ROWID"""),
     ("CREATE TABLE rates (place TEXT PRIMARY KEY, flops_per_us REAL NOT NULL, bytes_per_us REAL NOT NULL, "
      "at REAL NOT NULL) WITHOUT ROWID",),
+    ("ALTER TABLE measurements RENAME TO measurements_2",
+     """CREATE TABLE measurements (
+         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
+         spread REAL NOT NULL, samples INTEGER NOT NULL, family TEXT NOT NULL, sizes TEXT NOT NULL,
+         flops REAL NOT NULL, bytes REAL NOT NULL, p95_us REAL NOT NULL, p99_us REAL NOT NULL,
+         compile_us REAL NOT NULL, build TEXT NOT NULL, at REAL NOT NULL, environment TEXT NOT NULL,
+         mode TEXT NOT NULL, crc INTEGER NOT NULL,
+         PRIMARY KEY (kernel, bucket, place, mode, build)) WITHOUT ROWID""",
+     _take_over_eager_rows, "DROP TABLE measurements_2"),
 )
 VERSION = len(STEPS)
 
@@ -51,23 +88,6 @@ _PUT_RATES = ("INSERT INTO rates VALUES (?, ?, ?, ?) ON CONFLICT (place) DO UPDA
 
 # What SQLite says of a damaged file where Python makes another class of it than elsewhere.
 _DAMAGED = ("no such table", "no such column", "Could not decode", "malformed", "not a database")
-
-
-_NUMBERS = struct.Struct("<9d").pack
-
-
-def _crc(m: tuple[Any, ...]) -> int:
-    """The checksum of a row: its texts and its numbers, in the order of COLUMNS."""
-    texts = "\0".join((*m[:4], m[7], m[8], m[14], m[16]))
-    return zlib.crc32(texts.encode(), zlib.crc32(_NUMBERS(*m[4:7], *m[9:14], m[15])))
-
-
-def _row(values: tuple[Any, ...]) -> Measurement | None:
-    """None for a damaged row."""
-    try:
-        return Measurement._make(values[:-1]) if _crc(values[:-1]) == values[-1] else None
-    except (TypeError, ValueError, struct.error):
-        return None
 
 
 _reading = threading.Lock()                    # a view may be asked by several threads; none is, while a process forks
@@ -173,13 +193,19 @@ class SqliteStore(Store):
 
     def _prepare(self) -> None:
         version = self._version()
-        if version == VERSION or self.read_only:
+        if version == VERSION:
             return
-        self._use_wal()
+        if self.read_only:                     # the file stays as it is; a copy of it is brought up to date
+            copy = sqlite3.connect(":memory:", isolation_level=None)
+            self._connection.backup(copy)
+            self._connection.close()
+            self._connection = copy
+        else:
+            self._use_wal()
         with self._transaction():
             for i in range(self._version(), VERSION):      # another process may have been quicker
-                for statement in STEPS[i]:
-                    self._connection.execute(statement)
+                for step in STEPS[i]:
+                    self._connection.execute(step) if isinstance(step, str) else step(self._connection)
             self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             self._connection.execute(f"PRAGMA user_version = {VERSION}")
 
@@ -252,12 +278,13 @@ class SqliteStore(Store):
             self._connection.executemany(_PUT, kept)
             self._connection.executemany(_PUT_RATES, roofs)
 
-    def get(self, kernel: str, bucket: str, place: str, build: str | None = None) -> Measurement | None:
+    def get(self, kernel: str, bucket: str, place: str, build: str | None = None,
+            mode: str = EAGER) -> Measurement | None:
         one, values = ("", ()) if build is None else (" AND build = ?", (build,))
         with self._told():
             found = self._connection.execute(
-                f"SELECT {_ALL}, crc FROM measurements WHERE kernel = ? AND bucket = ? AND place = ?{one} "
-                "ORDER BY at DESC LIMIT 1", (kernel, bucket, place, *values)).fetchone()
+                f"SELECT {_ALL}, crc FROM measurements WHERE kernel = ? AND bucket = ? AND place = ? AND mode = ?{one} "
+                "ORDER BY at DESC LIMIT 1", (kernel, bucket, place, mode, *values)).fetchone()
             return None if found is None else self._sound(found)
 
     def _rows(self) -> Iterator[Measurement]:
@@ -278,8 +305,6 @@ class SqliteStore(Store):
         return found
 
     def timed_rates(self) -> dict[str, tuple[Rates, float]]:
-        if self.read_only and self._version() < 2:
-            return {}
         found: dict[str, tuple[Rates, float]] = {}
         with self._told():
             for place, *numbers in self._connection.execute("SELECT place, flops_per_us, bytes_per_us, at FROM rates"):
@@ -299,7 +324,7 @@ class SqliteStore(Store):
             return PerfView((), self.rates(), Snapshot(copy, builds, since))
 
     def delete(self, rows: Iterable[Measurement]) -> None:
-        keys = [(m.kernel, m.bucket, m.place, m.build, m.at) for m in rows]
+        keys = [(*(getattr(m, name) for name in KEY), m.at) for m in rows]
         with self._told(), self._transaction():
             self._connection.executemany(
                 f"DELETE FROM measurements WHERE {' AND '.join(f'{c} = ?' for c in (*KEY, 'at'))}", keys)

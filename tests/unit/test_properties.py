@@ -32,7 +32,7 @@ steady = settings(deadline=None, max_examples=60, derandomize=True,
 KERNELS = ("torch.sdpa_math", "torch.sdpa_flash", "torch.sdpa", "reference.attention")
 said = st.fixed_dictionaries({}, optional={
     "strict_mode": st.booleans(), "deterministic": st.booleans(), "allow_adaptation": st.booleans(),
-    "cache_size": st.integers(1, 9), "size_reuse": st.floats(1, 1e6), "cache_ttl": st.none() | st.floats(0, 99)})
+    "cache_size": st.integers(1, 9), "cache_ttl": st.none() | st.floats(0, 99)})
 
 
 # Contexts.

@@ -165,10 +165,11 @@ KERNELS = (
            graph_safe=False, traceable=False, differentiable=False, baseline=True, note="one text after another"),
     Kernel("tokenizers.encode_batch", tokenize, _encode_batch, package="tokenizers", requires=(OURS,), overhead_us=50.0,
            graph_safe=False, traceable=False, differentiable=False,
-           note="several texts on several threads, and without offsets where none are asked for"),
+           less_work="one call for all texts, and no offsets where none are asked for",
+           note="several texts on several threads"),
     Kernel("tokenizers.encode_cached", tokenize, _encode_cached, package="tokenizers", overhead_us=20.0, requires=(
         OURS, on("cache_prefix"), equals("sampled", False, Code.NOT_DETERMINISTIC), at_least("characters", SHORTEST)),
-        graph_safe=False, traceable=False, differentiable=False, note="reuses the tokens of a long common prefix"),
+        graph_safe=False, traceable=False, differentiable=False, less_work="reuses the tokens of a long common prefix"),
     Kernel("tokenizers.decode", detokenize, _decode, package="tokenizers", requires=(OURS,), overhead_us=50.0,
            graph_safe=False, traceable=False, differentiable=False, baseline=True),
 )

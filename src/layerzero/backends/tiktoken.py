@@ -159,7 +159,7 @@ KERNELS = (
         note="one thread for each processor"),
     Kernel("tiktoken.encode_cached", tokenize, _encode_cached, package="tiktoken", overhead_us=10.0, requires=(
         OURS, on("cache_prefix"), at_least("characters", SHORTEST)), graph_safe=False, traceable=False,
-        differentiable=False, note="reuses the tokens of a long common prefix"),
+        differentiable=False, less_work="reuses the tokens of a long common prefix"),
     Kernel("tiktoken.decode", detokenize, _decode, package="tiktoken", requires=(OURS,), overhead_us=20.0,
            graph_safe=False, traceable=False, differentiable=False, baseline=True),
 )

@@ -296,7 +296,8 @@ GROUPED: tuple[Condition, ...] = (
     dtypes("bfloat16"), plain_tensors())
 
 KERNELS = (
-    Kernel("torch.grouped_loop", grouped_gemm, _loop, prior=6.0, overhead_us=15.0, graph_safe=False, traceable=False,
+    Kernel("torch.grouped_loop", grouped_gemm, _loop, prior=6.0, overhead_us=15.0, baseline=True, graph_safe=False,
+           traceable=False,
            note="reads the sizes on the host"),
     Kernel("torch.grouped_mm", grouped_gemm, _grouped_mm, torch=">=2.9", prior=6.0, overhead_us=20.0,
            differentiable=False,
@@ -310,9 +311,10 @@ KERNELS = (
            workspace="itemsize * groups * rows * (k + n)", note="pads every group to the largest"),
     Kernel("torch.grouped_masked", grouped_gemm, _masked, prior=0.2, overhead_us=60.0, workspace="itemsize * rows * n",
            note="multiplies every row with every weight; for torch.compile and CUDA graphs"),
-    Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0,
+    Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0, baseline=True,
            requires=(any_of(device("cuda"), at_least("rows", 8)),), note="for a few rows a stable sort is as fast"),
-    Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, graph_safe=False, traceable=False,
+    Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, baseline=True, graph_safe=False,
+           traceable=False,
            note="reads the sizes on the host"),
     Kernel("torch.moe_masked", moe, _masked_experts, prior=0.2, overhead_us=100.0, workspace="16 * rows * wide",
            note="runs every expert on every token; for torch.compile and CUDA graphs"),

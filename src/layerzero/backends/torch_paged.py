@@ -444,6 +444,7 @@ KERNELS = (
            variants=("NHD",), graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", requires=(HALF_OFF_CPU,),
            note=ON_HOST),
     Kernel("torch.paged_pieces", paged_attention, _pieces, prior=10.0, overhead_us=35.0, variants=("NHD", "HND"),
+           less_work="reads pages where they lie, without a copy",
            differentiable=False, graph_safe=False, traceable=False, workspace=f"2 * {KEYS}", requires=(
                device("cpu"), dtypes(*FLOATS), SAME_HEAD_DIM, NO_SOFTCAP, unit_stride("query")),
            note=f"{ON_HOST}; reads neighbouring pages where they lie"),

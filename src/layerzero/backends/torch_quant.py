@@ -273,17 +273,23 @@ ONE_SCALE_PER_ROW: tuple[Condition, ...] = (
 ON_CPU: tuple[Condition, ...] = (device("cpu"), cpu_isa("avx512f"), plain_tensors(), contiguous("weight_q"),
                                    contiguous("x"))
 
+CODES_ONLY = "reads the codes, and writes no dequantized weight"
+
 KERNELS = (
-    Kernel("torch.quantize", quantize, _quantize, prior=1.4, overhead_us=37.0, workspace="8 * rows * width"),
-    Kernel("torch.dequantize", dequantize, _dequantize, prior=3.0, overhead_us=17.0, workspace="12 * rows * packed"),
+    Kernel("torch.quantize", quantize, _quantize, prior=1.4, overhead_us=37.0, baseline=True,
+           workspace="8 * rows * width"),
+    Kernel("torch.dequantize", dequantize, _dequantize, prior=3.0, overhead_us=17.0, baseline=True,
+           workspace="12 * rows * packed"),
     Kernel("torch.dequantized_linear", quantized_linear, _dequantized_linear, prior=3.0, overhead_us=25.0,
-           requires=WEIGHT_ONLY, workspace="8 * in_features * out_features"),
+           baseline=True, requires=WEIGHT_ONLY, workspace="8 * in_features * out_features"),
     Kernel("torch.int8_linear", quantized_linear, _int8_in_place, prior=9.0, overhead_us=5.0, differentiable=False,
+           less_work=CODES_ONLY,
            requires=(*WEIGHT_ONLY, *ON_CPU, one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
                      *ONE_SCALE_PER_ROW, contiguous("scales"), dtypes("bfloat16"), at_most("rows", 16),
                      # it reads whole vectors: the process dies on rows of other lengths
                      multiple_of("in_features", 32))),
     Kernel("torch.int4_linear", quantized_linear, _int4_packed, prior=10.0, overhead_us=8.0, differentiable=False,
+           less_work=CODES_ONLY,
            traceable=False, workspace="4 * in_features * out_features",
            requires=(*WEIGHT_ONLY, *ON_CPU, one_of("format", "int4", code=Code.QUANT_FORMAT_UNSUPPORTED),
                      equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH), dtypes("bfloat16"), at_most("rows", 32),
@@ -291,7 +297,7 @@ KERNELS = (
                      multiple_of("in_features", 32), multiple_of("out_features", 16)),
            note="keeps a second copy of the weight, arranged for torch's int4 kernel"),
     Kernel("torch.int8_dynamic_linear", quantized_linear, _int8_dynamic, prior=9.0, overhead_us=15.0,
-           differentiable=False, requires=(
+           differentiable=False, less_work="multiplies the codes as they are", requires=(
                device("cpu", "cuda"), one_of("activations", "int8"), absent("zeros.dtype"), one_of("group_size", 0),
                at_most("in_features", 1 << 17),
                dtypes("bfloat16", "float16", "float32"), plain_tensors(),

@@ -387,9 +387,11 @@ KERNELS = (
            workspace="8 * batch * vocab", requires=(
         *NARROW, at_least("top_k", 1), at_most("top_k", 1024), absent("top_k_rows.dtype"))),
     Kernel("torch.sample_topk_rows", sample, _top_k_rows, prior=0.4, overhead_us=100.0, graph_safe=False,
+           less_work="sorts the largest only",
            traceable=False, workspace="56 * batch * vocab", requires=(*NARROW, present("top_k_rows.dtype")),
            note="reads the largest k on the host; sorts where it is large"),
     Kernel("torch.sample_threshold", sample, _threshold, prior=0.5, overhead_us=150.0, graph_safe=False,
+           less_work="sorts the largest only",
            traceable=False, workspace="32 * batch * vocab", requires=(
                device("cpu"), *NARROW, *NO_TOP_K, at_least("vocab", 4096)),
            note="how far it looks depends on the logits"),
@@ -400,6 +402,7 @@ KERNELS = (
     Kernel("torch.sample_argmax", sample, _argmax, prior=0.8, overhead_us=20.0, baseline=True,
            workspace="4 * batch * vocab", requires=GREEDY),
     Kernel("torch.sample_greedy", sample, _greedy, prior=4.0, overhead_us=25.0, graph_safe=False, traceable=False,
+           less_work="one pass over the logits, and no copy in float32",
            requires=(device("cpu"), *GREEDY), note="looks for NaN and infinity on the host"),
     Kernel("torch.speculative_verify", speculative_verify, _verify_chain, prior=4.0, overhead_us=80.0, baseline=True,
            workspace="40 * batch * vocab"),

@@ -300,7 +300,7 @@ CUDNN_PLAIN: tuple[Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW
 
 CUDNN_PLANS = "builds a plan for every new shape: 59 ms for one more key on an H200, then fast"
 BHSD = ("bhsd",)
-NEW_PLAN_US = 59e3                             # cuDNN plans anew for each combination of sizes; measured on an H200
+KV_ONCE = "reads keys and values once for all query heads that share them"
 
 KERNELS = (
     Kernel("torch.sdpa", attention, _sdpa, prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
@@ -321,10 +321,12 @@ KERNELS = (
              "with gaps as if it had none"),
     Kernel("torch.sdpa_flash_lse", attention, _flash_lse, torch=">=2.9", prior=6.0, variants=BHSD, differentiable=False,
            requires=(*CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, WITH_LSE, TOP_LEFT, CAUSAL_SCALE)),
-    Kernel("torch.sdpa_flash_decode", attention, _flash_decode, torch=">=2.9", prior=6.0, variants=BHSD, requires=(
+    Kernel("torch.sdpa_flash_decode", attention, _flash_decode, torch=">=2.9", prior=6.0, variants=BHSD,
+           less_work="builds no mask", requires=(
         *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, on("is_causal"),
         equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED), BOTTOM_RIGHT)),
-    Kernel("torch.sdpa_flash_packed", attention, _flash_packed, prior=13.0, overhead_us=2.0, variants=BHSD, requires=(
+    Kernel("torch.sdpa_flash_packed", attention, _flash_packed, prior=13.0, overhead_us=2.0, variants=BHSD,
+           less_work=KV_ONCE, requires=(
         *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, LSE_WITHOUT_GRAD, equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
         at_least("group", 2), BOTTOM_RIGHT)),
     Kernel("torch.sdpa_flash_bias", attention, _flash_bias, torch=">=2.9", prior=4.0, overhead_us=15.0, variants=BHSD,
@@ -341,6 +343,7 @@ KERNELS = (
                      # a row that sees no key comes back as +inf
                      any_of(off("is_causal"), at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
     Kernel("torch.sdpa_flash_window", attention, _flash_window, prior=12.0, overhead_us=2.0, variants=("bshd",),
+           less_work="builds no mask and reads only the window",
            requires=(*CUDA_FLASH, NO_LSE, WINDOWED,
                      any_of(equals("causal_offset", 0),
                             one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
@@ -352,14 +355,11 @@ KERNELS = (
     Kernel("torch.sdpa_efficient_bias", attention, _efficient_bias, prior=5.0, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
-    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, overhead_us=2.0, new_size_us=NEW_PLAN_US,
-           variants=BHSD, deterministic=False,
+    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, overhead_us=2.0, variants=BHSD, deterministic=False,
            deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=19.0, overhead_us=3.0, new_size_us=NEW_PLAN_US,
-           variants=BHSD,
+    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=11.0, overhead_us=3.0, variants=BHSD,
            deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE), note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=8.0, overhead_us=20.0, new_size_us=NEW_PLAN_US,
-           variants=BHSD,
+    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=4.5, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False, requires=(
                *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), note=CUDNN_PLANS),
 )

@@ -113,11 +113,15 @@ def per_sequence(
     return torch.cat(parts)
 
 
+ONE_LAUNCH = "one launch for all sequences, and no length is read on the host"
+
 KERNELS = (
-    Kernel("torch.varlen", varlen_attention, _varlen, torch=">=2.11", prior=12.0, overhead_us=20.0, requires=(
+    Kernel("torch.varlen", varlen_attention, _varlen, torch=">=2.11", prior=12.0, overhead_us=20.0,
+           less_work=ONE_LAUNCH, requires=(
         *FLASH, equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
         note="before torch 2.11 it had neither scale nor window"),
-    Kernel("torch.varlen_flash", varlen_attention, _varlen_flash, prior=12.0, overhead_us=2.0, requires=FLASH),
+    Kernel("torch.varlen_flash", varlen_attention, _varlen_flash, prior=12.0, overhead_us=2.0,
+           less_work=ONE_LAUNCH, requires=FLASH),
     Kernel("torch.per_sequence", varlen_attention, _per_sequence, prior=3.0, overhead_us=50.0, baseline=True,
            graph_safe=False, traceable=False, note="reads the lengths on the host",
            requires=(at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP,

@@ -1,9 +1,9 @@
 """What every store of measurements can do.
 
 One row per (kernel, bucket, place, mode, build): the bucket names dtype, switches and sizes, the place device, driver
-and toolkits, the mode how it was called, the build the library that was measured. A second measurement of the same row replaces the first if it is
-the newer one, but a noisy one never replaces a quiet one (`Measurement.supersedes`); so stores may be merged in any
-order and as often as one likes.
+and toolkits, the mode how it was called, the build the library that was measured. A second measurement of the same row
+replaces the first if it is the newer one, but a noisy one never replaces a quiet one (`Measurement.supersedes`); so
+stores may be merged in any order and as often as one likes.
 """
 
 from __future__ import annotations

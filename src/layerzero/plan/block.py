@@ -292,7 +292,7 @@ class _Search:
                 if isinstance(e, faults.PASSED_ON):
                     raise
                 continue                       # it would fail when called, too
-            spent = step.score.kernel_us + step.score.setup_us
+            spent = step.score.kernel_us
             copies = step.score.transform_us + cast_us
             chosen = Chosen(op.name, step.kernel, layout, str(values[op.main_tensor].dtype).removeprefix("torch."),
                             spent, copies, (*moved.transforms, *_copies(step)), step.score.source,

@@ -17,16 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..perf.record import Measurement, PerfView, Rates, place_of
+from ..select.engine import Shipped
 from ..select.policy import Policy
-from ..spec.errors import ConfigError, LayerZeroError
+from ..spec.device import Device
+from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.event import Event, StoreTrouble
 from ..spec.kernel import Kernel
 from . import config, events, hardware
 from .builds import build_of
+from .loading import installed_version, satisfies
 from .machine import machine_id, state_of
 
 if TYPE_CHECKING:
     from ..perf.interface import CorruptStore, Store
+    from ..perf.shipped import Table
     from .catalog import Catalog
     from .world import World
 
@@ -113,6 +117,37 @@ def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Even
         return PerfView(), _rebuilt(where, e)
     except StoreError as e:
         return PerfView(), _failed(shown(where), e, "choices are made without measurements")
+
+
+def shipped(catalog: Catalog, device: Device, place: str) -> Shipped:
+    """The measurements that came with the package for this model of device, where its versions are those here."""
+    table, refused = applicable(catalog, device)
+    if table is None or refused:
+        return Shipped()
+    outside = {distribution for distribution, wanted in table.libraries().items()
+               if not satisfies(installed_version(distribution) or "", wanted)}
+    kernels = {k.id for k in catalog.kernels if (k.distribution or k.package) not in outside}
+    return Shipped(table.view(place, kernels), table.title)
+
+
+def applicable(catalog: Catalog, device: Device) -> tuple[Table | None, str]:
+    """The table of this model of device, and why it does not count here ("" where it does)."""
+    threads = torch.get_num_threads()
+    found = [table for table in tables(catalog) if table.is_for(device)]
+    refusals = [(table, table.refusal(device, threads, satisfies)) for table in found]
+    return min(refusals, key=lambda pair: bool(pair[1]), default=(None, ""))
+
+
+def tables(catalog: Catalog) -> tuple[Table, ...]:
+    """Every table of the package. One that cannot be read is an event, and costs itself."""
+    from ..perf import shipped as files
+    found = []
+    for path in sorted(files.FOLDER.glob("*.json")):
+        try:
+            found.append(files.read(path, catalog.ops))
+        except DataError as e:
+            events.emit(StoreTrouble(store=path.name, problem=str(e), action="it is left out; reinstall layerzero"))
+    return tuple(found)
 
 
 def follow(old: World, new: World) -> tuple[World, list[Event]]:

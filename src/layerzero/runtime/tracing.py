@@ -32,8 +32,8 @@ def is_traced(tensors: list[torch.Tensor]) -> bool:
 
 
 def seen_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts with the sizes seen while tracing in place of the symbols."""
-    return {**{name: hint(value) for name, value in facts.items()}, "tensor_kind": "plain"}
+    """The facts with the sizes seen while tracing in place of the symbols; measurements of compiled calls count."""
+    return {**{name: hint(value) for name, value in facts.items()}, "tensor_kind": "plain", "compiled": True}
 
 
 def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..perf.record import PerfView, place_of
-from ..select.engine import Roster, Surroundings, roster, select
+from ..select.engine import Roster, Shipped, Surroundings, roster, select
 from ..select.key import OFF_CPU, KeyProgram, compile_key
 from ..select.policy import Layer, Policy
 from ..select.score import rates_of
@@ -98,7 +98,8 @@ class World:
                     self.memo.pop(old, None)
             blocked = {k: r for k, h in self.health.items() if (r := h.blocks) is not None}
             place = self.place(kind)
-            rates = self.perf.rates.get(place) or rates_of(kind)
+            shipped = self.shipped(kind) if policy.setting("shipped_measurements") else Shipped()
+            rates = self.perf.rates.get(place) or shipped.view.rates.get(place) or rates_of(kind)
             proven = self.certified
             if policy.setting("require_certificates"):
                 from . import certificates  # read from files; not needed before policy asks for them
@@ -106,7 +107,14 @@ class World:
             found = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
                 self.availability(), blocked, self.warmed, proven, lambda: headroom(kind, policy),
-                lambda: self.captures(kind))
+                lambda: self.captures(kind), shipped)
+        return found  # type: ignore[no-any-return]
+
+    def shipped(self, kind: str) -> Shipped:
+        """What came with the package for this model of device."""
+        found = self.memo.get(("shipped", kind))
+        if found is None:
+            found = self.memo["shipped", kind] = measurements.shipped(self.catalog, self.device(kind), self.place(kind))
         return found  # type: ignore[no-any-return]
 
     def captures(self, kind: str) -> Mapping[str, bool]:
@@ -143,7 +151,9 @@ class World:
 
     def but(self, **changes: Any) -> World:
         """This world with something changed: a new epoch, nothing remembered but what still holds."""
-        held = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
+        held: tuple[Any, ...] = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
+        if not changes.keys() & {"catalog", "devices"}:
+            held += tuple(("shipped", kind) for kind in hardware.KINDS)
         keep = {k: self.memo[k] for k in held if k in self.memo}       # by name: other threads add to it meanwhile
         return replace(self, epoch=self.epoch + 1, memo=keep, **changes)
 
@@ -162,7 +172,7 @@ def leaves_of(kernel: Kernel) -> list[Rule]:
     elsewhere = any(_on_cpu(rule) is False for rule in kernel.requires)
     return [replace(leaf, fact=leaf.fact + OFF_CPU)
             if leaf.fact.endswith(".alignment") and (elsewhere or _settled_on_cpu(rule)) else leaf
-            for rule in kernel.requires for leaf in rule.leaves()]
+            for rule in (*kernel.requires, *kernel.less_work_when) for leaf in rule.leaves()]
 
 
 def _on_cpu(rule: Condition) -> bool | None:

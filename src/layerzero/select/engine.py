@@ -7,19 +7,30 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..perf.record import PerfView, Rates, kind_of
+from ..perf.record import PerfView, Rates, kind_of, mode_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.kernel import Kernel
 from ..spec.op import DEVICE_FACTS, Op
-from ..spec.plan import Plan, Rejected, Step, Transform
+from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Rejected, Step, Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from .policy import Policy
 from .predicates import Verdicts, compile_verdicts
 from .score import Found, calibration, guess_us, roofline_us, score
 
+UNSURE = 0.04                  # by how much, and again per octave, a neighbour or another machine may be wrong
 SMALL_WORKSPACE = 1 << 24      # up to this the live headroom is not asked: finding it out would cost more
+
+
+class Shipped(NamedTuple):
+    """Measurements that came with the package for this model of device."""
+
+    view: PerfView = PerfView()
+    title: str = ""
+
+
+NOTHING_SHIPPED = Shipped()
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,7 @@ class Surroundings:
     certified: Collection[str] = frozenset()
     headroom: Callable[[], int] = lambda: 1 << 62
     captures: Callable[[], Mapping[str, bool]] = dict  # kernel -> could it be captured in a CUDA graph here? Tried ones
+    shipped: Shipped = NOTHING_SHIPPED
 
 
 @dataclass(frozen=True)
@@ -286,30 +298,67 @@ def _largest(op: Op, facts: Mapping[str, Any]) -> dict[str, Any]:
     return top
 
 
-def _rank(op: Op, fit: Sequence[tuple[Kernel, tuple[Transform, ...], int]], facts: Mapping[str, Any],
-          around: Surroundings, speaks: bool) -> tuple[Step, ...]:
+Candidate = tuple[Kernel, tuple[Transform, ...], int]      # with what its inputs go through, and the memory it needs
+
+
+def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
+          speaks: bool) -> tuple[Step, ...]:
+    """Numbers decide, and a guess never overrules torch: what torch itself would run is the default, and another
+    kernel comes before it only with evidence (measured, shipped, less work by construction, asked for)."""
     if not fit:
         return ()
     rates = around.rates
     roofline = roofline_us(op, facts, rates)
     guesses = {k.id: guess_us(k, roofline) for k, _, _ in fit}
-    measured: dict[str, Found] = {}
-    perf = around.perf
-    if perf:
-        kind = kind_of(op, facts)
-        for kernel, _, _ in fit:
-            found = (perf.get(kernel.id, kind.bucket, around.place)
-                     or perf.estimate(kernel.id, kind, around.place, rates, roofline))
-            if found is not None:
-                measured[kernel.id] = found
-    scale = calibration(guesses, measured) if measured else 1.0
-    reuse = around.policy.settings["size_reuse"]
+    default = min((k for k, _, _ in fit if k.baseline), key=lambda k: guesses[k.id], default=None)
+    found = _numbers(op, fit, facts, around, roofline, default)
+    scale = calibration(guesses, found.by_kernel) if found.by_kernel else 1.0
     steps = []
     for kernel, transforms, workspace in fit:
         boost = around.policy.boost(kernel.id, op.name, facts) if speaks else 1.0
-        worth = score(guesses[kernel.id] * scale, measured.get(kernel.id), transforms, boost, rates,
-                      kernel.new_size_us / reuse)
+        number = found.by_kernel.get(kernel.id)
+        worth = score(guesses[kernel.id] * scale, number, transforms, boost, rates)
+        if number is not None:
+            if found.shipped:
+                worth = worth._replace(source=SHIPPED, evidence=found.shipped)
+            if kernel is not default and worth.distance + bool(found.shipped):
+                worth = worth._replace(total_us=worth.total_us * (1.0 + UNSURE * (1.0 + worth.distance)))
+        elif boost > 1.0:
+            worth = worth._replace(source=POLICY)
+        elif kernel is default:
+            worth = worth._replace(source=DEFAULT)
+        elif not found.by_kernel and kernel.does_less(facts):
+            worth = worth._replace(source=LESS_WORK, evidence=kernel.less_work)
         steps.append(Step(kernel.id, worth, transforms, workspace, "untested on hardware" if kernel.untested else ""))
     own = {kernel.id for kernel, _, _ in fit if kernel.baseline}
-    steps.sort(key=lambda s: (s.score.total_us, s.kernel not in own, s.kernel))
+    steps.sort(key=lambda s: (default is not None and s.score.source == PRIOR, s.score.total_us, s.kernel not in own,
+                              s.kernel))
     return tuple(steps)
+
+
+class Numbers(NamedTuple):
+    """What is known of the candidates, all of it from one source: times of two machines are not compared."""
+
+    by_kernel: Mapping[str, Found] = {}
+    shipped: str = ""                          # the table they come from, where they came with the package
+
+
+def _numbers(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings, roofline: float,
+             default: Kernel | None) -> Numbers:
+    """The best source that knows the default: this kind of call as measured here, as shipped, then neighbours."""
+    if not around.perf and not around.shipped.view:
+        return Numbers()
+    kind, mode, place = kind_of(op, facts), mode_of(facts), around.place
+    for near in (False, True):
+        for view, table in ((around.perf, ""), (around.shipped.view, around.shipped.title)):
+            if not view:
+                continue
+            found: dict[str, Found] = {}
+            for kernel, _, _ in fit:
+                number = (view.estimate(kernel.id, kind, place, around.rates, roofline, mode) if near
+                          else view.get(kernel.id, kind.bucket, place, mode))
+                if number is not None:
+                    found[kernel.id] = number
+            if found and (default is None or default.id in found):
+                return Numbers(found, table)
+    return Numbers()

@@ -48,9 +48,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "disabled": Setting(bool, False, "call torch's default only"),
     "memory_headroom": Setting(int, None, "bytes a kernel's workspace may take; none: the device's free memory, live"),
     "memory_headroom_fraction": Setting(float, 0.9, "how much of the live free memory a workspace may take"),
+    "shipped_measurements": Setting(bool, True, "use what was measured on this model of device and came with the "
+                                    "package, until something was measured here"),
     "cache_size": Setting(int, 4096, "remembered choices per op"),
-    "size_reuse": Setting(float, 100.0, "calls that share their exact sizes, on average: what a kernel pays once per "
-                          "new combination of sizes is spread over so many; raise it for static shapes"),
     "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: never"),
     "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is disabled"),
     "breaker_cooldown": Setting(float, 30.0, "seconds until a disabled kernel is tried again"),
@@ -64,7 +64,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
 
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1), "cache_size": (1, math.inf),
-    "size_reuse": (1, math.inf), "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf),
+    "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf),
     "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf), "perfdb_ttl": (0, math.inf)}
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _TAKES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str), str: (str,)}

@@ -4,7 +4,7 @@ The guess is the roofline time of the op, slowed by how far the eager formula us
 it, sped up by the kernel's prior. Where some candidates were measured, the guesses of the others are
 scaled by how far the guess was off for the measured ones; a noisy measurement is mixed with the guess.
 A kind of call that was not measured is judged by its neighbours (perf/record.py), which counts less
-the farther they are.
+the farther they are. What these numbers may decide is said in engine.py: a guess never overrules torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..perf.record import Estimate, Measurement, Rates
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.plan import Score, Step, Transform
+from ..spec.plan import INTERPOLATED, MEASURED, Score, Step, Transform
 
 EAGER_OVER_ROOFLINE = 8.0
 
@@ -59,20 +59,18 @@ def moving_us(transforms: tuple[Transform, ...], rates: Rates) -> float:
 def preceded(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
     """The step as it is for a call whose inputs are cast before anything is chosen: every step pays the same."""
     more, s = moving_us(casts, rates), step.score
-    dearer = s._replace(total_us=s.total_us + more / s.boost, transform_us=s.transform_us + more)
-    return step._replace(score=dearer, transforms=(*casts, *step.transforms))
+    more_expensive = s._replace(total_us=s.total_us + more / s.boost, transform_us=s.transform_us + more)
+    return step._replace(score=more_expensive, transforms=(*casts, *step.transforms))
 
 
-def score(guess: float, found: Found | None, transforms: tuple[Transform, ...], boost: float,
-          rates: Rates, setup_us: float = 0.0) -> Score:
+def score(guess: float, found: Found | None, transforms: tuple[Transform, ...], boost: float, rates: Rates) -> Score:
+    """Expected microseconds from a measurement, or from a guess where there is none."""
     transform_us = moving_us(transforms, rates) if transforms else 0.0
-    beside = transform_us + setup_us
     if found is None:
-        return Score((guess + beside) / boost, guess, transform_us, setup_us, boost)
+        return Score((guess + transform_us) / boost, guess, transform_us, boost)
     trust = found.trust
     kernel_us = trust * expected_us(found) + (1.0 - trust) * guess
+    total_us = (kernel_us + transform_us) / boost
     if isinstance(found, Measurement):
-        return Score((kernel_us + beside) / boost, kernel_us, transform_us, setup_us, boost, "measured",
-                     found.samples, found.spread)
-    return Score((kernel_us + beside) / boost, kernel_us, transform_us, setup_us, boost, "interpolated",
-                 found.samples, 0.0, found.distance)
+        return Score(total_us, kernel_us, transform_us, boost, MEASURED, found.samples, found.spread)
+    return Score(total_us, kernel_us, transform_us, boost, INTERPOLATED, found.samples, 0.0, found.distance)

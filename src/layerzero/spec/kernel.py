@@ -59,7 +59,6 @@ class Kernel:
     torch: str = ""                            # range of torch versions it is known to work with
     prior: float = 1.0                         # guessed speed relative to the eager formula, until measured
     overhead_us: float = 0.0                   # guessed fixed cost of one call
-    new_size_us: float = 0.0                   # paid once for every new combination of sizes, as cuDNN's plans are
     workspace: str = "0"                       # bytes beyond inputs and outputs
     variants: tuple[str, ...] = ()             # values of the op's variant parameter it takes natively
     deterministic: bool = True
@@ -67,7 +66,9 @@ class Kernel:
     differentiable: bool = True
     graph_safe: bool = True
     traceable: bool = True                     # made of torch ops only, so torch.compile can look inside
-    baseline: bool = False                     # what torch itself would run; all that is left under lz.disabled()
+    baseline: bool = False                     # what torch itself would run: the default, and all under lz.disabled()
+    less_work: str = ""                        # why it does less than the baseline by construction, in words
+    less_work_when: tuple[Condition, ...] = () # where that is so; everywhere, if empty
     jit: bool = False                          # compiles on first use: never chosen unwarmed
     untested: bool = False                     # written from source, not run on the hardware it is for
     note: str = ""
@@ -76,7 +77,7 @@ class Kernel:
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
             raise RegistrationError(f"kernel id {self.id!r} must look like 'backend.name' (a-z, 0-9, _)")
-        for rule in self.requires:
+        for rule in (*self.requires, *self.less_work_when):
             self.op.check_rule(rule, f"kernel {self.id!r}")
         self.op.check_expression(self.workspace, f"kernel {self.id!r}: workspace")
         if self.prior <= 0:
@@ -91,29 +92,35 @@ class Kernel:
         """What a fault of this kernel counts against: its library, or for torch the kernel alone."""
         return self.backend if self.package else self.id
 
+    def does_less(self, facts: Facts) -> bool:
+        """Is this a call for which the kernel claims to do less work than the baseline?"""
+        return bool(self.less_work) and all(rule.check(facts) is None for rule in self.less_work_when)
+
     def reasons(self, facts: Facts) -> Iterator[Reason]:
         return (reason for rule in self.requires if (reason := rule.check(facts)) is not None)
 
     def to_json(self) -> dict[str, Any]:
         data = {name: getattr(self, name) for name in _PLAIN}
         return {**data, "op": self.op.name, "variants": list(self.variants), "load": import_path(self.load),
-                "requires": [r.to_json() for r in self.requires]}
+                "requires": [r.to_json() for r in self.requires],
+                "less_work_when": [r.to_json() for r in self.less_work_when]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], op: Op,
                   resolve: Callable[[str], Any] = resolve_import_path) -> Kernel:
         return cls(**{name: data[name] for name in _PLAIN}, op=op, load=resolve(data["load"]),
                    variants=tuple(data["variants"]),
-                   requires=tuple(condition_from_json(r) for r in data["requires"]))
+                   requires=tuple(condition_from_json(r) for r in data["requires"]),
+                   less_work_when=tuple(condition_from_json(r) for r in data.get("less_work_when", ())))
 
     def constrained(self, requires: tuple[Condition, ...], **changes: Any) -> Kernel:
         """The same kernel under other limits, as a capabilities descriptor may state them."""
         return replace(self, requires=requires, **changes)
 
 
-_PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "new_size_us", "workspace",
+_PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace",
           "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
-          "jit", "untested", "note")
+          "less_work", "jit", "untested", "note")
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:

@@ -23,18 +23,34 @@ class Transform(NamedTuple):
         return self._asdict()
 
 
+# Where a score comes from. All but the last are evidence, which a kernel needs to take the place of torch's own.
+MEASURED = "measured"                          # on this machine, for this kind of call, in this mode
+INTERPOLATED = "interpolated"                  # from neighbouring kinds of call
+SHIPPED = "shipped"                            # measured on this model of device, and part of this package
+LESS_WORK = "less work"                        # by construction, as the kernel declares
+POLICY = "policy"                              # the user prefers it
+DEFAULT = "default"                            # what torch itself would run
+TABLE = "table"                                # chosen ahead of time
+PRIOR = "prior"                                # a guess: it orders what has no evidence, behind the default
+
+
 class Score(NamedTuple):
     """Expected microseconds and where they come from. Less is better."""
 
     total_us: float
     kernel_us: float
     transform_us: float = 0.0
-    setup_us: float = 0.0                      # share of what the kernel pays once per new size
     boost: float = 1.0
-    source: str = "prior"                      # measured | interpolated | prior | table
+    source: str = PRIOR
     samples: int = 0
     spread: float = 0.0                        # relative spread of the measurement
     distance: float = 0.0                      # of an interpolated one: octaves to the nearest measurement
+    evidence: str = ""                         # in words, where the source alone does not say it
+
+    @property
+    def origin(self) -> str:
+        """The source, and what it says."""
+        return f"{self.source}: {self.evidence}" if self.evidence else self.source
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict()
@@ -112,7 +128,7 @@ class Plan:
             head += f"  (from table {self.table})" if self.table else f"  ({self.missed})"
         lines = [head]
         for i, s in enumerate(self.steps):
-            how = f"{s.score.total_us:10.2f} us ({s.score.source})"
+            how = f"{s.score.total_us:10.2f} us ({s.score.origin})"
             extra = "  after " + ", ".join(map(str, s.transforms)) if s.transforms else ""
             lines.append(f"  {'->' if i == 0 else '  '} {s.kernel:<28} {how}{extra}{'  ' + s.note if s.note else ''}")
         for r in self.rejected:

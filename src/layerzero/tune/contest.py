@@ -120,13 +120,13 @@ class Contest:
                 torch.cuda.empty_cache()
 
     def costs(self) -> Timings:
-        """What selection counts: also copies of inputs, a share of what a new size costs, and the user's boosts."""
+        """What selection counts: also copies of inputs, and the user's boosts."""
         return Timings({name: [self._cost(name, us) for us in rounds]
                         for name, rounds in self.race.timings.rounds.items()})
 
     def _cost(self, name: str, us: float) -> float:
         score = self.scores[name]
-        return (us + score.transform_us + score.setup_us) / score.boost
+        return (us + score.transform_us) / score.boost
 
     def verdict(self, rates: Mapping[str, Rates]) -> Tuned:
         """Who is fastest, and what to write down. `rates`, by place, are those measured just now."""
@@ -176,7 +176,7 @@ class Contest:
         def level(m: Measurement) -> Measurement:
             score = self.scores[m.kernel]
             total = shared if not own or m.kernel in own else shared * BEHIND_DEFAULT
-            us = total * score.boost - score.transform_us - score.setup_us
+            us = total * score.boost - score.transform_us
             return m._replace(median_us=us if us > 0 else m.median_us, spread=spread, samples=samples)
 
         return tuple(level(m) if m.kernel in group else m for m in rows)

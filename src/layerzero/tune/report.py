@@ -19,7 +19,7 @@ class Timed:
 
     kernel: str
     summary: Summary
-    cost_us: float                             # with what selection adds: copies of inputs, a share of its set-up
+    cost_us: float                             # with what selection adds: copies of inputs
     compile_us: float = 0.0                    # before the first call
     dropped: bool = False                      # after a first look
 

@@ -168,10 +168,11 @@ def _mlp_vector() -> Callable[..., Any]:
 
 def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "",
-            untested: bool = False) -> Kernel:
+            less_work: str = "", untested: bool = False) -> Kernel:
     return Kernel(f"native.{name or op.name}", op, load, (*OURS, *requires), package="layerzero.backends.native",
                   distribution="layerzero", prior=prior, overhead_us=overhead_us, variants=variants,
-                  differentiable=False, traceable=False, note=note, built=build.is_built, untested=untested)
+                  differentiable=False, traceable=False, note=note, built=build.is_built, untested=untested,
+                  less_work=less_work)
 
 
 WEIGHT: tuple[Condition, ...] = (
@@ -186,6 +187,8 @@ DECODE: tuple[Condition, ...] = (
     absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
     equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
 
+ONE_PASS = "one pass over memory, where torch runs a kernel for each step of the formula"
+
 ONE_ROW: tuple[Condition, ...] = (
     dtypes("bfloat16"), cpu_isa("avx512f"), equals("rows", 1, Code.SHAPE_UNSUPPORTED), unit_stride("x"))
 
@@ -198,10 +201,11 @@ KERNELS = (
             absent("weight_up.dtype"), absent("bias_up.dtype"), at_least("out", 1, Code.EMPTY_INPUT),
             *(unit_stride(w, repair=False) for w in ("weight_in", "weight_down")),
             *(unit_stride(b) for b in ("bias_in", "bias_down")), name="mlp_vector",
-            note="activation and product of gate and up where they are computed"),
+            less_work="activation and product of gate and up where they are computed"),
     _kernel(attention, _attention_decode, 20.0, 3.0, *DECODE, at_least("group", 2),
             any_of(at_most("seq_q", FEW_ROWS), at_least("head_dim", 65)), name="attention_decode", variants=("bhsd",),
-            note="reads each key and value once for all query heads that share it; the same on any number of threads"),
+            less_work="reads keys and values once for all query heads that share them",
+            note="the same result on any number of threads"),
     # 8 rows of a small head: torch's blocks are as fast, or faster by a fifth. We serve what it needs a mask for.
     _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE, at_least("group", 2), at_least("seq_q", FEW_ROWS + 1),
             at_most("head_dim", 64), name="attention_decode_rows", variants=("bhsd",),
@@ -209,8 +213,9 @@ KERNELS = (
     # Where heads share nothing torch reads no more than we do: it goes first, and we serve what it does not know.
     _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE, equals("group", 1), name="attention_decode_mha",
             variants=("bhsd",), note="for as many KV heads as query heads"),
-    _kernel(rms_norm, _rms_norm, 12.0, 2.0, unit_stride("x"), *WEIGHT),
-    _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, unit_stride("x"), unit_stride("residual"), *WEIGHT),
-    _kernel(rope, _rope, 12.0, 4.0, unit_stride("q"), unit_stride("k"), *TABLES, untested=True,
+    _kernel(rms_norm, _rms_norm, 12.0, 2.0, unit_stride("x"), *WEIGHT, less_work=ONE_PASS),
+    _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, unit_stride("x"), unit_stride("residual"), *WEIGHT,
+            less_work=ONE_PASS),
+    _kernel(rope, _rope, 12.0, 4.0, unit_stride("q"), unit_stride("k"), *TABLES, less_work=ONE_PASS, untested=True,
             note="keeps the contract on one machine and ended the process on another: not chosen until understood"),
 )

@@ -201,7 +201,7 @@ def stock() -> Iterator[Stock]:
 def against_stock(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for one in stock():
-        tune(one.calls, device="cuda", graph=True, rounds=rounds, save=keep)
+        tune(one.calls, device="cuda", mode="captured", rounds=rounds, save=keep)
         race = Race(GraphWatch(), (RuntimeError, lz.LayerZeroError))
         before = hits()
         for label, way in (("stock", one.theirs), ("lz", one.run)):
@@ -289,13 +289,13 @@ def whole(args: argparse.Namespace) -> dict[str, Any]:
     wanted = [(op, s) for op, s in shapes() if re.search(args.match, f"{op} {short(s)}")][::10 if args.quick else 1]
     calls = [made(op, sizes) for op, sizes in wanted]
     began = time.perf_counter()
-    report = tune(calls, device="cuda", graph=True, rounds=20, seconds=args.seconds, save=keep,
+    report = tune(calls, device="cuda", mode="captured", rounds=20, seconds=args.seconds, save=keep,
                   progress=lambda done, total, what: print(f"tuning {done}/{total} {what[:90]}", file=sys.stderr))
     print(f"\n{len(report.tuned)} kinds in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     failed = [f"{t.label}: {k}: {r.message}"[:240] for t in report.tuned for k, r in t.failed.items()]
     watch, rows, skipped = GraphWatch(), [], [f"{s.call.op}: {s.reason}" for s in report.skipped]
     for (op, sizes), call in zip(wanted, calls):
-        found = regret.replay([call], seconds=args.seconds_per_call, device="cuda", watch=watch, graph=True)
+        found = regret.replay([call], seconds=args.seconds_per_call, device="cuda", watch=watch, mode="captured")
         for r in found.rows:
             rows.append(row_of(op, sizes, next((t for t in report.tuned if t.call == call), None), r))
         skipped += [f"{op} {short(sizes)}: {s.why[:160]}" for s in found.skipped]

@@ -188,7 +188,7 @@ def _expanded(batch: int) -> dict[str, Any]:
     grouped = [q.unflatten(1, (8, 4)), *(t[:, :, None].expand(-1, -1, 4, -1, -1) for t in (k, v))]
     calls = {"as given": lambda: lz.attention(q, k, v), "expanded": lambda: lz.attention(*grouped)}
     tune([call for given in ((q, k, v), grouped) for call in calls_for("attention", arguments=dict(zip(
-        ("query", "key", "value"), given)))], device="cuda", graph=True, rounds=20, save=keep)
+        ("query", "key", "value"), given)))], device="cuda", mode="captured", rounds=20, save=keep)
     us = {name: timed(way)[0] for name, way in calls.items()}
     us["copied, then SDPA"] = timed(lambda: _copied(q, k, v))[0]
     same = torch.equal(calls["as given"]().flatten(), calls["expanded"]().flatten())
@@ -206,8 +206,8 @@ def _prefill(name: str, sizes: Mapping[str, Any], slow: frozenset[str]) -> dict[
     wanted = f"<= {NEAR} x the best"
     values = case_values(lz.op("attention"), sizes, "bfloat16", "cuda")
     calls = calls_for("attention", arguments=values)
-    tune(calls, device="cuda", graph=True, rounds=40, save=keep, again=True)
-    found = replay(calls, seconds=0.3, device="cuda", watch=captured(), graph=True)
+    tune(calls, device="cuda", mode="captured", rounds=40, save=keep, again=True)
+    found = replay(calls, seconds=0.3, device="cuda", watch=captured(), mode="captured")
     if not found.rows:
         return _row(name, wanted, None, None, notes=tuple(s.why[:120] for s in found.skipped))
     row = found.rows[0]

@@ -37,7 +37,7 @@ from layerzero.runtime.faults import FAULTS
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 from layerzero.spec.plan import Transform
-from layerzero.tune.harness import CudaWatch, GraphWatch
+from layerzero.tune.harness import ColdWatch, GraphWatch
 from layerzero.verify.cases import key
 from layerzero.verify.contract import case_values, check_case, loaded, refusals
 from layerzero.verify.gradients import check_gradients, gradient_cases
@@ -47,7 +47,7 @@ MINE = {k.id: k for kernels in LIBRARIES.values() for k in kernels}
 RUNS = 30
 Case = Mapping[str, Any]
 ERRORS: tuple[type[BaseException], ...] = (*FAULTS, loading.LoadFailed, ImportError)
-captured, uncaptured = cache(GraphWatch), cache(CudaWatch)
+captured, uncaptured = cache(GraphWatch), cache(ColdWatch)
 
 # What a case must be for the library to take it at all: it compiles for few head dimensions, or for one sequence.
 ADAPTED: Mapping[tuple[str, str], Case] = {

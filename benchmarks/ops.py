@@ -90,7 +90,7 @@ def measure(shape: Shape, dtype: str, device: str, seconds: float) -> Row:
     op = lz.op(shape.op)
     values = case_values(op, shape.sizes, dtype, device)
     plan = lz.explain(shape.op, **values)
-    race = Race(stopwatch(device, flush=False), (RuntimeError, LoadFailed))
+    race = Race(stopwatch(device), (RuntimeError, LoadFailed))
     ways = dict(_ways(shape, dtype, values, plan))
     once = 0.0                                 # of lz, which enters first
     for name, way in ways.items():

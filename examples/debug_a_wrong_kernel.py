@@ -30,7 +30,8 @@ def load() -> Callable[..., Any]:
 
 
 # It should say that it knows one diagonal only: equals("causal_offset", 0). Without that rule it is chosen too often.
-PLANTED = lz.Kernel("example.diagonal", lz.op("attention"), load, variants=("bhsd",), prior=1e6, requires=(
+PLANTED = lz.Kernel("example.diagonal", lz.op("attention"), load, variants=("bhsd",), prior=1e6,
+                    less_work="example", requires=(
     absent("attn_mask.dtype"), absent("alibi_slopes.dtype"), equals("window_left", -1), equals("window_right", -1),
     equals("softcap", 0.0), equals("dropout_p", 0.0), off("return_lse")))
 

@@ -79,7 +79,7 @@ def test_out_of_memory_walks_down_the_plan() -> None:
 
     events: list[Any] = []
     stop = lz.subscribe(events.append)
-    lz.register(lz.Kernel("hungry.attention", lz.op("attention"), lambda: hungry, prior=1e9))
+    lz.register(lz.Kernel("hungry.attention", lz.op("attention"), lambda: hungry, prior=1e9, less_work="a test"))
     try:
         q = torch.randn(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
         torch.testing.assert_close(lz.attention(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q),

@@ -81,7 +81,7 @@ def sound(x, weight=None, eps=1e-6):
 
 
 def liar(fn) -> lz.Kernel:
-    return lz.Kernel(f"liar.{fn.__name__}", RMS_NORM, lambda: fn, NO_OFFSET, prior=1e6)
+    return lz.Kernel(f"liar.{fn.__name__}", RMS_NORM, lambda: fn, NO_OFFSET, prior=1e6, less_work="a test")
 
 
 @pytest.mark.parametrize(("fn", "kinds"), [
@@ -191,7 +191,7 @@ def test_the_certificate_says_what_the_capture_has_shown():
 # what a graph holds
 
 def test_a_graph_keeps_its_kernels_through_other_worlds_and_says_when_one_is_disabled(happened):
-    kernel = lz.Kernel("mine.norm", RMS_NORM, lambda: sound, NO_OFFSET, prior=1e6, package="torch")
+    kernel = lz.Kernel("mine.norm", RMS_NORM, lambda: sound, NO_OFFSET, prior=1e6, less_work="a test", package="torch")
     lz.register(kernel)
     x, graph = rows(), torch.cuda.CUDAGraph()
     graphs.warmup_capture(lz.rms_norm, x)

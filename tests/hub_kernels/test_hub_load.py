@@ -224,7 +224,8 @@ def test_what_a_kernel_needs_is_checked_like_itself(tmp_path, hub, error):
 def test_it_serves_with_a_certificate(tmp_path, world):
     build(tmp_path / "r", version=7, id="_serves_a")
     hub = hub_of(norm=tmp_path / "r")
-    kernel = hub.register("me/norm", "rms_norm", "rms_norm", version=7, requires=NO_OFFSET, prior=1e6)
+    kernel = hub.register("me/norm", "rms_norm", "rms_norm", version=7, requires=NO_OFFSET, prior=1e6,
+                          less_work="a test")
     assert kernel.id == "hub.me_norm.v7.rms_norm" and json.dumps(kernel.to_json())
     standing = certificates.standing([kernel], hardware.probe("cpu"))[kernel.id]
     assert isinstance(standing, certificates.Certificate) and standing.cases > 50
@@ -239,7 +240,8 @@ def test_it_serves_with_a_certificate(tmp_path, world):
 
 def test_an_unproven_one_is_not_chosen_where_proof_is_demanded(tmp_path, world):
     build(tmp_path / "r", version=8, id="_unproven_a")
-    kernel = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, prior=1e6,
+    kernel = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET,
+                                                  prior=1e6, less_work="a test",
                                                   certify=False)
     x = torch.randn(3, 41)
     assert lz.which("rms_norm", x) == kernel.id
@@ -293,8 +295,10 @@ def test_an_adapter_is_part_of_the_build(tmp_path, world):
 def test_a_repository_that_changes_between_registering_and_the_first_call(tmp_path, world, happened):
     folder = build(tmp_path / "r", id="_late_a")
     hub = hub_of(norm=tmp_path / "r")
-    kernel = hub.register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, certify=False, prior=1e6)
-    missing = hub.register("me/norm", "rms_norm", "no_such", requires=NO_OFFSET, certify=False, prior=1e5)
+    kernel = hub.register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, certify=False, prior=1e6,
+                          less_work="a test")
+    missing = hub.register("me/norm", "rms_norm", "no_such", requires=NO_OFFSET, certify=False, prior=1e5,
+                           less_work="a test")
     (folder / "__init__.py").write_text(repositories.RMS_NORM.format(version=1, mistake=" * 2"))
     x = torch.randn(3, 42)
     torch.testing.assert_close(lz.rms_norm(x), torch.rms_norm(x, (42,), eps=1e-6))
@@ -306,7 +310,8 @@ def test_a_repository_that_changes_between_registering_and_the_first_call(tmp_pa
 def test_a_function_that_is_not_there(tmp_path, world, happened):
     build(tmp_path / "r", id="_nothing_a")
     hub = hub_of(norm=tmp_path / "r")
-    kernel = hub.register("me/norm", "rms_norm", "layers.norm", requires=NO_OFFSET, certify=False, prior=1e6)
+    kernel = hub.register("me/norm", "rms_norm", "layers.norm", requires=NO_OFFSET, certify=False, prior=1e6,
+                          less_work="a test")
     lz.rms_norm(torch.randn(2, 3))
     reason = next(e.reason for e in happened if e.name == "unavailable" and e.kernel == kernel.id)
     assert reason.code is lz.Code.IMPORT_FAILED and "no function 'layers.norm'; it offers rms_norm" in reason.message
@@ -315,7 +320,8 @@ def test_a_function_that_is_not_there(tmp_path, world, happened):
 def test_a_compiled_one_serves_with_a_certificate(tmp_path, world, compiled):
     native_build(tmp_path / "r", compiled, 1)
     hub = hub_of(native=tmp_path / "r")
-    kernel = hub.register("me/native", "rms_norm", "rms_norm", version=1, requires=NATIVE_LIMITS, prior=1e6)
+    kernel = hub.register("me/native", "rms_norm", "rms_norm", version=1, requires=NATIVE_LIMITS, prior=1e6,
+                          less_work="a test")
     assert str(kernel.requires[0]) == "device cpu", "a build for one device is for that device"
     lz.configure(require_certificates=True)
     x = torch.randn(4, 24)

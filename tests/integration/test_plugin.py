@@ -109,7 +109,7 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
         """)
     broken(site, "twice", """
         import layerzero as lz
-        KERNELS = (lz.Kernel("twice.fine", lz.op("rms_norm"), lambda: None, prior=1e9),
+        KERNELS = (lz.Kernel("twice.fine", lz.op("rms_norm"), lambda: None, prior=1e9, less_work="a test"),
                    lz.Kernel("torch.rms_norm", lz.op("rms_norm"), lambda: None))
         """)
     broken(site, "unknown_op", """
@@ -155,8 +155,8 @@ def test_a_plugin_that_only_fails_when_it_is_loaded_costs_its_own_kernel(tmp_pat
             import no_such_library_at_all
         def load_wrong():
             return lambda x, axis: x
-        KERNELS = (lz.Kernel("late.missing", lz.op("rms_norm"), load_missing, prior=1e6),
-                   lz.Kernel("late.wrong", lz.op("rms_norm"), load_wrong, prior=1e5))
+        KERNELS = (lz.Kernel("late.missing", lz.op("rms_norm"), load_missing, prior=1e6, less_work="a test"),
+                   lz.Kernel("late.wrong", lz.op("rms_norm"), load_wrong, prior=1e5, less_work="a test"))
         """)
     found = run(ASK, site)
     assert found["right"] and found["kernels"][1] == "example.rms_norm"

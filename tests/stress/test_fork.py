@@ -134,7 +134,7 @@ def test_a_child_does_not_wait_for_a_choice_that_a_thread_of_the_parent_was_maki
             leave.wait(20)
         return RMS_NORM.reference
 
-    lz.register(lz.Kernel("fake.slow", RMS_NORM, slow_load, prior=1e6))
+    lz.register(lz.Kernel("fake.slow", RMS_NORM, slow_load, prior=1e6, less_work="a test"))
     worker = threading.Thread(target=lambda: call(x))
     worker.start()
     try:

@@ -109,7 +109,7 @@ def test_a_library_that_does_not_load_leaves_the_world_and_the_next_is_bound(wor
     def load():
         raise ImportError("not today")
 
-    lz.register(lz.Kernel("fake.broken", lz.op("rms_norm"), load, prior=1e6))
+    lz.register(lz.Kernel("fake.broken", lz.op("rms_norm"), load, prior=1e6, less_work="a test"))
     bound = lz.bind("rms_norm", torch.randn(3, 16))
     assert bound.kernel != "fake.broken" and "fake.broken" in worlds.current().unloadable
 

@@ -79,7 +79,7 @@ def _synthetic(costs_a, costs_b):
             return run
 
         rules = (contiguous("x"),) if wants_rows else ()
-        return Kernel(name, RMS_NORM, load, requires=rules, overhead_us=us, prior=1e9)
+        return Kernel(name, RMS_NORM, load, requires=rules, overhead_us=us, prior=1e9, less_work="a test")
 
     return [*(kernel(f"lib.a{i}", us, columns, False) for i, (us, columns) in enumerate(costs_a)),
             *(kernel(f"lib.b{i}", us, False, True) for i, us in enumerate(costs_b))]
@@ -110,7 +110,7 @@ def test_dtype_between_ops_only_where_casting_is_allowed(world):
         return lambda x, weight=None, eps=1e-6, offset=0.0: F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     from layerzero.spec.rules import dtypes
-    lz.register(Kernel("lib.half_only", RMS_NORM, load, requires=(dtypes("bfloat16"),), prior=1e9))
+    lz.register(Kernel("lib.half_only", RMS_NORM, load, requires=(dtypes("bfloat16"),), prior=1e9, less_work="a test"))
     block = Block("one", (Stage("rms_norm", {"x": "x"}, ("y",)),), ("y",), dtypes=(torch.bfloat16,))
     x = torch.randn(64, 1024)
     lz.configure(allow_adaptation=False)
@@ -141,7 +141,7 @@ def test_a_kernel_that_fails_is_not_planned(world):
 
         return run
 
-    lz.register(Kernel("lib.broken", RMS_NORM, load, prior=1e9))
+    lz.register(Kernel("lib.broken", RMS_NORM, load, prior=1e9, less_work="a test"))
     block = Block("one", (Stage("rms_norm", {"x": "x"}, ("y",)),), ("y",))
     plan = plan_block(block, {"x": torch.randn(4, 64)})
     assert plan.steps[0].kernel != "lib.broken"

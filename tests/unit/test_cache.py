@@ -74,7 +74,7 @@ def test_a_growing_kv_cache_stays_in_its_bucket(path, happened):
         lengths.append(key.shape[2])
         return query
 
-    lz.register(lz.Kernel("fake.look", ATTENTION, lambda: look, prior=1e6))
+    lz.register(lz.Kernel("fake.look", ATTENTION, lambda: look, prior=1e6, less_work="a test"))
     call, query, cache = path_of(ATTENTION, path), torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4000, 8)
     for n in range(2049, 3073):
         call(query, cache[:, :, :n], cache[:, :, :n])
@@ -126,7 +126,7 @@ def test_what_is_forgotten_is_freed(call):
 
 @pytest.mark.parametrize("change", [
     lambda: lz.configure(strict_mode=True), lambda: lz.lock("rms_norm", "reference.rms_norm"),
-    lambda: lz.register(lz.Kernel("fake.new", RMS_NORM, lambda: RMS_NORM.reference, prior=1e6)),
+    lambda: lz.register(lz.Kernel("fake.new", RMS_NORM, lambda: RMS_NORM.reference, prior=1e6, less_work="a test")),
     lambda: worlds.publish(lambda w: w.but(perf=PerfView([])), "measured"), lz.clear_cache,
 ], ids=["setting", "lock", "register", "measurements", "clear"])
 def test_whatever_selection_depends_on_invalidates(call, happened, change):
@@ -248,7 +248,7 @@ def test_a_hundred_threads_that_miss_one_key_choose_once(call, happened):
         return load()
 
     lz.unregister("fake.one")
-    lz.register(lz.Kernel("fake.one", RMS_NORM, slow_load, prior=1e6))
+    lz.register(lz.Kernel("fake.one", RMS_NORM, slow_load, prior=1e6, less_work="a test"))
     x, out, gate = rows(), [], threading.Barrier(101, timeout=30)
 
     def work():

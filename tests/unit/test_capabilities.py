@@ -32,7 +32,8 @@ def _attention() -> Any:
     return ATTENTION.reference
 
 
-FAST = Kernel("ours.fast", ATTENTION, _attention, prior=50.0, variants=("bhsd",), version=">=1,<2", requires=(
+FAST = Kernel("ours.fast", ATTENTION, _attention, prior=50.0, less_work="a test", variants=("bhsd",),
+              version=">=1,<2", requires=(
     device("cpu"), dtypes("float32", "bfloat16", cast=True), at_most("head_dim", 128), multiple_of("head_dim", 8),
     unit_stride("query"), any_of(off("is_causal"), at_least("causal_offset", 0)),
     when(on("grad"), at_most("seq_q", 64))))
@@ -290,7 +291,8 @@ def test_no_remembered_choice_survives_a_new_descriptor():
             return torch.nn.functional.scaled_dot_product_attention(query, key, value)
         return run
 
-    lz.register(Kernel("ours.noted", ATTENTION, traced_load, prior=1e6, requires=(at_most("head_dim", 128),)))
+    lz.register(Kernel("ours.noted", ATTENTION, traced_load, prior=1e6, less_work="a test",
+                       requires=(at_most("head_dim", 128),)))
     q = torch.randn(1, 2, 4, 96)
     for _ in range(3):
         lz.attention(q, q, q)
@@ -307,7 +309,7 @@ def test_no_remembered_choice_survives_a_new_descriptor():
 @pytest.mark.usefixtures("world")
 def test_a_descriptor_also_counts_when_another_device_is_asked_about():
     gpu = Device("cuda", 0, "a gpu", "nvidia", sm=90, gpu_generation="hopper")
-    lz.register(Kernel("ours.gpu", ATTENTION, _attention, prior=1e6, requires=(
+    lz.register(Kernel("ours.gpu", ATTENTION, _attention, prior=1e6, less_work="a test", requires=(
         device("cuda"), at_most("head_dim", 256))))
     q = torch.randn(1, 2, 4, 128)
     assert lz.which("attention", q, q, q, on=gpu) == "ours.gpu"

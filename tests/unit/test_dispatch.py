@@ -186,7 +186,7 @@ def test_a_fallback_whose_library_does_not_load_is_passed_over(call, happened):
         raise ImportError("libcudart.so.11: cannot open shared object file")
 
     register(Fake("fake.first", fault=RuntimeError("boom")), third := Fake("fake.third", prior=1e4))
-    lz.register(lz.Kernel("fake.second", RMS_NORM, no_load, prior=1e5))
+    lz.register(lz.Kernel("fake.second", RMS_NORM, no_load, prior=1e5, less_work="a test"))
     x = rows()
     torch.testing.assert_close(call(x), normed(x))
     assert third.calls == 1
@@ -429,7 +429,7 @@ def test_a_library_function_is_called_without_a_frame_between(call, how, want):
     def load():
         return lz.direct(library, "x", lz.Const("constant"), epsilon="eps", **how)
 
-    lz.register(lz.Kernel("fake.direct", RMS_NORM, load, prior=1e6))
+    lz.register(lz.Kernel("fake.direct", RMS_NORM, load, prior=1e6, less_work="a test"))
     x = rows()
     for _ in range(3):
         got, expected = call(x, eps=0.5), want(x * 2, x + 0.5)
@@ -447,7 +447,7 @@ def test_a_kernel_may_call_its_own_op_while_it_loads_and_while_it_runs(call):
 
         return run
 
-    lz.register(lz.Kernel("fake.nested", RMS_NORM, load, prior=1e6))
+    lz.register(lz.Kernel("fake.nested", RMS_NORM, load, prior=1e6, less_work="a test"))
     x = rows()
     for _ in range(2):
         torch.testing.assert_close(call(x), normed(x))
@@ -463,7 +463,7 @@ def test_a_kernel_that_calls_the_very_same_call_while_it_loads_does_not_wait_for
             call(rows())
         return RMS_NORM.reference
 
-    lz.register(lz.Kernel("fake.nested", RMS_NORM, load, prior=1e6))
+    lz.register(lz.Kernel("fake.nested", RMS_NORM, load, prior=1e6, less_work="a test"))
     worker = threading.Thread(target=lambda: call(rows()), daemon=True)
     worker.start()
     worker.join(10)

@@ -118,7 +118,8 @@ def test_a_table_can_name_hardware_newer_than_this_release():
     row = generation_of(130, table)
     device = Device("cuda", 0, "a newer GPU", "nvidia", sm=130, gpu_generation=row.name, supports_bf16=row.bf16,
                     tensor_core_generation=row.tensor_core)
-    ours = lz.Kernel("lib.rubin", ATTENTION, lambda: ATTENTION.reference, requires=(generations("rubin"),), prior=100)
+    ours = lz.Kernel("lib.rubin", ATTENTION, lambda: ATTENTION.reference, requires=(generations("rubin"),),
+                     prior=100, less_work="a test")
     assert routed(device, [*ALL, ours]).kernel == "lib.rubin"
     assert "lib.rubin" not in order(routed(nvidia(100), [*ALL, ours]))
     assert isinstance(row, Generation)

@@ -33,6 +33,7 @@ class Scripted:
 
     def __init__(self, **scripts) -> None:
         self.scripts, self.ran, self.most_calls = {k: list(v) for k, v in scripts.items()}, [], 1000
+        self.seconds = 5e-4
 
     def way(self, name):
         def run():
@@ -257,6 +258,6 @@ def test_nothing_is_collected_while_the_clock_runs():
 # the roof
 
 def test_the_rates_of_this_cpu():
-    rates = measure_rates("cpu", seconds=0.1)
+    rates = measure_rates("cpu", seconds=0.1).rates
     assert 0 < rates.flops_per_us < math.inf and 0 < rates.bytes_per_us < math.inf
     assert torch.float32 in matmul_dtypes("cpu")

@@ -33,7 +33,7 @@ def climbed(level, config="gqa", dtype="float32", named="", **more):
 
 def plant(op, run, id="planted.one"):
     """A wrong kernel that is chosen before all others."""
-    lz.register(lz.Kernel(id, lz.op(op), lambda: run, prior=1e6))
+    lz.register(lz.Kernel(id, lz.op(op), lambda: run, prior=1e6, less_work="a test"))
     return id
 
 

@@ -47,7 +47,7 @@ def _wrong_backward() -> Callable[..., Any]:
 
 @pytest.mark.usefixtures("world")
 def test_a_wrong_gradient_is_found_beside_the_jumps() -> None:
-    lz.register(Kernel("planted.linear", linear, _wrong_backward, prior=1e6))
+    lz.register(Kernel("planted.linear", linear, _wrong_backward, prior=1e6, less_work="a test"))
     (rung,) = climb(2, configs=[parse_config(RELU)], dtypes=["bfloat16"])
     assert rung.status == "failed" and rung.culprit is not None and "planted.linear" in str(rung.culprit)
 

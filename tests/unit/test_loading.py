@@ -54,7 +54,8 @@ def kernel(package, **declared):
         return importlib.import_module(package).rms_norm
 
     declared.setdefault("distribution", package.partition(".")[0])
-    lz.register(lz.Kernel("broken.rms_norm", RMS_NORM, load, package=package, prior=1e6, **declared))
+    lz.register(lz.Kernel("broken.rms_norm", RMS_NORM, load, package=package, prior=1e6, less_work="a test",
+                          **declared))
 
 
 def why():

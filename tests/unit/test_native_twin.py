@@ -496,7 +496,8 @@ def test_hits_leak_no_references(both):
     found = both("synthetic")
     x, y, mask = torch.ones(2, 3), torch.ones(2, 4), torch.ones(3)
     answer = torch.ones(())
-    kernel = lz.Kernel("synthetic.answer", synthetic.OP, lambda: lz.direct(lambda x: answer, "x"), prior=1e9)
+    kernel = lz.Kernel("synthetic.answer", synthetic.OP, lambda: lz.direct(lambda x: answer, "x"), prior=1e9,
+                       less_work="a test")
     lz.register(kernel)
     mode, gain = built("wide"), 0.125
     watched = [x, y, mask, answer, mode, gain, found.op.by_name["eps"].default, kernel, found.public, found.recover,
@@ -539,7 +540,7 @@ def test_failing_kernels_leak_no_references(both):
     def broken(x, weight=None, eps=1e-6):
         raise RuntimeError("boom")
 
-    lz.register(lz.Kernel("fake.broken", RMS_NORM, lambda: broken, prior=1e6))
+    lz.register(lz.Kernel("fake.broken", RMS_NORM, lambda: broken, prior=1e6, less_work="a test"))
     only("fake.broken", op="rms_norm")
     lz.configure(breaker_threshold=10**9)
     found, x = both("rms_norm"), rows()
@@ -560,7 +561,7 @@ def test_an_exception_keeps_its_traceback(both, path_name):
     def deep_inside(x, weight=None, eps=1e-6):
         raise RuntimeError("boom")
 
-    lz.register(lz.Kernel("fake.deep", RMS_NORM, lambda: deep_inside, prior=1e6))
+    lz.register(lz.Kernel("fake.deep", RMS_NORM, lambda: deep_inside, prior=1e6, less_work="a test"))
     only("fake.deep", op="rms_norm")
     lz.configure(breaker_threshold=10**9)
     run = getattr(both("rms_norm"), path_name)

@@ -333,7 +333,7 @@ def test_layout_page_size_and_dtype_are_facts() -> None:
 def test_a_kernel_of_one_page_size_is_refused_by_name(world: None) -> None:
     from layerzero.spec.rules import equals
 
-    lz.register(lz.Kernel("fake.pages", PAGED, lambda: PAGED.reference, prior=1e6,
+    lz.register(lz.Kernel("fake.pages", PAGED, lambda: PAGED.reference, prior=1e6, less_work="a test",
                           requires=(equals("page_size", 64, Code.PAGE_SIZE_UNSUPPORTED),)))
     assert lz.which("paged_attention", **values(page_size=64)) == "fake.pages"
     with pytest.raises(lz.NamedKernelRefused, match="page size must be 64, got 16"):

@@ -218,7 +218,7 @@ def test_a_direct_call_picks_arguments_constants_and_results(world, path):
     run = path_of("rms_norm", path)
     for item, want in ((0, lambda x: x * 3), (1, lambda x: x + 0.5)):
         lz.register(lz.Kernel("mine.direct", RMS_NORM, lambda item=item: lz.direct(
-            library, lz.Const(3), "x", shift="eps", mode=lz.Const("fast"), item=item), prior=1e6))
+            library, lz.Const(3), "x", shift="eps", mode=lz.Const("fast"), item=item), prior=1e6, less_work="a test"))
         for _ in range(2):
             assert torch.equal(run(rows(), eps=0.5), want(rows()))
         lz.unregister("mine.direct")

@@ -44,7 +44,7 @@ def broken() -> Any:
 
 def kernel(name: str, load: Any = good, **rest: Any) -> lz.Kernel:
     """One that goes first wherever it may serve."""
-    return lz.Kernel(name, RMS_NORM, load, prior=1e9, requires=(at_most("hidden", 64),), **rest)
+    return lz.Kernel(name, RMS_NORM, load, prior=1e9, less_work="a test", requires=(at_most("hidden", 64),), **rest)
 
 
 @pytest.fixture(autouse=True)
@@ -327,7 +327,7 @@ def test_a_choice_is_a_span_below_the_caller_s(telemetry, x):
 
 
 def test_a_span_shows_the_transforms(telemetry):
-    lz.register(lz.Kernel("ours.packed", RMS_NORM, good, prior=1e9, requires=(contiguous("x"),)))
+    lz.register(lz.Kernel("ours.packed", RMS_NORM, good, prior=1e9, less_work="a test", requires=(contiguous("x"),)))
     lz.rms_norm(torch.randn(32, 32).t())
     (span,) = telemetry.spans.get_finished_spans()
     assert span.attributes["layerzero.transforms"] == ("contiguous(x)",)

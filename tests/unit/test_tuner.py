@@ -25,6 +25,7 @@ from layerzero.spec.rules import Rule, contiguous
 from layerzero.tune import tuner
 from layerzero.tune.contest import LEAST, LOOK, hopeless, prepared, settled
 from layerzero.tune.harness import GRAPH_MARGIN, MARGIN, Timings
+from layerzero.tune.rates import Reading
 from layerzero.tune.tuner import survey, tune
 
 ROOF = Rates(1e5, 1e4)
@@ -43,7 +44,7 @@ def attention(*shape: int, **more) -> Call:
 class Script:
     """A watch that gives scripted microseconds for the kernel that ran last; the last number for ever."""
 
-    most_calls, margin = 4, MARGIN
+    most_calls, margin, seconds = 4, MARGIN, 5e-4
 
     def __init__(self) -> None:
         self.last, self.us = "", {}
@@ -65,7 +66,7 @@ def script(world, monkeypatch):
     place = worlds.current().place("cpu")
     worlds.publish(lambda w: w.but(perf=w.perf.including((), {place: ROOF})), "rates")
     found = Script()
-    monkeypatch.setattr(tuner, "stopwatch", lambda device, flush, graph: found)
+    monkeypatch.setattr(tuner, "stopwatch", lambda device, mode, cold: found)
     return found
 
 
@@ -284,7 +285,7 @@ def test_a_library_that_does_not_load_is_reported(script):
         raise ImportError("no such library")
 
     serve(script.fake("fake.one", 10.0))
-    lz.register(lz.Kernel("fake.absent", lz.op("rms_norm"), load, prior=9.0))
+    lz.register(lz.Kernel("fake.absent", lz.op("rms_norm"), load, prior=9.0, less_work="a test"))
     found = tune([norm()]).tuned[0]
     assert found.best == "fake.one" and "no such library" in found.failed["fake.absent"].message
 
@@ -480,7 +481,7 @@ def test_rates_are_measured_once_and_saved(script, monkeypatch):
     serve(script.fake("fake.one", 10.0))
     worlds.publish(lambda w: w.but(perf=type(w.perf)()), "no rates")
     asked, saved = [], []
-    monkeypatch.setattr(tuner, "measure_rates", lambda device: asked.append(device) or ROOF)
+    monkeypatch.setattr(tuner, "measure_rates", lambda device: asked.append(device) or Reading(ROOF, False))
     report = tune([norm(8), norm(64)], save=lambda rows, rates: saved.append(rates))
     place = worlds.current().place("cpu")
     assert asked == ["cpu"] and saved[0] == report.rates == {place: ROOF}
@@ -494,7 +495,7 @@ def test_measurements_are_kept_on_disk_for_the_next_process(script, tmp_path):
     worlds.publish(lambda w: w.but(perf=w.perf.including((), {place: ROOF})), "rates")
     tune([norm()])
     lz.configure(perfdb="off")
-    assert explained().steps[0].score.source == "prior"
+    assert explained().steps[0].score.source == "less work"
     lz.configure(perfdb=str(tmp_path / "perf.sqlite"))
     assert explained().steps[0].score.source == "measured"
 

@@ -316,7 +316,7 @@ def test_a_slow_library_does_not_keep_others_from_loading(compiler):
         assert release.wait(20)
         return RMS_NORM.reference
 
-    lz.register(lz.Kernel("slow.jit", RMS_NORM, load, jit=True, prior=1e9))
+    lz.register(lz.Kernel("slow.jit", RMS_NORM, load, jit=True, prior=1e9, less_work="a test"))
     report = warmup([norm(40)], timeout=0)
     assert loading.wait(20)
     other = Fake("fake.other", prior=1e12)
@@ -439,7 +439,7 @@ def test_a_library_that_does_not_load_leaves_the_world(compiler, happened):
     def load():
         raise ImportError("no such file")
 
-    lz.register(lz.Kernel("broken.jit", RMS_NORM, load, jit=True, prior=1e9, package="torch"))
+    lz.register(lz.Kernel("broken.jit", RMS_NORM, load, jit=True, prior=1e9, less_work="a test", package="torch"))
     report = warmup([norm(40), norm(70)])
     assert [o.kernel for o in report.ready] == [compiler.id] * 2
     assert [e.kernel for e in of(BackendUnavailable, happened)] == ["broken.jit"]

@@ -94,7 +94,7 @@ def test_a_choice_made_in_a_world_that_is_gone_is_not_kept(path):
         lz.configure(rules=(lz.PolicyRule.of("deny", "fake.one"),))
         return fake._load()
 
-    lz.register(lz.Kernel("fake.one", RMS_NORM, load, prior=1e6))
+    lz.register(lz.Kernel("fake.one", RMS_NORM, load, prior=1e6, less_work="a test"))
     call, x = path_of(RMS_NORM, path), rows()
     for _ in range(3):
         torch.testing.assert_close(call(x), normed(x))
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused_by_name(make, words):
 @pytest.mark.parametrize("run", [
     lambda x, foreign: x, lambda *args: args[0], lambda **named: named["x"]], ids=["foreign", "*args", "**named"])
 def test_a_kernel_that_wants_what_the_op_does_not_have_never_runs(run):
-    lz.register(lz.Kernel("fake.k", RMS_NORM, lambda: run, prior=1e6))
+    lz.register(lz.Kernel("fake.k", RMS_NORM, lambda: run, prior=1e6, less_work="a test"))
     x = rows()
     torch.testing.assert_close(lz.rms_norm(x), normed(x))
     (reason,) = lz.explain("rms_norm", x).why_not("fake.k")
@@ -225,7 +225,8 @@ def test_an_op_may_come_back_as_another():
 def test_a_kernel_may_come_back_as_another(path):
     call, x = path_of(RMS_NORM, path), rows()
     for factor in (2, 3):
-        lz.register(lz.Kernel("mine.k", RMS_NORM, lambda factor=factor: lambda x: x * factor, prior=1e6))
+        lz.register(lz.Kernel("mine.k", RMS_NORM, lambda factor=factor: lambda x: x * factor, prior=1e6,
+                              less_work="a test"))
         assert torch.equal(call(x), x * factor)
         lz.unregister("mine.k")
     torch.testing.assert_close(call(x), normed(x))

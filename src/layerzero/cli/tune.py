@@ -39,10 +39,11 @@ def tune(
     model: Model = None,
     seconds: Annotated[float | None, typer.Option(help="stop after about so long; run again to go on")] = None,
     again: Annotated[bool, typer.Option("--again", help="also what was measured before")] = False,
-    cold: Annotated[bool | None, typer.Option(
-        "--cold/--warm", help="overwrite the last cache before each call; default: on a GPU only")] = None,
-    graph: Annotated[bool, typer.Option(
-        "--graph", help="on a GPU: time as captured in a CUDA graph, without what the host costs")] = False,
+    mode: Annotated[list[str] | None, typer.Option(
+        help="eager, captured (in a CUDA graph) or compiled (by torch.compile), each measured and chosen apart; may be "
+             "given several times. Default: eager, and on a GPU captured too")] = None,
+    cold: Annotated[bool, typer.Option(
+        "--cold", help="overwrite the last cache before each eager call, instead of calls back to back")] = False,
     compiling: Annotated[bool, typer.Option(
         "--compile/--no-compile", help="also kernels that have to be compiled first")] = True,
     rounds: Annotated[int, typer.Option(help="the most samples of one kernel in one kind of call")] = tuner.ROUNDS,
@@ -64,7 +65,7 @@ def tune(
     else:
         found = calls_for(op or calls or model or "standard", dtype=dtype, batch=batch, prompt=prompt, context=context)
     with _progress() as progress:
-        report = tuner.tune(found, device=device, seconds=seconds, rounds=rounds, again=again, flush=cold, graph=graph,
+        report = tuner.tune(found, device=device, seconds=seconds, rounds=rounds, again=again, mode=mode, cold=cold,
                             compile=compiling, progress=progress)
     show.as_json(report.to_json()) if as_json else _show(report)
     if report.stopped == "interrupted":

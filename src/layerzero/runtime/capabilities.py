@@ -36,11 +36,11 @@ _MAX_DEPTH = 16                                # of any_of and when in each othe
 
 _TOP = {"schema": str, "library": str, "kernels": list}
 # What belongs to the code: stated for the reader, and refused where it differs.
-_FIXED = ("op", "load", "package", "distribution", "variants", "baseline")
+_FIXED = ("op", "load", "package", "distribution", "variants", "baseline", "less_work", "less_work_when")
 _TYPES: Mapping[str, type] = {"str": str, "bool": bool, "float": float}
 _KERNEL: Mapping[str, type] = {
     **{f.name: _TYPES[str(f.type)] for f in fields(Kernel) if str(f.type) in _TYPES},
-    "op": str, "load": str, "variants": list, "requires": list}
+    "op": str, "load": str, "variants": list, "requires": list, "less_work_when": list}
 _NUMERIC_TENSOR_FACTS = ("stride_last", "alignment", "ndim")
 _NUMERIC_FACTS = ("sm", "tensor_core_generation", "itemsize")
 _SET_FACTS = ("isa",)

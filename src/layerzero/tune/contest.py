@@ -6,13 +6,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..perf.record import Measurement, Rates, kind_of
+from ..perf.record import CAPTURED, COMPILED, Measurement, Rates, kind_of, mode_of
 from ..runtime import builds, context, faults, jit, loading
 from ..runtime import world as worlds
 from ..runtime.binding import permutation
@@ -35,11 +36,20 @@ BEHIND_DEFAULT = 1.005                         # how a tie with torch's own defa
 HOPELESS_AT_ONCE, HOPELESS = 10.0, 3.0         # times slower than the best: after two calls, after the first look
 
 
+def facts_of(mode: str) -> dict[str, bool]:
+    """What the facts of a call say of the mode it is made in."""
+    return {"graph": mode == CAPTURED, "compiled": mode == COMPILED}
+
+
 def eligible(world: World, op: Op, facts: Mapping[str, Any], compile: bool = True) -> Plan:
     """The plan if everything that compiles were compiled, which tuning does, and no table had chosen ahead."""
     compiled = frozenset(k.id for k in world.kernels(op.name) if k.jit and compile)
     free = world.but(warmed=world.warmed | compiled, table=None)
-    return free.plan(op, facts, context.current.get(), thorough=True)
+    plan = free.plan(op, facts, context.current.get(), thorough=True)
+    if mode_of(facts) != COMPILED:
+        return plan
+    known = world.catalog.by_id                # torch.compile takes what it can look into
+    return replace(plan, steps=tuple(s for s in plan.steps if known[s.kernel].traceable and not known[s.kernel].jit))
 
 
 class Contest:
@@ -48,6 +58,7 @@ class Contest:
     def __init__(self, call: Call, dispatcher: Dispatcher, values: tuple[Any, ...], facts: Mapping[str, Any],
                  watch: Watch, compile: bool = True, deadline: float | None = None) -> None:
         self.call, self.dispatcher, self.op, self.values, self.facts = call, dispatcher, dispatcher.op, values, facts
+        self.mode = mode_of(facts)
         self.world = worlds.current()
         self.plan = eligible(self.world, self.op, facts, compile)
         self.scores = {step.kernel: step.score for step in self.plan.steps}
@@ -81,6 +92,8 @@ class Contest:
             except (RuntimeError, MemoryError) as e:           # no room for the copies
                 self.failed[kernel.id] = faults.reason_of(e, faults.classify(e))
                 continue
+            if self.mode == COMPILED:
+                run, inputs = compiled(self.dispatcher, kernel.id), self.values
             took = race.enter(kernel.id, _way(run, inputs, self.call.grad))
             if took is None:
                 self._note_failures()
@@ -88,7 +101,7 @@ class Contest:
                     self.no_time_for.append(kernel.id)
                 continue
             first, us = took
-            self.compile_us[kernel.id] = max(first - us, 0.0) if kernel.jit else 0.0
+            self.compile_us[kernel.id] = max(first - us, 0.0) if kernel.jit or self.mode == COMPILED else 0.0
             if us > HOPELESS_AT_ONCE * best:
                 race.run(only=kernel.id)       # once more: the first may have been bad luck
                 self._note_failures()
@@ -154,7 +167,7 @@ class Contest:
         timed = {name: Timed(name, self.race.timings.summary(name), costs.median(name), self.compile_us[name],
                              name not in self.race.running) for name in ranked}
         return Tuned(
-            self.call, kind.sizes_text, kind.family, best, chosen,
+            self.call, kind.sizes_text, kind.family, best, chosen, mode=self.mode,
             before=self.world.plan(self.op, self.facts, asked).kernel or "",
             sure=min((costs.beats(best, name, 0.0) for name in ranked if name not in group), default=1.0),
             tied=tuple(sorted({*group} - {best})), kernels=tuple(timed.values()), baseline=own,
@@ -169,7 +182,8 @@ class Contest:
         found = ((name, self.race.timings.summary(name)) for name in names)
         return tuple(Measurement(
             name, op.name, kind.bucket, place, s.median, s.spread, s.samples, kind.family, kind.sizes_text, flops,
-            moved, s.p95, s.p99, self.compile_us[name], builds.build_of(self.world.catalog.by_id[name]), time.time())
+            moved, s.p95, s.p99, self.compile_us[name], builds.build_of(self.world.catalog.by_id[name]), time.time(),
+            mode=self.mode)
             for name, s in found)
 
     def _levelled(self, rows: tuple[Measurement, ...], group: list[str], costs: Timings) -> tuple[Measurement, ...]:
@@ -205,6 +219,19 @@ class Contest:
             if chosen in group or chosen not in timed or max(m.spread for m in rows) < 1e-6:
                 return rows, chosen
             rows = tuple(m._replace(spread=m.spread / 2) for m in rows)
+
+
+def compiled(dispatcher: Dispatcher, kernel: str) -> Callable[..., Any]:
+    """A call of the kernel by name, compiled by torch.compile as it would be inside a model."""
+    # The public function cannot be given its keyword-only parameters by place: names bind them.
+    places, named = dispatcher.op.params, dispatcher.public
+    split = next((i for i, p in enumerate(places) if p.keyword_only), len(places))
+    names = [p.name for p in places[split:]]
+
+    def call(*values: Any) -> Any:
+        return named(*values[:split], **dict(zip(names, values[split:])), backend=kernel)
+
+    return torch.compile(call, fullgraph=True, dynamic=False)
 
 
 def _unreachable(values: tuple[Any, ...]) -> tuple[str, Any]:

@@ -4,9 +4,10 @@ In turns: every round gives each way its turn, in an order that is shuffled each
 machine does in that moment falls on all of them. Two ways are compared by the ratio in each round, and
 how sure the verdict is comes from drawing the rounds again and again (bootstrap).
 
-A sample is as many calls as fill `SAMPLE_SECONDS`, timed as one, so that the clock costs nothing.
-On a CPU the caches are warm, as they are for what the layer before has just written; on a GPU its L2
-is overwritten before each call, because between two calls of a layer a model reads all its other weights.
+A sample is as many calls as fill a watch's `seconds`, timed as one, so that the clock costs nothing. The caches are
+warm, as they are for what the layer before has just written. An eager call on a GPU is timed as a caller in a loop
+sees it: calls back to back, host and device at work at the same time. Only the replay of a captured graph is timed
+with a cold L2, because between two calls of a layer a captured model reads all its other weights.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ..perf.record import CAPTURED, EAGER
 from ..runtime.graphs import capturing, warm_up
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 SAMPLE_SECONDS = 5e-4
+LOOP_SECONDS = 2e-3                            # of eager calls on a device: the first and the last are not overlapped
 MOST_CALLS, MOST_COLD_CALLS = 100_000, 20      # in one sample
 ATTEMPTS, KEPT = 3, 0.9                        # a sample is taken again if less than this share of it was on the CPU
 LONG_NS = 200_000_000                          # a sample as long as this is not taken again: the noise in it is small
@@ -45,6 +48,7 @@ Way = Callable[[], Any]
 
 class Watch(Protocol):
     most_calls: int
+    seconds: float                             # that a sample should fill
     margin: float                              # two runs of the same thing may differ by as much
 
     def sample(self, way: Way, calls: int) -> float:
@@ -60,8 +64,9 @@ class WallWatch:
     margin = MARGIN
 
     def __init__(self, flush: Callable[[], Any] | None = None, wait: Callable[[], Any] = lambda: None,
-                 now: Callable[[], int] = time.perf_counter_ns, busy: Callable[[], int] | None = None) -> None:
-        self._flush, self._wait, self._now, self._busy = flush, wait, now, busy
+                 now: Callable[[], int] = time.perf_counter_ns, busy: Callable[[], int] | None = None,
+                 seconds: float = SAMPLE_SECONDS) -> None:
+        self._flush, self._wait, self._now, self._busy, self.seconds = flush, wait, now, busy, seconds
         self.most_calls = MOST_CALLS if flush is None else 1           # only the first call after a flush is cold
 
     def sample(self, way: Way, calls: int) -> float:
@@ -84,31 +89,29 @@ class WallWatch:
         return best / calls / 1e3
 
 
-class CudaWatch:
-    """CUDA's own events, which tell how long the device worked.
+class ColdWatch:
+    """CUDA's own events, which tell how long the device worked, with the L2 cache overwritten before each call.
 
-    Cold calls are timed one by one behind a flush that hides the launch; since launching may be what takes
-    longest, the sample is the longer of the device's time and the host's. Warm calls run back to back.
+    Calls are timed one by one behind a flush that hides the launch; since launching may be what takes longest, the
+    sample is the longer of the device's time and the host's.
     """
 
     margin = MARGIN
+    seconds = SAMPLE_SECONDS
+    most_calls = MOST_COLD_CALLS
 
-    def __init__(self, flush: bool = True) -> None:
-        self._buffer = torch.empty(2 * cache_bytes("cuda"), dtype=torch.uint8, device="cuda") if flush else None
-        self.most_calls = MOST_COLD_CALLS if flush else MOST_CALLS
+    def __init__(self) -> None:
+        self._buffer = torch.empty(2 * cache_bytes("cuda"), dtype=torch.uint8, device="cuda")
 
     def sample(self, way: Way, calls: int) -> float:
-        turns = 1 if self._buffer is None else calls
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(turns)]
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
         host = 0
         torch.cuda.synchronize()
         for begin, end in marks:
-            if self._buffer is not None:
-                self._buffer.zero_()
+            self._buffer.zero_()
             begin.record()
             began = time.perf_counter_ns()
-            for _ in range(calls // turns):
-                way()
+            way()
             host += time.perf_counter_ns() - began
             end.record()
         torch.cuda.synchronize()
@@ -122,6 +125,7 @@ class GraphWatch:
 
     most_calls = MOST_COLD_CALLS
     margin = GRAPH_MARGIN
+    seconds = SAMPLE_SECONDS
 
     def __init__(self, cold: bool = True) -> None:
         self._sweep = torch.zeros(2 * cache_bytes("cuda") if cold else 4, dtype=torch.uint8, device="cuda").view(
@@ -154,17 +158,17 @@ class GraphWatch:
         return graph
 
 
-def stopwatch(device: str, flush: bool | None = None, graph: bool = False) -> Watch:
-    """The watch of a device. `flush`: its last cache is overwritten before what is timed; None: on a GPU only.
-    `graph`: on a GPU, as a captured graph."""
-    if device == "cuda" and graph:
+def stopwatch(device: str, mode: str = EAGER, cold: bool = False) -> Watch:
+    """The watch for calls in this mode. `cold`: of eager calls, each after its last cache was overwritten."""
+    if device == "cuda" and mode == CAPTURED:
         return GraphWatch()
-    if device == "cuda":
-        return CudaWatch(flush is None or flush)
-    empty = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device).zero_ if flush else None
+    if device == "cuda" and cold:
+        return ColdWatch()
+    empty = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device).zero_ if cold else None
     if device == "cpu":
         return WallWatch(empty, busy=time.thread_time_ns)
-    return WallWatch(empty, torch.accelerator.synchronize)
+    wait = torch.cuda.synchronize if device == "cuda" else torch.accelerator.synchronize
+    return WallWatch(empty, wait, seconds=LOOP_SECONDS)
 
 
 def cache_bytes(device: str) -> int:
@@ -321,7 +325,7 @@ class Race:
         after = self._sample(name, way, 1)
         if after is None:
             return None
-        calls = int(SAMPLE_SECONDS * 1e6 / max(after, 1e-3))
+        calls = int(self.watch.seconds * 1e6 / max(after, 1e-3))
         self._running[name] = way, min(max(calls, 1), self.watch.most_calls)
         self.rounds[name] = []
         self._on_entry[name] = max(after, 1e-3)
@@ -357,7 +361,7 @@ class Race:
 
 def in_turns(ways: Mapping[str, Way], seconds: float, device: str) -> Timings:
     """Rounds for about `seconds`, with warm caches."""
-    race = Race(stopwatch(device, flush=False))
+    race = Race(stopwatch(device))
     for name, way in ways.items():
         race.enter(name, way)
     end = time.perf_counter() + seconds

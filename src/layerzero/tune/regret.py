@@ -12,13 +12,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..perf.record import kind_of
+from ..perf.record import COMPILED, EAGER, kind_of
 from ..runtime import calls as written
 from ..runtime import context, faults, loading
 from ..runtime import world as worlds
@@ -29,15 +29,16 @@ from ..select.key import fixed_by_key
 from ..spec.call import Call
 from ..spec.errors import LayerZeroError
 from ..spec.plan import Plan
+from .contest import compiled, facts_of
 from .harness import Race, Watch, stopwatch
-from .tuner import resolved
+from .tuner import modes_of, resolved
 
 LOOK_ROUNDS = 3
 SPLITS = 25            # ways to halve the rounds
 FAR_SLOWER = 5.0       # after a first look: a kernel so far behind the fastest takes no further part
 MIN_ROUNDS, MAX_ROUNDS = 20, 400
 WORSE = 0.03           # so much slower than torch's own choice counts as worse
-MAX_MEDIAN, MAX_P95 = 0.02, 0.10
+MAX_MEDIAN, MAX_P95 = 0.02, 0.08
 Rounds = Mapping[str, Sequence[float]]         # kernel -> microseconds, one number per round
 
 
@@ -204,20 +205,20 @@ class Report:
 # replaying
 
 def replay(calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", seed: int = 0,
-           watch: Watch | None = None, graph: bool = False,
+           watch: Watch | None = None, mode: str = EAGER,
            advance: Callable[[Call], None] = lambda call: None) -> Report:
     """Time each call for about `seconds`: the kernel that is chosen now, and all others that may serve.
 
-    `graph`: on a GPU, as captured in a CUDA graph."""
+    `mode`: as eager, captured or compiled calls are made and chosen."""
     rows: list[Replayed] = []
     skipped: list[Skipped] = []
-    graph = graph and device == "cuda"
-    watch = watch or stopwatch(device, graph=graph)
+    modes_of(mode, device)                     # says what is wrong with it
+    watch = watch or stopwatch(device, mode)
     expected: tuple[type[BaseException], ...] = (LayerZeroError, *faults.FAULTS)
     for call in calls:
         advance(call)
         try:
-            found = replay_one(call, seconds, device, seed, watch, graph)
+            found = replay_one(call, seconds, device, seed, watch, mode)
         except expected as e:
             skipped.append(Skipped(call, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"))
             continue
@@ -229,18 +230,21 @@ def replay(calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", 
 
 
 def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch,
-               graph: bool = False) -> Replayed | Skipped:
+               mode: str = EAGER) -> Replayed | Skipped:
     op = dispatcher_of(call.op).op
     with torch.set_grad_enabled(call.grad):
         found, values = resolved(op, written.values(op, call, device, seed))
         world, override = worlds.current(), context.current.get()
-        facts = {**found.facts(values, world), "graph": graph}
+        facts = {**found.facts(values, world), **facts_of(mode)}
         plan = world.plan(found.op, facts, override, thorough=True)
+        if mode == COMPILED:
+            known = world.catalog.by_id
+            plan = replace(plan, steps=tuple(s for s in plan.steps if known[s.kernel].traceable))
         if not plan.steps:
             raise refusal(world, found.op, facts, override)
-        chosen = world.plan(found.op, facts, override).kernel or ""
+        chosen = plan.kernel or ""
         race = Race(watch, faults.FAULTS)
-        ways, failed = _ways(found, plan, facts, values, call.grad)
+        ways, failed = _ways(found, plan, facts, values, call.grad, mode)
         for name, way in ways.items():
             race.enter(name, way)
         default = next((s.kernel for s in plan.steps if world.catalog.by_id[s.kernel].baseline), "")
@@ -270,7 +274,7 @@ def _run(race: Race, seconds: float, kept: set[str]) -> dict[str, float]:
 
 
 def _ways(found: Dispatcher, plan: Plan, facts: Mapping[str, Any], values: tuple[Any, ...],
-          grad: bool) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+          grad: bool, mode: str) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Every step of the plan as dispatch would bind it; and those whose library does not load."""
     world = worlds.current()
     fixed = fixed_by_key(world.program(found.op), facts)
@@ -278,7 +282,9 @@ def _ways(found: Dispatcher, plan: Plan, facts: Mapping[str, Any], values: tuple
     failed: dict[str, str] = {}
     for step in plan.steps:
         try:
-            run = found.binding(world.catalog.by_id[step.kernel], step, facts, fixed).run
+            run: Callable[..., Any] = found.binding(world.catalog.by_id[step.kernel], step, facts, fixed).run
+            if mode == COMPILED:
+                run = compiled(found, step.kernel)
         except loading.LoadFailed as e:
             failed[step.kernel] = e.reason.message
             continue

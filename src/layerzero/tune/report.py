@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..perf.record import Measurement, Rates
+from ..perf.record import EAGER, Measurement, Rates
 from ..spec.call import Call
 from ..spec.plan import Rejected
 from ..spec.reason import Reason
@@ -50,10 +50,12 @@ class Tuned:
     no_time_for: tuple[str, ...] = ()          # kernels that the limit of time left out
     rejected: tuple[Rejected, ...] = ()
     measurements: tuple[Measurement, ...] = ()
+    mode: str = EAGER
 
     @property
     def label(self) -> str:
-        return label(self.call, self.family, self.sizes)
+        mode = "" if self.mode == EAGER else f" ({self.mode})"
+        return label(self.call, self.family, self.sizes) + mode
 
     @property
     def winner(self) -> Timed:
@@ -70,6 +72,7 @@ class Tuned:
         us = self.winner.summary.median
         return {
             "call": self.call.to_json(), "label": self.label, "sizes": self.sizes, "family": self.family,
+            "mode": self.mode,
             "best": self.best, "chosen": self.chosen, "before": self.before, "sure": self.sure,
             "tied": list(self.tied), "baseline": self.baseline, "gain": self.gain.to_json() if self.gain else None,
             "median_us": us, "flops_per_s": self.flops / us * 1e6, "bytes_per_s": self.bytes / us * 1e6,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..perf.record import Kind, Measurement, Rates, kind_of
+from ..perf.record import CAPTURED, EAGER, MODES, Kind, Measurement, Rates, kind_of
 from ..runtime import builds, context, hardware, jit, measurements
 from ..runtime import world as worlds
 from ..runtime.calls import values as make_values
@@ -25,15 +25,16 @@ from ..runtime.inspection import dispatcher_of
 from ..runtime.memory import free_bytes
 from ..runtime.world import World
 from ..spec.call import Call, TensorSpec
-from ..spec.errors import LayerZeroError
+from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.op import Op
-from .contest import Contest, eligible
-from .harness import Watch, stopwatch
+from .contest import Contest, eligible, facts_of
+from .harness import Watch, cache_bytes, stopwatch
 from .rates import measure_rates
 from .report import Skipped, Tuned, TuneReport
 from .workload import calls_for
 
 ROUNDS = 60
+BEYOND = 1.05          # times the rates of a device: faster than this, they were measured too low
 OF_FREE_MEMORY = 0.8
 # What comes of a call that was written down wrongly, or does not fit into memory.
 CANNOT_BE_MADE = (LayerZeroError, RuntimeError, TypeError, ValueError, MemoryError)
@@ -43,7 +44,7 @@ Save = Callable[[Sequence[Measurement], Mapping[str, Rates] | None], Any]
 
 
 def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None, seconds: float | None = None,
-         rounds: int = ROUNDS, again: bool = False, flush: bool | None = None, graph: bool = False,
+         rounds: int = ROUNDS, again: bool = False, mode: str | Sequence[str] | None = None, cold: bool = False,
          compile: bool = True, progress: Progress | None = None, save: Save | None = None) -> TuneReport:
     """Time the kernels that may serve these calls, and choose by what was measured from then on.
 
@@ -52,18 +53,19 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     seconds   stop after about so long
     rounds    the most samples of one kernel in one kind of call
     again     also what was measured before
-    flush     with cold caches; by default on a GPU only
-    graph     on a GPU: as captured in a CUDA graph, which leaves out what the host costs
+    mode      eager, captured (in a CUDA graph), compiled (by torch.compile), or several: each is measured apart and
+              decides the calls that are made in it; by default eager, and on a GPU captured too
+    cold      eager calls with cold caches, instead of back to back in a loop
     compile   also kernels that have to be compiled first, which takes seconds each
     progress  called with (done, total, what) before each kind of call
     save      called with the measurements of each kind, instead of keeping them where all others are
     """
     began = time.perf_counter()
     target = hardware.probe(device).type if device else hardware.main_kind()
-    tuner = Tuner(rounds, flush, None if seconds is None else began + seconds, save or measurements.record, compile,
-                  graph and target == "cuda")
+    tuner = Tuner(rounds, cold, None if seconds is None else began + seconds, save or measurements.record, compile)
     say = progress or (lambda done, total, what: None)
-    jobs, skipped = survey(_calls(calls), target)
+    surveyed, skipped = survey(_calls(calls), target)
+    jobs = [replace(job, mode=m) for job in surveyed for m in modes_of(mode, target)]
     tuned: list[Tuned] = []
     already: list[Call] = []
     done, stopped = 0, ""
@@ -90,6 +92,19 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
                       tuner.rates, time.perf_counter() - began)
 
 
+def modes_of(mode: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
+    """The modes to measure in, or ConfigError. A CPU has no graphs to capture."""
+    if mode is None:
+        return (EAGER, CAPTURED) if device == "cuda" else (EAGER,)
+    asked = tuple(dict.fromkeys([mode] if isinstance(mode, str) else mode))
+    wrong = [m for m in asked if m not in MODES]
+    if wrong or not asked:
+        raise ConfigError(f"mode must be of {', '.join(MODES)}, got {', '.join(map(repr, wrong)) or 'none'}")
+    if CAPTURED in asked and device != "cuda":
+        raise ConfigError(f"mode {CAPTURED!r} needs a CUDA device, whose graphs it means; this is for the {device}")
+    return asked
+
+
 def _calls(source: str | Path | Call | Iterable[Call]) -> Iterable[Call]:
     if isinstance(source, (str, Path)):
         return calls_for(source)
@@ -108,13 +123,15 @@ class Job:
     facts: Mapping[str, Any]                   # of tensors without storage
     expected_us: float
     nbytes: int                                # of inputs and results
+    mode: str = EAGER
 
     @property
     def device(self) -> str:
         return str(self.facts["device"])
 
     def __str__(self) -> str:
-        return f"{self.op.name} {self.kind.family} {self.kind.sizes_text}"
+        mode = "" if self.mode == EAGER else f" ({self.mode})"
+        return f"{self.op.name} {self.kind.family} {self.kind.sizes_text}{mode}"
 
 
 def survey(calls: Iterable[Call], device: str) -> tuple[list[Job], list[Skipped]]:
@@ -189,8 +206,9 @@ def _mode(call: Call) -> AbstractContextManager[Any]:
 
 def measured(world: World, job: Job, compile: bool = True) -> bool:
     """Was every kernel that may serve measured, in the build that is here?"""
-    steps, place = eligible(world, job.op, job.facts, compile).steps, world.place(job.device)
-    rows = [(step.kernel, world.perf.get(step.kernel, job.kind.bucket, place)) for step in steps]
+    facts, place = {**job.facts, **facts_of(job.mode)}, world.place(job.device)
+    steps = eligible(world, job.op, facts, compile).steps
+    rows = [(step.kernel, world.perf.get(step.kernel, job.kind.bucket, place, job.mode)) for step in steps]
     return bool(rows) and all(
         m is not None and m.build in ("", builds.build_of(world.catalog.by_id[kernel])) for kernel, m in rows)
 
@@ -201,12 +219,10 @@ def measured(world: World, job: Job, compile: bool = True) -> bool:
 class Tuner:
     """Times one kind of call after another, and saves after each."""
 
-    def __init__(self, rounds: int, flush: bool | None, deadline: float | None, save: Save, compile: bool,
-                 graph: bool = False) -> None:
-        self.rounds, self.flush, self.deadline, self.save, self.compile = rounds, flush, deadline, save, compile
-        self.graph = graph
-        self.rates: dict[str, Rates] = {}
-        self._watches: dict[str, Watch] = {}
+    def __init__(self, rounds: int, cold: bool, deadline: float | None, save: Save, compile: bool) -> None:
+        self.rounds, self.cold, self.deadline, self.save, self.compile = rounds, cold, deadline, save, compile
+        self.rates: dict[str, Rates] = {}      # by place, those measured now
+        self._watches: dict[tuple[str, str], Watch] = {}
 
     @property
     def out_of_time(self) -> bool:
@@ -222,10 +238,10 @@ class Tuner:
             try:
                 dispatcher, values = resolved(dispatcher_of(job.call.op).op, make_values(
                     dispatcher_of(job.call.op).op, job.call, job.device))
-                facts = {**dispatcher.facts(values, worlds.current()), "graph": self.graph}
+                facts = {**dispatcher.facts(values, worlds.current()), **facts_of(job.mode)}
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, _first_line(e))
-            contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device), self.compile,
+            contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device, job.mode), self.compile,
                               self.deadline)
             contest.enter()
             contest.run(self.rounds)
@@ -234,6 +250,9 @@ class Tuner:
                                                 *(f"{k}: no time for it" for k in contest.no_time_for)])
                            or "no kernel may serve it")
         found = contest.verdict(self.rates)
+        if beats_the_roof(found, job.device, self._roof(job.device)) and not self.out_of_time:
+            self._measure_rates(job.device)
+            found = contest.verdict(self.rates)
         self.save(found.measurements, None)
         timed = (contest.world.catalog.by_id[t.kernel] for t in found.kernels)
         with _mode(job.call):
@@ -242,13 +261,34 @@ class Tuner:
             worlds.publish(lambda w: w.but(warmed=w.warmed | compiled), "warmed")
         return found
 
-    def _ensure_rates(self, device: str) -> None:
+    def _roof(self, device: str) -> Rates | None:
         place = worlds.current().place(device)
-        if place not in worlds.current().perf.rates and place not in self.rates:
-            self.rates[place] = measure_rates(device)
+        return self.rates.get(place) or worlds.current().perf.rates.get(place)
+
+    def _ensure_rates(self, device: str) -> None:
+        if self._roof(device) is None:
+            self._measure_rates(device)
+
+    def _measure_rates(self, device: str) -> None:
+        """The better of what is known and what is measured now: noise only ever slows down. A noisy reading serves
+        this run and is not kept, so that the next one measures again."""
+        place, known = worlds.current().place(device), self._roof(device)
+        read = measure_rates(device)
+        self.rates[place] = read.rates if known is None else Rates(*map(max, read.rates, known))
+        if not read.noisy:
             self.save((), {place: self.rates[place]})
 
-    def _watch(self, device: str) -> Watch:
-        if device not in self._watches:
-            self._watches[device] = stopwatch(device, self.flush, self.graph)
-        return self._watches[device]
+    def _watch(self, device: str, mode: str) -> Watch:
+        if (device, mode) not in self._watches:
+            self._watches[device, mode] = stopwatch(device, mode, self.cold)
+        return self._watches[device, mode]
+
+
+def beats_the_roof(found: Tuned, device: str, roof: Rates | None) -> bool:
+    """Was a kernel faster than the device is said to be at best? Then that was measured while the device was busy.
+    More bytes a second than memory gives is no sign of it where all of them fit a cache."""
+    if roof is None or found.roofline is None:
+        return False
+    us = found.winner.summary.median
+    return (found.flops > BEYOND * us * roof.flops_per_us
+            or (found.bytes > 4 * cache_bytes(device) and found.bytes > BEYOND * us * roof.bytes_per_us))

@@ -265,7 +265,7 @@ class _Trial:
 
     @staticmethod
     def _gain(ways: Mapping[str, Callable[[], Any]], seconds: float, device: str) -> Gain:
-        race = Race(stopwatch(device, flush=False))
+        race = Race(stopwatch(device))
         for name, way in ways.items():
             race.enter(name, way)
         end = time.perf_counter() + seconds

@@ -73,7 +73,7 @@ class Binder:
 
     def _race(self, op: str, chosen: Run, calls: Sequence[tuple[Tensor, ...]], fixed: dict[str, Any]) -> Run:
         dispatcher = dispatcher_of(op)
-        facts = dispatcher.facts(dispatcher.bound(calls[0], fixed))
+        facts = {**dispatcher.facts(dispatcher.bound(calls[0], fixed)), "graph": True}
         runs = {chosen.kernel: chosen}         # type: ignore[attr-defined]
         for step in eligible(worlds.current(), dispatcher.op, facts).steps:
             if step.kernel.startswith(("reference.", "torch.compiled")) or step.kernel in runs:
@@ -83,7 +83,7 @@ class Binder:
                     runs[step.kernel] = bind(op, *calls[0], backend=step.kernel, **fixed)
             except LayerZeroError:             # it cannot serve in a graph
                 continue
-        ring, race = _cold(calls), Race(stopwatch("cuda", flush=False), faults.FAULTS)
+        ring, race = _cold(calls), Race(stopwatch("cuda"), faults.FAULTS)
         kept = []                              # the graphs live as long as they are timed
         for name, run in runs.items():
             tried = graphs.attempt(lambda run=run: [run(*call) for call in ring])  # type: ignore[misc]

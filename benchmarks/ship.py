@@ -1,0 +1,152 @@
+"""Measure the tables that come with the package (src/layerzero/perf/tables) on the machine at hand.
+
+    python benchmarks/ship.py --name h200                    on a GPU: eager and captured
+    python benchmarks/ship.py --name neoverse-n1 --device cpu --threads 1
+    python benchmarks/ship.py --name h200 --seconds 500      stop after so long; run again with --more to go on
+
+What was measured is kept in a store of its own beside the table (--store), so that a run that was cut off can be
+continued and several runs become one table. Only kernels of this package and of torch take part unless --libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("LAYERZERO_PERFDB", "off")       # before the library reads it
+
+import torch
+
+import layerzero as lz
+from layerzero.perf import shipped
+from layerzero.perf.record import place_of
+from layerzero.perf.store import SqliteStore
+from layerzero.runtime import hardware
+from layerzero.runtime import world as worlds
+from layerzero.spec.call import Call
+from layerzero.tune.models import calls_of
+from layerzero.tune.tuner import tune
+from layerzero.tune.workload import merged, standard
+
+TABLES = shipped.FOLDER
+OWN = ("torch", "native", "cuda", "triton", "reference")
+TORCH = {"cpu": ">=2.11,<2.15", "cuda": ">=2.9,<2.15"}
+LATE = {"causal": True, "align": "bottom_right"}
+Sizes = tuple[str, dict[str, Any]]
+
+
+def gpu_shapes() -> Iterator[Sizes]:
+    """What models of 0.1 to 70 billion parameters ask of one GPU: decoding, verifying drafts, prefill."""
+    for heads in ({"hq": 32, "hkv": 8, "d": 128}, {"hq": 16, "hkv": 8, "d": 128}, {"hq": 32, "hkv": 8, "d": 64},
+                  {"hq": 16, "hkv": 2, "d": 128}, {"hq": 9, "hkv": 3, "d": 64}, {"hq": 32, "hkv": 32, "d": 128}):
+        for b, keys in ((1, 256), (1, 1024), (1, 4096), (1, 16384), (1, 65536), (4, 1024), (8, 4096), (32, 1024),
+                        (32, 4096), (64, 512)):
+            yield "attention", {**heads, "b": b, "sq": 1, "sk": keys}
+        for b, s in ((1, 128), (1, 512), (1, 2048), (4, 512), (1, 8192)):
+            yield "attention", {**heads, "b": b, "sq": s, "sk": s, "causal": True}
+        for b, sq, keys in ((1, 4, 2048), (4, 8, 8192)):
+            yield "attention", {**heads, "b": b, "sq": sq, "sk": keys, **LATE}
+        for b, s in ((1, 1), (8, 1), (64, 1), (1, 256), (1, 2048)):
+            yield "rope", {**heads, "b": b, "s": s}
+    for rows in (1, 4, 16, 64, 256, 1024, 4096):
+        for hidden in (576, 1024, 2048, 4096, 8192):
+            yield "rms_norm", {"rows": (rows,), "hidden": hidden}
+            yield "add_rms_norm", {"rows": (rows,), "hidden": hidden}
+        for hidden in (768, 1280):
+            yield "layer_norm", {"rows": (rows,), "hidden": hidden}
+    for rows in (1, 2, 4, 8, 16, 64, 512, 2048):
+        for k, n in ((576, 576), (576, 1536), (2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336), (14336, 4096),
+                     (4096, 128256), (8192, 8192)):
+            yield "linear", {"rows": (rows,), "k": k, "n": n, "bias": False}
+        for hidden, inner in ((576, 1536), (2048, 8192), (4096, 14336)):
+            yield "mlp", {"rows": (rows,), "hidden": hidden, "inner": inner}
+    for rows in (1, 4, 16):
+        for k, n in ((2048, 8192), (4096, 4096), (4096, 14336)):
+            yield "quantized_linear", {"format": "int4", "rows": (rows,), "k": k, "n": n, "group": 128}
+            yield "quantized_linear", {"rows": (rows,), "k": k, "n": n}
+    for context in ((500, 300, 80, 700), (4000,), (1500, 4000) * 4, (2000,) * 32):
+        yield "paged_attention", {"context": context, "hq": 32, "hkv": 8, "d": 128}
+    for batch in (1, 8, 64):
+        for vocab in (49152, 128256):
+            for how in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 50}, {"top_p": 0.9},
+                        {"top_k": 50, "top_p": 0.9}):
+                yield "sample", {"batch": batch, "vocab": vocab, "random": "seed", "logprobs": False, **how}
+    for tokens in (1, 64, 512):
+        yield "embedding", {"shape": (1, tokens), "vocab": 128256, "width": 4096}
+
+
+def calls(device: str) -> tuple[Call, ...]:
+    if device == "cuda":
+        found = [Call(op, case=sizes, dtype="float32" if op == "sample" else "bfloat16")
+                 for op, sizes in gpu_shapes()]
+        return merged([*found, *calls_of("sdxl", dtype="float16"), *calls_of("vit-base-16", dtype="bfloat16")])
+    small = [*calls_of("smollm2-135m", prompt=128, context=512, dtype="float32"),
+             *calls_of("smollm2-135m", prompt=128, context=512, dtype="bfloat16"),
+             *calls_of("llama-3-8b", prompt=64, context=2048, dtype="float32", scale=1 / 8, prefill=False),
+             *calls_of("llama-3-8b", prompt=64, context=2048, dtype="bfloat16", scale=1 / 8, prefill=False)]
+    return merged([*standard(), *small])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--name", required=True, help="of the file")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--seconds", type=float, help="stop after about so long")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=TABLES)
+    parser.add_argument("--store", type=Path, help="where measurements are kept; default: beside the table")
+    parser.add_argument("--more", action="store_true", help="go on with the store of a run before")
+    parser.add_argument("--compile", action="store_true", help="also kernels that Inductor or nvcc compiles")
+    parser.add_argument("--libraries", action="store_true", help="also kernels of other libraries")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    unwanted = [k.id for k in worlds.current().catalog.kernels
+                if (k.backend not in OWN and not args.libraries)
+                or (k.jit and k.backend not in ("cuda", "triton") and not args.compile)]
+    lz.configure(shipped_measurements=False, rules=(lz.PolicyRule.of("deny", unwanted),) if unwanted else ())
+    path = args.store or args.out / f"{args.name}.sqlite"
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.more:
+        path.unlink(missing_ok=True)
+    device = hardware.probe(args.device)
+    place = place_of(device, args.threads if args.device == "cpu" else 0)
+    with SqliteStore(path) as store:
+        known = store.rows(place=place)
+        worlds.publish(lambda w: w.but(perf=w.perf.including(known, store.rates())), "measured")
+
+        def save(rows: Any, rates: Any) -> None:
+            store.write(rows, {}, {p: (r, 1.0) for p, r in (rates or {}).items()})
+            worlds.publish(lambda w: w.but(perf=w.perf.including(rows, rates)), "measured")
+
+        report = tune(calls(args.device), device=args.device, rounds=args.rounds, seconds=args.seconds, save=save,
+                      compile=args.device == "cuda" or args.compile,
+                      progress=lambda done, total, what: print(f"\r{done}/{total} {what[:90]:90}", end="",
+                                                               file=sys.stderr))
+        print(f"\n{report.closing}", file=sys.stderr)
+        for skipped in report.skipped:
+            print(f"skipped {skipped.call.op} {skipped.call.case or skipped.call.name}: {skipped.reason[:200]}")
+        about: dict[str, Any] = {"type": device.type, "name": device.name}
+        if device.type == "cpu":
+            about.update(threads=args.threads, isa=list(device.isa))
+        rates = store.rates().get(place) or worlds.current().perf.rates[place]
+        baselines = {k.id for k in worlds.current().catalog.kernels if k.baseline}
+        text = shipped.text_of(
+            about, {"torch": TORCH[device.type]}, datetime.date.today().isoformat(),
+            f"python benchmarks/ship.py --name {args.name} --device {args.device}"
+            + (f" --threads {args.threads}" if device.type == "cpu" else "")
+            + f" (torch {torch.__version__})", rates, store.rows(place=place), baselines)
+    out = args.out / f"{args.name}.json"
+    out.write_text(text, encoding="utf-8")
+    table = shipped.read(out, worlds.current().catalog.ops)
+    print(f"{out}: {table.kinds} kinds of call, {len(table.rows)} times, {len(text) / 1000:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

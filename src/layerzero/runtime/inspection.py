@@ -227,6 +227,9 @@ def doctor(deep: bool = False) -> Diagnosis:
     checks.append(Check("native fast path", state.ok or not state.wanted, state.text, state.hint))
     kept = measurements.status()
     checks.append(Check("measurements", kept.ok, kept.text, kept.hint))
+    for device in devices:
+        came = measurements.shipped_status(world, device)
+        checks.append(Check(f"shipped measurements ({device.type})", came.ok, came.text, came.hint))
     for refused in (*catalog.discover()[1], *catalog.plugin_policy(world.catalog)[1]):
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
             checks.append(Check(f"plugin {refused.kernel}", False, refused.reason.message,

@@ -306,6 +306,20 @@ def status() -> Status:
     return Status(True, f"{count}, from {shown(where)}", hint)
 
 
+def shipped_status(world: World, device: Device) -> Status:
+    """For the doctor: which measurements came with the package for this device, and do they count?"""
+    if not world.policy.setting("shipped_measurements"):
+        return Status(True, "switched off by the setting shipped_measurements")
+    table, refused = applicable(world.catalog, device)
+    if table is None:
+        return Status(True, f"none for {device.name}: torch's own kernels are the default until something is measured",
+                      "run: lz tune --model NAME, or set learn")
+    found = f"{table.title}: {table.kinds} kinds of call, by `{table.command}`"
+    if refused:
+        return Status(True, f"do not count here: {refused} ({found})", "run: lz tune --model NAME, or set learn")
+    return Status(True, f"{found}; what is measured here takes their place")
+
+
 # where and when
 
 def environment(kind: str) -> dict[str, Any]:

@@ -317,7 +317,7 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
     for kernel, transforms, workspace in fit:
         boost = around.policy.boost(kernel.id, op.name, facts) if speaks else 1.0
         number = found.by_kernel.get(kernel.id)
-        worth = score(guesses[kernel.id] * scale, number, transforms, boost, rates)
+        worth = score(guesses[kernel.id] * scale, number, transforms, boost, rates, mixed=default is None)
         if number is not None:
             if found.shipped:
                 worth = worth._replace(source=SHIPPED, evidence=found.shipped)

@@ -63,12 +63,14 @@ def preceded(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
     return step._replace(score=more_expensive, transforms=(*casts, *step.transforms))
 
 
-def score(guess: float, found: Found | None, transforms: tuple[Transform, ...], boost: float, rates: Rates) -> Score:
-    """Expected microseconds from a measurement, or from a guess where there is none."""
+def score(guess: float, found: Found | None, transforms: tuple[Transform, ...], boost: float, rates: Rates,
+          mixed: bool = True) -> Score:
+    """Expected microseconds from a measurement, or from a guess where there is none. `mixed`: a number that is not
+    sure is mixed with the guess; not where it stands against torch's own, which no guess overrules."""
     transform_us = moving_us(transforms, rates) if transforms else 0.0
     if found is None:
         return Score((guess + transform_us) / boost, guess, transform_us, boost)
-    trust = found.trust
+    trust = found.trust if mixed else 1.0
     kernel_us = trust * expected_us(found) + (1.0 - trust) * guess
     total_us = (kernel_us + transform_us) / boost
     if isinstance(found, Measurement):

@@ -126,8 +126,8 @@ def test_a_world_begins_with_what_is_in_the_cache_folder(tmp_path):
     """
     first = python(code, LAYERZERO_CACHE_DIR=str(tmp_path)).split()
     second = python(code, LAYERZERO_CACHE_DIR=str(tmp_path)).split()
-    assert first[1:] == ["0", "default"] and second[1:] == [str(len(list(SqliteStore(tmp_path / "perf.sqlite").rows()))),
-                                                          "measured"]
+    kept = len(list(SqliteStore(tmp_path / "perf.sqlite").rows()))
+    assert first[1:] == ["0", "default"] and second[1:] == [str(kept), "measured"]
     assert first[0] == "False"                                 # nothing to read: SQLite is not even imported
     elsewhere = python(code, LAYERZERO_CACHE_DIR=str(tmp_path), LAYERZERO_PERFDB="off").split()
     assert elsewhere[1:] == ["0", "default"]

@@ -514,7 +514,7 @@ def test_the_command_prints_a_table(script, capsys):
     out = capsys.readouterr().out
     assert "rows=8 hidden=32" in out and "rows=64 hidden=32" in out
     assert "3.00x" in out and "100% sure" in out and "2 kinds of call tuned" in out
-    line = next(line for line in out.splitlines() if "rows=8 " in line)
+    line = next(line for line in out.splitlines() if "rows=64 " in line)      # the first: no neighbour was measured
     assert line.startswith("fake.own") and "fake.torch" in line                # chosen before
     assert run("rms_norm", "x=8x32", "--dtype", "float32", "--device", "cpu") == 0
     assert "1 were measured before" in capsys.readouterr().out

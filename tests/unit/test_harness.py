@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import pytest
 import torch
 
 from layerzero.tune import harness
-from layerzero.tune.harness import MARGIN, SAMPLE_SECONDS, SURE, Race, Summary, Timings, WallWatch, quantile
+from layerzero.tune.harness import LONG_NS, MARGIN, SAMPLE_SECONDS, SURE, Race, Summary, Timings, WallWatch, quantile
 from layerzero.tune.rates import matmul_dtypes, measure_rates
 
 
@@ -62,6 +63,13 @@ def test_if_the_cpu_is_always_taken_away_the_best_attempt_counts():
     clock, thefts = Clock(), [500_000, 200_000, 300_000]
     assert clock.watch().sample(lambda: clock.work(1000, thefts.pop(0)), 1) == pytest.approx(201.0)
     assert not thefts
+
+
+def test_a_long_sample_is_not_taken_again_whatever_was_taken_away():
+    clock, calls = Clock(), []
+    us = clock.watch().sample(
+        lambda: (calls.append(1), clock.work(LONG_NS, taken_away=LONG_NS)), 1)
+    assert (len(calls), us) == (1, LONG_NS * 2 / 1e3)
 
 
 def test_a_flush_comes_before_each_sample_and_only_one_call_is_cold():
@@ -187,6 +195,25 @@ def test_who_is_dropped_keeps_what_was_measured():
     race.run(4)
     assert (race.running, {n: len(r) for n, r in race.timings.rounds.items()}) == (("a",), {"a": 7, "b": 3})
     assert race.timings.beats("a", "b") == 1.0
+
+
+def test_when_the_time_is_up_after_a_first_call_nobody_is_judged_by_it():
+    watch = Scripted(a=[1.0])
+    race = Race(watch, deadline=time.perf_counter())
+    assert race.enter("a", watch.way("a")) is None
+    assert (watch.ran, race.running, race.timings.rounds, race.failed) == (["a"], (), {}, {})
+
+
+def test_when_the_time_is_up_a_way_without_a_turn_keeps_its_time_on_entry():
+    watch = Scripted(a=[9.0, 2.0, 7.0], b=[9.0, 3.0, 4.0])
+    race = Race(watch)
+    for name in "ab":
+        race.enter(name, watch.way(name))
+    race.run(only="b")
+    watch.ran.clear()
+    race.deadline = time.perf_counter()
+    race.run(5)
+    assert (race.timings.rounds, watch.ran) == ({"a": [2.0], "b": [4.0]}, [])
 
 
 @pytest.mark.parametrize("good_calls", [0, 1, 4])

@@ -413,6 +413,27 @@ def test_when_the_time_is_up_the_rest_is_left(script):
     assert "2 left (out of time)" in str(report)
 
 
+def test_a_first_call_that_takes_all_the_time_is_the_last_and_what_was_measured_stays(script):
+    quick, slow = script.fake("fake.quick", 10.0, prior=90.0), script.fake("fake.slow", 10.0, prior=50.0)
+    never, mark = script.fake("fake.never", 10.0), slow.before
+    slow.before = lambda: (mark(), time.sleep(1.0))
+    serve(quick, slow, never)
+    report = tune([norm()], seconds=1.0)
+    assert (slow.calls, never.calls) == (1, 0)
+    found = report.tuned[0]
+    assert ([k.kernel for k in found.kernels], found.no_time_for) == (["fake.quick"], ("fake.slow", "fake.never"))
+    assert [m.kernel for m in worlds.current().perf] == ["fake.quick"]
+    slow.before = mark
+    assert {k.kernel for k in tune([norm()]).tuned[0].kernels} == {"fake.quick", "fake.slow", "fake.never"}
+
+
+def test_a_kernel_that_is_expected_to_take_longer_than_what_is_left_does_not_begin(script):
+    fake = script.fake("fake.one", 10.0, overhead_us=6e7)
+    serve(fake)
+    report = tune([norm()], seconds=60.0)
+    assert (fake.calls, report.tuned) == (0, ()) and "fake.one: no time for it" in report.skipped[0].reason
+
+
 def test_an_interruption_keeps_what_was_found_and_the_next_run_goes_on(script):
     fake = script.fake("fake.one", 10.0)
     serve(fake)

@@ -46,21 +46,29 @@ class Contest:
     """One call with its tensors. Everything must happen in the gradient mode of the call."""
 
     def __init__(self, call: Call, dispatcher: Dispatcher, values: tuple[Any, ...], facts: Mapping[str, Any],
-                 watch: Watch, compile: bool = True) -> None:
+                 watch: Watch, compile: bool = True, deadline: float | None = None) -> None:
         self.call, self.dispatcher, self.op, self.values, self.facts = call, dispatcher, dispatcher.op, values, facts
         self.world = worlds.current()
         self.plan = eligible(self.world, self.op, facts, compile)
         self.scores = {step.kernel: step.score for step in self.plan.steps}
-        self.race = Race(watch, faults.FAULTS)
+        self.race = Race(watch, faults.FAULTS, deadline=math.inf if deadline is None else deadline)
         self.compile_us: dict[str, float] = {}
         self.failed: dict[str, Reason] = {}
+        self.no_time_for: list[str] = []       # kernels, because of the deadline
 
     def enter(self) -> None:
-        """Load and compile each, in the order of the plan; who is far behind already takes no further part."""
+        """Load and compile each, in the order of the plan; who is far behind already takes no further part.
+
+        A kernel enters only if there is time for the two calls of its entry, as far as can be expected. The
+        first call that takes all that is left is the last: what was measured before it stays.
+        """
         best = math.inf
         fixed = fixed_by_key(self.world.program(self.op), self.facts)
         for step in self.plan.steps:
             kernel, race = self.world.catalog.by_id[step.kernel], self.race
+            if time.perf_counter() + 2e-6 * step.score.total_us >= race.deadline:
+                self.no_time_for.append(kernel.id)
+                continue
             try:
                 run = self.dispatcher.binding(kernel, step, self.facts, {} if kernel.jit else fixed).run
                 inputs = prepared(self.op, step, self.values, self.facts)
@@ -76,6 +84,8 @@ class Contest:
             took = race.enter(kernel.id, _way(run, inputs, self.call.grad))
             if took is None:
                 self._note_failures()
+                if kernel.id not in self.failed:
+                    self.no_time_for.append(kernel.id)
                 continue
             first, us = took
             self.compile_us[kernel.id] = max(first - us, 0.0) if kernel.jit else 0.0
@@ -91,11 +101,11 @@ class Contest:
                     race.rounds[kernel.id].clear()
             best = min(best, us)
 
-    def run(self, rounds: int, deadline: float | None) -> None:
+    def run(self, rounds: int) -> None:
         """Rounds until it is settled who is fastest, or the time is up."""
         race = self.race
         race.run(LOOK)
-        end = min(time.perf_counter() + CALL_SECONDS, deadline or math.inf)
+        end = min(time.perf_counter() + CALL_SECONDS, race.deadline)
         for name in hopeless(race.timings, race.running):
             race.drop(name)
         race.run(min(LEAST, rounds) - LOOK)
@@ -150,7 +160,8 @@ class Contest:
             tied=tuple(sorted({*group} - {best})), kernels=tuple(timed.values()), baseline=own,
             gain=costs.gain(own, best) if own else None, flops=flops, bytes=moved,
             roofline=roof.roofline_us(flops, moved) / timed[best].summary.median if roof else None,
-            failed=dict(self.failed), rejected=self.plan.rejected, measurements=rows)
+            failed=dict(self.failed), no_time_for=tuple(self.no_time_for), rejected=self.plan.rejected,
+            measurements=rows)
 
     def _measurements(self, names: list[str]) -> tuple[Measurement, ...]:
         op, kind, place = self.op, kind_of(self.op, self.facts), self.world.place(self.facts["device"])

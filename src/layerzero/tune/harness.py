@@ -31,6 +31,7 @@ MIN_ROUNDS, MAX_ROUNDS = 7, 400
 SAMPLE_SECONDS = 5e-4
 MOST_CALLS, MOST_COLD_CALLS = 100_000, 20      # in one sample
 ATTEMPTS, KEPT = 3, 0.9                        # a sample is taken again if less than this share of it was on the CPU
+LONG_NS = 200_000_000                          # a sample as long as this is not taken again: the noise in it is small
 MARGIN = 0.02                                  # nearer than this is even, however sure: two runs may differ by as much
 GRAPH_MARGIN = 0.01                            # replays of a graph differ less
 SURE = 0.95
@@ -78,7 +79,7 @@ class WallWatch:
             self._wait()
             took = self._now() - began
             best = min(best, took)
-            if self._busy is None or self._busy() - worked >= KEPT * took:
+            if self._busy is None or took >= LONG_NS or self._busy() - worked >= KEPT * took:
                 break
         return best / calls / 1e3
 
@@ -281,13 +282,18 @@ class Timings:
 # rounds
 
 class Race:
-    """Ways that take turns. One that throws what `catch` names is out, and its error kept."""
+    """Ways that take turns. One that throws what `catch` names is out, and its error kept.
 
-    def __init__(self, watch: Watch, catch: tuple[type[BaseException], ...] = (), seed: int = 0) -> None:
-        self.watch, self.catch = watch, catch
+    After `deadline` (of time.perf_counter) no sample begins; one that runs is not interrupted.
+    """
+
+    def __init__(self, watch: Watch, catch: tuple[type[BaseException], ...] = (), seed: int = 0,
+                 deadline: float = math.inf) -> None:
+        self.watch, self.catch, self.deadline = watch, catch, deadline
         self.rounds: dict[str, list[float]] = {}
         self.failed: dict[str, BaseException] = {}
         self._running: dict[str, tuple[Way, int]] = {}
+        self._on_entry: dict[str, float] = {}
         self._chance = random.Random(seed)
 
     @property
@@ -299,18 +305,26 @@ class Race:
     def running(self) -> tuple[str, ...]:
         return tuple(self._running)
 
+    @property
+    def out_of_time(self) -> bool:
+        return time.perf_counter() >= self.deadline
+
     def enter(self, name: str, way: Way) -> tuple[float, float] | None:
-        """Microseconds of the first call, which loads and compiles, and of the next; None if it failed."""
+        """Microseconds of the first call, which loads and compiles, and of the next; None if it failed, or if
+        after the first call there was no time for another: by its first call nobody is judged."""
         began = time.perf_counter()
         if self._sample(name, way, 1) is None:
             return None
         first = (time.perf_counter() - began) * 1e6            # all of it: a compiler's wait is no noise
+        if self.out_of_time:
+            return None
         after = self._sample(name, way, 1)
         if after is None:
             return None
         calls = int(SAMPLE_SECONDS * 1e6 / max(after, 1e-3))
         self._running[name] = way, min(max(calls, 1), self.watch.most_calls)
         self.rounds[name] = []
+        self._on_entry[name] = max(after, 1e-3)
         return first, after
 
     def drop(self, name: str) -> None:
@@ -318,11 +332,15 @@ class Race:
         self._running.pop(name, None)
 
     def run(self, rounds: int = 1, only: str = "") -> None:
+        """So many rounds, or fewer if the time is up: then a way that had no turn yet keeps its time on entry."""
         with no_collection():
             for _ in range(rounds):
                 turn = [entry for entry in self._running.items() if entry[0] == (only or entry[0])]
                 self._chance.shuffle(turn)
                 for name, (way, calls) in turn:
+                    if self.out_of_time:
+                        self.rounds[name] = self.rounds[name] or [self._on_entry[name]]
+                        continue
                     us = self._sample(name, way, calls)
                     if us is not None:
                         self.rounds[name].append(max(us, 1e-3))

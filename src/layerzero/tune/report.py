@@ -47,6 +47,7 @@ class Tuned:
     bytes: float = 0.0
     roofline: float | None = None              # share of the best this device can do
     failed: Mapping[str, Reason] = field(default_factory=dict)
+    no_time_for: tuple[str, ...] = ()          # kernels that the limit of time left out
     rejected: tuple[Rejected, ...] = ()
     measurements: tuple[Measurement, ...] = ()
 
@@ -73,6 +74,7 @@ class Tuned:
             "tied": list(self.tied), "baseline": self.baseline, "gain": self.gain.to_json() if self.gain else None,
             "median_us": us, "flops_per_s": self.flops / us * 1e6, "bytes_per_s": self.bytes / us * 1e6,
             "roofline": self.roofline, "kernels": [timed.to_json() for timed in self.kernels],
+            "no_time_for": list(self.no_time_for),
             "failed": {kernel: reason.to_json() for kernel, reason in self.failed.items()},
             "rejected": [rejected.to_json() for rejected in self.rejected]}
 

@@ -225,11 +225,13 @@ class Tuner:
                 facts = {**dispatcher.facts(values, worlds.current()), "graph": self.graph}
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, _first_line(e))
-            contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device), self.compile)
+            contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device), self.compile,
+                              self.deadline)
             contest.enter()
-            contest.run(self.rounds, self.deadline)
+            contest.run(self.rounds)
         if not contest.race.timings.rounds:
-            return Skipped(job.call, "; ".join(f"{k}: {r.message}" for k, r in contest.failed.items())
+            return Skipped(job.call, "; ".join([*(f"{k}: {r.message}" for k, r in contest.failed.items()),
+                                                *(f"{k}: no time for it" for k in contest.no_time_for)])
                            or "no kernel may serve it")
         found = contest.verdict(self.rates)
         self.save(found.measurements, None)

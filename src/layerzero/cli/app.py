@@ -148,7 +148,8 @@ def build(force: Annotated[bool, typer.Option("--force", help="compile even if i
 
 @app.command()
 def demo(as_json: Json = False, device: DeviceKind = None,
-         seconds: Annotated[float, typer.Option(help="time to spend on each measurement")] = 0.8) -> None:
+         seconds: Annotated[float, typer.Option(help="the time for all of it; what does not fit is left out")] = 45.0,
+         ) -> None:
     """A decoder block through lz and through plain torch: who serves, why, is it equal, what is gained."""
     kind = _kind(device)
     if kind not in SIZES:

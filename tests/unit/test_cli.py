@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.cli import main
+from layerzero.cli import _one_line, main
 from layerzero.cli.arguments import parse_call
 from layerzero.cli.block import SIZES, STYLES, Block, Sizes
 from layerzero.cli.fit import Pace, fit
@@ -244,6 +244,11 @@ def test_a_warning_is_one_line_beside_the_answer(run):
     assert (code, json.loads(out)["op"]) == (0, "attention")
     assert err.startswith("warning: lz.attention: query and key lengths differ")
     assert len(err.splitlines()) == 1
+
+
+def test_of_a_warning_with_a_stack_the_first_line_is_shown(capsys):
+    _one_line(UserWarning("mkldnn_matmul failed\nframe #0: c10::Error\n"), UserWarning, "x.py", 1)
+    assert capsys.readouterr().err == "warning: mkldnn_matmul failed\n"
 
 
 def test_a_broken_environment_is_one_message():

@@ -36,7 +36,11 @@ OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, Memory
 _STICKY = ("illegal memory access", "device-side assert triggered", "unspecified launch failure", "misaligned address",
            "illegal instruction", "an illegal address", "uncorrectable ecc", "the launch timed out and was terminated",
            "hardware stack error", "device lost")
-_MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
+# Torch's CPU allocator says "can't allocate memory" where it asks posix_memalign and "not enough memory" where it asks
+# mimalloc (its wheels for ARM) or Windows; C++'s own error comes through torch as its name; the rest is what XNNPACK,
+# QNNPACK, shared memory and mmap say.
+_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "failed to allocate", "could not allocate",
+           "unable to allocate", "cannot allocate memory", "bad_alloc")
 _CAPTURE = ("stream is capturing", "during cuda graph capture", "legacy stream depend", "cuda graph capture unless")
 _CAPTURE_LOST = ("previous error during capture", "capture was invalidated", "capture invalidated")
 

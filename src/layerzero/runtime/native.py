@@ -16,7 +16,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -97,13 +99,18 @@ def status() -> Status:
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Compile the fast path for this torch and Python, then our own CPU kernels; the path of the fast path.
+    """Compile the fast path for this torch and Python and our own CPU kernels, at the same time; the fast path's file.
 
-    Safe to run in parallel.
+    `say` is told when a part begins and when it is done, from the thread that waits for its compiler. One that does
+    not compile keeps the other from nothing. Safe to run in several processes at once.
     """
-    path = build_fast_path(force, say)
-    build_kernels(force, say)
-    return path
+    with ThreadPoolExecutor(2) as pool:
+        fast_path, kernels = (pool.submit(part, force, say) for part in (build_fast_path, build_kernels))
+    one, other = fast_path.exception(), kernels.exception()
+    if isinstance(one, ConfigError) and isinstance(other, ConfigError):
+        raise ConfigError(f"{one}\n{other}")
+    kernels.result()                           # raises what went wrong
+    return fast_path.result()
 
 
 def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
@@ -113,7 +120,7 @@ def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text:
     return kernels.build(force, say)
 
 
-def build_fast_path(force: bool, say: Callable[[str], None]) -> Path:
+def build_fast_path(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
     path = library_path()
     if path.exists() and not force:
         return path
@@ -126,7 +133,9 @@ def build_fast_path(force: bool, say: Callable[[str], None]) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             target = Path(folder) / path.name
             say(f"compiling {SOURCE.name} with {Path(compiler).name} for torch {torch.__version__}")
+            began = time.perf_counter()
             _compile(compile_command(compiler, target))
+            say(f"{SOURCE.name} took {time.perf_counter() - began:.0f} s")
             os.replace(target, path)           # in one step: another process sees all of it or nothing
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "

@@ -280,5 +280,5 @@ OP = Op(
     flops="2 * batch * heads * seq_q * seq_k * (head_dim + head_dim_v)",
     bytes="itemsize * batch * (head_dim + head_dim_v) * (heads * seq_q + kv_heads * seq_k)",
     differentiable=("query", "key", "value"), autocast="lower", canonical=canonical, extra_check=extra_check,
-    outputs="Tensor[]",
+    outputs="Tensor[]", sdpa_switches=True,
 )

@@ -102,5 +102,5 @@ OP = Op(
     ),
     flops="2 * tokens_q * heads * max_seqlen_k * (head_dim + head_dim_v)",
     bytes="itemsize * (head_dim + head_dim_v) * (tokens_q * heads + tokens_k * kv_heads)",
-    differentiable=("query", "key", "value"), autocast="lower", extra_check=extra_check,
+    differentiable=("query", "key", "value"), autocast="lower", sdpa_switches=True, extra_check=extra_check,
 )

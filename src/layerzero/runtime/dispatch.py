@@ -32,7 +32,17 @@ from . import world as worlds
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
-from .incidents import ProbeBusy, blame, change_health, compile_failed, learn, loaded, mark_unloadable, refusal
+from .incidents import (
+    ProbeBusy,
+    blame,
+    change_health,
+    compile_failed,
+    learn,
+    loaded,
+    mark_unloadable,
+    refusal,
+    switched_off,
+)
 from .world import World
 
 _MAX_BINDINGS = 1024
@@ -302,6 +312,8 @@ class Dispatcher:
             self.ledger.fell_back(kernel.id)
             events.emit(Fallback(self.op.name, failures[0][0], kernel.id, failures[0][1]))
             return out
+        if all(reason.code is Code.SDPA_BACKEND_DISABLED for _, reason in failures):
+            raise switched_off(world, self.op, entry.plan, failures, context.current.get()) from fault
         lines = [f"  {name}: {reason.message}" for name, reason in failures]
         named = f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked else ""
         raise KernelFailed(f"lz.{self.op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),

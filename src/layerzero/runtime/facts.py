@@ -16,7 +16,7 @@ from ..spec.errors import InvalidCall
 from ..spec.expr import parse
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
-from .faults import capturing
+from .faults import capturing, sdpa_backends
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -65,6 +65,8 @@ def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = Non
     facts["grad"] = grad and any(t.requires_grad for t in tensors.values())
     facts["deterministic"] = torch.are_deterministic_algorithms_enabled()
     facts["graph"] = facts["device"] == "cuda" and capturing()
+    if op.sdpa_switches:
+        facts["sdpa_backends"] = sdpa_backends()
     return facts
 
 

@@ -74,6 +74,7 @@ struct Program {
   Py_ssize_t positional = 0;                    // parameters that may be given by their place
   uint64_t required = 0;                        // those without a default
   bool watch_capture = false;
+  bool sdpa_switches = false;                   // torch.nn.attention.sdpa_kernel says which kernels may serve it
 };
 
 // ---------------------------------------------------------------- what to call, and the table of it
@@ -332,8 +333,14 @@ bool read_bools(const Program &p, PyObject **values, uint64_t *out) {
   return true;
 }
 
-constexpr int FLAG_WORD = 3;                     // grad, determinism, capture
+constexpr int FLAG_WORD = 3;                     // grad, determinism, capture, what of SDPA is switched off
 constexpr uint64_t IN_CAPTURE = 4;
+
+// What torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp have switched off, a bit each.
+uint64_t sdpa_off(const at::Context &context) {
+  return (uint64_t)!context.userEnabledFlashSDP() << 3 | (uint64_t)!context.userEnabledMemEfficientSDP() << 4 |
+         (uint64_t)!context.userEnabledMathSDP() << 5 | (uint64_t)!context.userEnabledCuDNNSDP() << 6;
+}
 
 // The key of a call into `words`, as outside of a capture; the number of words, 0 for a call that is not ordinary, -1 on
 // a Python error.
@@ -349,6 +356,7 @@ int read_key(const Program &p, uint64_t given, PyObject **values, uint64_t *word
   words[n++] = tls.excluded_.raw_repr();
   bool grad = c10::GradMode::is_enabled();
   uint64_t flags = (uint64_t)at::globalContext().deterministicAlgorithms() << 1;
+  if (p.sdpa_switches) flags |= sdpa_off(at::globalContext());
   n++;                                          // FLAG_WORD
   uint64_t packed = p.default_bools;
   if (given & p.bool_mask && !read_bools(p, values, &packed)) return 0;
@@ -593,10 +601,10 @@ void numbers(PyObject *tuple, std::vector<double> *out) {
 PyObject *install(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
   PyObject *params, *tensors, *derived, *fields;
-  int variant, variants, slots, main, watch;
+  int variant, variants, slots, main, watch, sdpa;
   long long epoch, limit;
-  if (!PyArg_ParseTuple(args, "O!O!O!O!iiiipLL", &PyTuple_Type, &params, &PyTuple_Type, &tensors, &PyTuple_Type, &derived,
-                        &PyTuple_Type, &fields, &variant, &variants, &slots, &main, &watch, &epoch, &limit))
+  if (!PyArg_ParseTuple(args, "O!O!O!O!iiiippLL", &PyTuple_Type, &params, &PyTuple_Type, &tensors, &PyTuple_Type, &derived,
+                        &PyTuple_Type, &fields, &variant, &variants, &slots, &main, &watch, &sdpa, &epoch, &limit))
     return nullptr;
   Py_ssize_t count = PyTuple_GET_SIZE(params), numbered = PyTuple_GET_SIZE(fields);
   Py_ssize_t bools = 0;
@@ -613,6 +621,7 @@ PyObject *install(PyObject *self, PyObject *args) {
   p->slots = slots;
   p->main = main;
   p->watch_capture = watch;
+  p->sdpa_switches = sdpa;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
     PyObject *t = PyTuple_GET_ITEM(params, i);
     Param param;

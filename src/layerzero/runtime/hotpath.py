@@ -20,9 +20,11 @@ from ..spec.expr import parse
 from ..spec.grid import bucket
 from ..spec.op import Op, Param
 from .facts import TENSOR_READERS, alignment, dtype_name, stride_last
+from .faults import SDPA_SWITCHES, sdpa_backends
 
 BUCKETS = [bucket(n) for n in range(4097)]      # to the end of a bucket
 EXTRAS = ("backend", "policy")
+SDPA_ELEMENT = "None if SDPA_0() and SDPA_1() and SDPA_2() and SDPA_3() else SDPA_BACKENDS()"
 
 
 def signature(op: Op) -> inspect.Signature:
@@ -130,6 +132,8 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     key += [p.name for p in op.params if p.kind == "bool"]
     key += [element for f in program.fields if f.fact not in op.by_name for element in _number_elements(f, op)]
     key += _scalars(program)
+    if op.sdpa_switches:
+        key.append(SDPA_ELEMENT)
     if watch_capture and first:
         key.append("_graph")
     lines.append("KEY = (" + ", ".join(key) + ",)")
@@ -150,6 +154,8 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
         dtype="DTYPE_NAME(_dtype)", itemsize="_dtype.itemsize", device="_home.type", tensor_kind="'plain'",
         grad=f"_grad and ({' or '.join(flags)})", deterministic="DETERMINISTIC()",
         graph="_home.type == 'cuda' and CAPTURING()")
+    if op.sdpa_switches:
+        known["sdpa_backends"] = SDPA_ELEMENT
     patterns = next(iter(op.patterns.values()))
     for p in op.params:
         if p.kind != "tensor":
@@ -409,6 +415,7 @@ def namespace(override: Callable[[], Any], faults: tuple[type[BaseException], ..
         "STRIDED": torch.strided, "STRIDE_LAST": _stride_last, "WHOLE": _whole, "ALIGNMENT": alignment,
         "OVERRIDE": override, "FAULTS": faults, "DTYPE_NAME": dtype_name, "SPREAD_OVER": _spread_over,
         **{f"READ_{fact}": reader for fact, reader in TENSOR_READERS.items()},
+        **{f"SDPA_{i}": is_on for i, is_on in enumerate(SDPA_SWITCHES)}, "SDPA_BACKENDS": sdpa_backends,
         "AUTOCAST": torch._C._is_any_autocast_enabled, "LEVEL": torch._C._functorch.maybe_current_level,
         "GRAD": torch.is_grad_enabled, "DETERMINISTIC": torch._C._get_deterministic_algorithms,
         "CAPTURING": capturing, "NOT_PLAIN": (ValueError, RuntimeError, ZeroDivisionError),

@@ -253,7 +253,7 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
         (*((slots[f.fact], -1) if f.fact in slots else (-1, index[f.fact])),
          int(f.exact), int(f.bucket), *tests) for f in program.fields for tests in _tests(f))
     return (params, tensors, derived, fields, index.get(op.variant, -1), len(variants), count,
-            index.get(op.main_tensor, -1), torch.version.cuda is not None)
+            index.get(op.main_tensor, -1), torch.version.cuda is not None, op.sdpa_switches)
 
 
 def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]]:

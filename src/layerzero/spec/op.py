@@ -117,6 +117,7 @@ class Op:
     read: Callable[[dict[str, Any]], dict[str, Any]] | None = None   # facts of an op whose arguments are not tensors
     reads: tuple[str, ...] = ()                # the names of those facts
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -205,6 +206,7 @@ class Op:
             "requires": [r.to_json() for r in self.requires], "flops": self.flops, "bytes": self.bytes,
             "differentiable": list(self.differentiable), "autocast": self.autocast, "outputs": self.outputs,
             "main": self.main, "reads": list(self.reads), "dtypes": list(self.dtypes),
+            "sdpa_switches": self.sdpa_switches,
             "tolerance": self.tolerance.to_json(),
             "cases": [dict(c) for c in self.cases],
             "code": {n: import_path(getattr(self, n)) for n in _CALLABLES if getattr(self, n) is not None},
@@ -219,6 +221,7 @@ class Op:
             fields[k] = tuple(data[k])
         returns = data["returns"]
         fields["returns"] = {k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns)
+        fields["sdpa_switches"] = data.get("sdpa_switches", False)
         fields["requires"] = tuple(condition_from_json(r) for r in data["requires"])
         fields["tolerance"] = Tolerance.from_json(data["tolerance"])
         fields.update({n: resolve(path) for n, path in data["code"].items()})

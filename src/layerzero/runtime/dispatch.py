@@ -293,7 +293,8 @@ class Dispatcher:
             raise mistake from fault
         world = worlds.current()
         failures: list[tuple[str, Reason]] = []
-        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name)
+        plain = facts["tensor_kind"] == "plain"        # what a subclass makes of a kernel is not the kernel's fault
+        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name, plain)
         others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
         for kernel, step in sorted(others, key=lambda other: other[0].jit):    # what might compile comes last
             try:
@@ -305,7 +306,7 @@ class Dispatcher:
             except faults.PASSED_ON:
                 raise
             except faults.FAULTS as next_fault:
-                blame(world, kernel, next_fault, failures, self.op.name)
+                blame(world, kernel, next_fault, failures, self.op.name, plain)
                 continue
             if kernel.health in worlds.current().health:
                 change_health(kernel.health, health.succeeded)
@@ -327,6 +328,7 @@ class Dispatcher:
         learn(override)
         named = dict(zip(self.names, values))
         tensors = reading.check_types(self.op, named)
+        reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
         first = next(iter(tensors.values()), None)
         lowered = self.lowered(named, first)
         if lowered is not None and first is not None:

@@ -39,6 +39,8 @@ struct Param {
   Kind kind;
   bool optional, keyword_only;
   std::vector<PyObject *> choices;              // of a str parameter
+  int64_t least = 0, most = 0;                  // of an int parameter
+  double lowest = 0, highest = 0;               // of a float parameter
 };
 struct Dim { Token token; int64_t value; };     // value: a slot, or the literal
 struct Tensor {
@@ -271,6 +273,20 @@ uint64_t number_word(const Field &f, double value) {
   return (word | (uint64_t)(value != value) << bit) << 16;      // NaN fails also what a small number passes
 }
 
+// Is it a number of the declared kind, in its range? NaN is in none.
+bool fits(const Param &param, PyObject *v) {
+  double value;
+  if (PyLong_CheckExact(v)) {
+    int overflow = 0;
+    int64_t whole = PyLong_AsLongLongAndOverflow(v, &overflow);
+    if (overflow) return false;
+    if (param.kind == INT) return param.least <= whole && whole <= param.most;
+    value = (double)whole;
+  } else if (param.kind == FLOAT && PyFloat_CheckExact(v)) value = PyFloat_AS_DOUBLE(v);
+  else return false;
+  return param.lowest <= value && value <= param.highest;
+}
+
 // The words of the strings and numbers among the parameters; -1 if one is not as it should be.
 int read_scalars(const Program &p, PyObject **values, uint64_t *words, int *variant) {
   int n = 0, filled = 0;
@@ -279,7 +295,7 @@ int read_scalars(const Program &p, PyObject **values, uint64_t *words, int *vari
     const Param &param = p.params[i];
     PyObject *v = values[i];
     if (param.kind != STR) {
-      if (v == Py_None ? !param.optional : !PyLong_CheckExact(v) && (param.kind == INT || !PyFloat_CheckExact(v))) return -1;
+      if (v == Py_None ? !param.optional : !fits(param, v)) return -1;
       continue;
     }
     size_t c = 0;
@@ -595,7 +611,7 @@ void numbers(PyObject *tuple, std::vector<double> *out) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) out->push_back(PyFloat_AsDouble(PyTuple_GET_ITEM(tuple, i)));
 }
 
-// params: ((name, kind, optional, keyword_only, has_default, default, choices), ...)
+// params: ((name, kind, optional, keyword_only, has_default, default, choices, least, most), ...)
 // tensors: ((param, (want_stride, want_ndim, want_grad, want_alignment, alike), (((token, value), ...) per variant)), ...)
 // derived: ((slot, ((code, value), ...)), ...)   fields: ((slot, param, exact, bucket, equals, above, multiples), ...)
 PyObject *install(PyObject *self, PyObject *args) {
@@ -631,6 +647,11 @@ PyObject *install(PyObject *self, PyObject *args) {
     param.optional = at_index(t, 2);
     param.keyword_only = at_index(t, 3);
     param.fallback = at_index(t, 4) ? Py_NewRef(PyTuple_GET_ITEM(t, 5)) : nullptr;
+    if (param.kind == INT) { param.least = at_index(t, 7); param.most = at_index(t, 8); }
+    else if (param.kind == FLOAT) {
+      param.lowest = PyFloat_AsDouble(PyTuple_GET_ITEM(t, 7));
+      param.highest = PyFloat_AsDouble(PyTuple_GET_ITEM(t, 8));
+    }
     PyObject *choices = PyTuple_GET_ITEM(t, 6);
     for (Py_ssize_t c = 0; c < PyTuple_GET_SIZE(choices); c++) {
       PyObject *choice = Py_NewRef(PyTuple_GET_ITEM(choices, c));

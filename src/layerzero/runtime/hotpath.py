@@ -18,7 +18,7 @@ from torch import Tensor
 from ..select.key import KeyProgram, NumberField
 from ..spec.expr import parse
 from ..spec.grid import bucket
-from ..spec.op import Op, Param
+from ..spec.op import INT64, Op, Param
 from .facts import TENSOR_READERS, alignment, dtype_name, stride_last
 from .faults import SDPA_SWITCHES, sdpa_backends
 
@@ -187,7 +187,21 @@ def _scalar_checks(op: Op) -> list[str]:
         for n in (p.name for p in own if p.optional):
             whole = f" and type({n}) is not int" if kind == "float" else ""
             lines.append(f"if {n} is not None and type({n}) is not {exact}{whole}: break")
-    return lines
+    out_of_range = [_out_of_range(op.by_name[n], *limits) for n, limits in op.limits.items()]
+    return [*lines, f"if {' or '.join(out_of_range)}: break"] if out_of_range else lines
+
+
+def _out_of_range(p: Param, low: float, high: float) -> str:
+    """Mostly a number is the default, which is in its range: that is asked first. NaN is in none.
+
+    An int that stands for a float is handed to kernels as it is, and they read 64 bits of it.
+    """
+    within = f"not {low!r} <= {p.name} <= {high!r}"
+    if p.kind == "float":
+        within = f"({within} or (type({p.name}) is int and not {INT64[0]} <= {p.name} <= {INT64[1]}))"
+    if p.optional:
+        return f"{p.name} is not None and {within}"
+    return within if p.required else f"{p.name} != {p.default!r} and {within}"
 
 
 def _strides(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
@@ -274,8 +288,8 @@ class _Binder:
 
     def lines(self, name: str, certain: bool) -> list[str]:
         tokens: tuple[str, ...] = self.patterns.get(name, ())
-        if not tokens:
-            return []
+        if not tokens:                          # its sizes, which a nested tensor does not have, are not asked for
+            return [f"if {name}.is_nested: break"]
         if tokens[0].startswith("~"):
             sizes = ", ".join(f"_d_{t[1:]}" for t in tokens)
             return [f"_s_{name} = SPREAD({name}.shape, ({sizes},))", f"if _s_{name} is None: break"]

@@ -78,7 +78,7 @@ def change_health(group: str, change: Callable[[health.Health | None], health.He
 
 
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[tuple[str, Reason]],
-          op: str) -> None:
+          op: str, counts: bool = True) -> None:
     """Record what went wrong and count it against the kernel if it was the kernel."""
     if kernel is None:
         failures.append(("(unregistered)", faults.reason_of(fault, "kernel")))
@@ -92,7 +92,7 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
                          "earlier kernel may have caused it (CUDA_LAUNCH_BLOCKING=1 tells).", [reason]) from fault
     if kind in ("capture", "lost"):
         raise _capture_lost(kernel, reason, op, kind == "capture") from fault
-    if kind in ("kernel", "timeout") and not isinstance(fault, ProbeBusy):
+    if counts and kind in ("kernel", "timeout") and not isinstance(fault, ProbeBusy):
         threshold, cooldown = map(world.policy.setting, ("breaker_threshold", "breaker_cooldown"))
         now = time.monotonic()
         change_health(kernel.health, lambda old: health.failed(old, reason, now, threshold, cooldown))

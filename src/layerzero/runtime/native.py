@@ -223,7 +223,8 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
     params = tuple(
         (p.name, _KINDS.index(p.kind), int(p.optional), int(p.keyword_only), int(not p.required),
          None if p.required else p.default,
-         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices))
+         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices),
+         *op.limits.get(p.name, (0, 0)))
         for p in op.params)
     wanted_facts: dict[str, set[str]] = {}
     for tensor, fact in program.tensor_facts:

@@ -174,6 +174,9 @@ class Code(str, Enum):
     OUT_OF_MEMORY = ("OUT_OF_MEMORY", Category.MEMORY, "ran out of memory: {got}")
     # the caller's own mistakes
     WRONG_TYPE = ("WRONG_TYPE", Category.CALLER, "{fact} must be {want}, got {got}")
+    TENSOR_UNREADABLE = (
+        "TENSOR_UNREADABLE", Category.CALLER, "{fact} must be {want}, got {got}",
+        "make it a plain tensor first: to_dense() of a sparse or mkldnn one, to_padded_tensor() of a nested one")
     WRONG_NDIM = ("WRONG_NDIM", Category.CALLER, "{fact} must have {want} dimensions, got {got}")
     DIM_MISMATCH = ("DIM_MISMATCH", Category.CALLER, "{fact} must be {want}, got {got}")
     MIXED_DEVICES = ("MIXED_DEVICES", Category.CALLER, "all tensors must be on {want}, {fact} is {got}",

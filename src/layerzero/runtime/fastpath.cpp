@@ -270,7 +270,7 @@ uint64_t number_word(const Field &f, double value) {
   for (double x : f.equals) word |= (uint64_t)(value == x) << bit++;
   for (double x : f.above) word |= (uint64_t)(value > x) << bit++;
   for (int64_t x : f.multiples) word |= (uint64_t)(std::fmod(value, (double)x) == 0) << bit++;
-  return (word | (uint64_t)(value != value) << bit) << 16;      // NaN fails also what a small number passes
+  return word << 16;
 }
 
 // Is it a number of the declared kind, in its range? NaN is in none.

@@ -341,8 +341,6 @@ def _number_elements(field: NumberField, op: Op) -> list[str]:
         return [x]
     tests = [f"{x} == {v!r}" for v in field.equals] + [f"{x} > {v!r}" for v in field.above]
     tests += [f"{x} % {v!r} == 0" for v in field.multiples]
-    if param and param.kind == "float":
-        tests.append(f"{x} != {x}")             # NaN fails every comparison, also those that a small number passes
     if not field.bucket:
         parts = tests
     elif not field.multiples and all(v >= len(BUCKETS) for v in (*field.equals, *field.above)):

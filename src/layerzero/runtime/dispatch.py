@@ -32,7 +32,17 @@ from . import world as worlds
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
-from .incidents import ProbeBusy, blame, change_health, compile_failed, learn, loaded, mark_unloadable, refusal
+from .incidents import (
+    ProbeBusy,
+    blame,
+    change_health,
+    compile_failed,
+    learn,
+    loaded,
+    mark_unloadable,
+    refusal,
+    switched_off,
+)
 from .world import World
 
 _MAX_BINDINGS = 1024
@@ -283,7 +293,8 @@ class Dispatcher:
             raise mistake from fault
         world = worlds.current()
         failures: list[tuple[str, Reason]] = []
-        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name)
+        plain = facts["tensor_kind"] == "plain"        # what a subclass makes of a kernel is not the kernel's fault
+        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name, plain)
         others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
         for kernel, step in sorted(others, key=lambda other: other[0].jit):    # what might compile comes last
             try:
@@ -295,13 +306,15 @@ class Dispatcher:
             except faults.PASSED_ON:
                 raise
             except faults.FAULTS as next_fault:
-                blame(world, kernel, next_fault, failures, self.op.name)
+                blame(world, kernel, next_fault, failures, self.op.name, plain)
                 continue
             if kernel.health in worlds.current().health:
                 change_health(kernel.health, health.succeeded)
             self.ledger.fell_back(kernel.id)
             events.emit(Fallback(self.op.name, failures[0][0], kernel.id, failures[0][1]))
             return out
+        if all(reason.code is Code.SDPA_BACKEND_DISABLED for _, reason in failures):
+            raise switched_off(world, self.op, entry.plan, failures, context.current.get()) from fault
         lines = [f"  {name}: {reason.message}" for name, reason in failures]
         named = f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked else ""
         raise KernelFailed(f"lz.{self.op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
@@ -315,6 +328,7 @@ class Dispatcher:
         learn(override)
         named = dict(zip(self.names, values))
         tensors = reading.check_types(self.op, named)
+        reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
         first = next(iter(tensors.values()), None)
         lowered = self.lowered(named, first)
         if lowered is not None and first is not None:

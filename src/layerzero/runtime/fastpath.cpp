@@ -39,6 +39,8 @@ struct Param {
   Kind kind;
   bool optional, keyword_only;
   std::vector<PyObject *> choices;              // of a str parameter
+  int64_t least = 0, most = 0;                  // of an int parameter
+  double lowest = 0, highest = 0;               // of a float parameter
 };
 struct Dim { Token token; int64_t value; };     // value: a slot, or the literal
 struct Tensor {
@@ -74,6 +76,7 @@ struct Program {
   Py_ssize_t positional = 0;                    // parameters that may be given by their place
   uint64_t required = 0;                        // those without a default
   bool watch_capture = false;
+  bool sdpa_switches = false;                   // torch.nn.attention.sdpa_kernel says which kernels may serve it
 };
 
 // ---------------------------------------------------------------- what to call, and the table of it
@@ -267,7 +270,21 @@ uint64_t number_word(const Field &f, double value) {
   for (double x : f.equals) word |= (uint64_t)(value == x) << bit++;
   for (double x : f.above) word |= (uint64_t)(value > x) << bit++;
   for (int64_t x : f.multiples) word |= (uint64_t)(std::fmod(value, (double)x) == 0) << bit++;
-  return (word | (uint64_t)(value != value) << bit) << 16;      // NaN fails also what a small number passes
+  return word << 16;
+}
+
+// Is it a number of the declared kind, in its range? NaN is in none.
+bool fits(const Param &param, PyObject *v) {
+  double value;
+  if (PyLong_CheckExact(v)) {
+    int overflow = 0;
+    int64_t whole = PyLong_AsLongLongAndOverflow(v, &overflow);
+    if (overflow) return false;
+    if (param.kind == INT) return param.least <= whole && whole <= param.most;
+    value = (double)whole;
+  } else if (param.kind == FLOAT && PyFloat_CheckExact(v)) value = PyFloat_AS_DOUBLE(v);
+  else return false;
+  return param.lowest <= value && value <= param.highest;
 }
 
 // The words of the strings and numbers among the parameters; -1 if one is not as it should be.
@@ -278,7 +295,7 @@ int read_scalars(const Program &p, PyObject **values, uint64_t *words, int *vari
     const Param &param = p.params[i];
     PyObject *v = values[i];
     if (param.kind != STR) {
-      if (v == Py_None ? !param.optional : !PyLong_CheckExact(v) && (param.kind == INT || !PyFloat_CheckExact(v))) return -1;
+      if (v == Py_None ? !param.optional : !fits(param, v)) return -1;
       continue;
     }
     size_t c = 0;
@@ -332,8 +349,14 @@ bool read_bools(const Program &p, PyObject **values, uint64_t *out) {
   return true;
 }
 
-constexpr int FLAG_WORD = 3;                     // grad, determinism, capture
+constexpr int FLAG_WORD = 3;                     // grad, determinism, capture, what of SDPA is switched off
 constexpr uint64_t IN_CAPTURE = 4;
+
+// What torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp have switched off, a bit each.
+uint64_t sdpa_off(const at::Context &context) {
+  return (uint64_t)!context.userEnabledFlashSDP() << 3 | (uint64_t)!context.userEnabledMemEfficientSDP() << 4 |
+         (uint64_t)!context.userEnabledMathSDP() << 5 | (uint64_t)!context.userEnabledCuDNNSDP() << 6;
+}
 
 // The key of a call into `words`, as outside of a capture; the number of words, 0 for a call that is not ordinary, -1 on
 // a Python error.
@@ -349,6 +372,7 @@ int read_key(const Program &p, uint64_t given, PyObject **values, uint64_t *word
   words[n++] = tls.excluded_.raw_repr();
   bool grad = c10::GradMode::is_enabled();
   uint64_t flags = (uint64_t)at::globalContext().deterministicAlgorithms() << 1;
+  if (p.sdpa_switches) flags |= sdpa_off(at::globalContext());
   n++;                                          // FLAG_WORD
   uint64_t packed = p.default_bools;
   if (given & p.bool_mask && !read_bools(p, values, &packed)) return 0;
@@ -587,16 +611,16 @@ void numbers(PyObject *tuple, std::vector<double> *out) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) out->push_back(PyFloat_AsDouble(PyTuple_GET_ITEM(tuple, i)));
 }
 
-// params: ((name, kind, optional, keyword_only, has_default, default, choices), ...)
+// params: ((name, kind, optional, keyword_only, has_default, default, choices, least, most), ...)
 // tensors: ((param, (want_stride, want_ndim, want_grad, want_alignment, alike), (((token, value), ...) per variant)), ...)
 // derived: ((slot, ((code, value), ...)), ...)   fields: ((slot, param, exact, bucket, equals, above, multiples), ...)
 PyObject *install(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
   PyObject *params, *tensors, *derived, *fields;
-  int variant, variants, slots, main, watch;
+  int variant, variants, slots, main, watch, sdpa;
   long long epoch, limit;
-  if (!PyArg_ParseTuple(args, "O!O!O!O!iiiipLL", &PyTuple_Type, &params, &PyTuple_Type, &tensors, &PyTuple_Type, &derived,
-                        &PyTuple_Type, &fields, &variant, &variants, &slots, &main, &watch, &epoch, &limit))
+  if (!PyArg_ParseTuple(args, "O!O!O!O!iiiippLL", &PyTuple_Type, &params, &PyTuple_Type, &tensors, &PyTuple_Type, &derived,
+                        &PyTuple_Type, &fields, &variant, &variants, &slots, &main, &watch, &sdpa, &epoch, &limit))
     return nullptr;
   Py_ssize_t count = PyTuple_GET_SIZE(params), numbered = PyTuple_GET_SIZE(fields);
   Py_ssize_t bools = 0;
@@ -613,6 +637,7 @@ PyObject *install(PyObject *self, PyObject *args) {
   p->slots = slots;
   p->main = main;
   p->watch_capture = watch;
+  p->sdpa_switches = sdpa;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
     PyObject *t = PyTuple_GET_ITEM(params, i);
     Param param;
@@ -622,6 +647,11 @@ PyObject *install(PyObject *self, PyObject *args) {
     param.optional = at_index(t, 2);
     param.keyword_only = at_index(t, 3);
     param.fallback = at_index(t, 4) ? Py_NewRef(PyTuple_GET_ITEM(t, 5)) : nullptr;
+    if (param.kind == INT) { param.least = at_index(t, 7); param.most = at_index(t, 8); }
+    else if (param.kind == FLOAT) {
+      param.lowest = PyFloat_AsDouble(PyTuple_GET_ITEM(t, 7));
+      param.highest = PyFloat_AsDouble(PyTuple_GET_ITEM(t, 8));
+    }
     PyObject *choices = PyTuple_GET_ITEM(t, 6);
     for (Py_ssize_t c = 0; c < PyTuple_GET_SIZE(choices); c++) {
       PyObject *choice = Py_NewRef(PyTuple_GET_ITEM(choices, c));

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..spec.errors import DeviceLost, KernelFailed, NamedKernelRefused, NoKernel
 from ..spec.event import BackendUnavailable, HealthChanged
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.plan import Plan
+from ..spec.plan import Plan, Rejected
 from ..spec.reason import Code, Reason
 from . import events, faults, health, loading
 from . import world as worlds
@@ -77,7 +78,7 @@ def change_health(group: str, change: Callable[[health.Health | None], health.He
 
 
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[tuple[str, Reason]],
-          op: str) -> None:
+          op: str, counts: bool = True) -> None:
     """Record what went wrong and count it against the kernel if it was the kernel."""
     if kernel is None:
         failures.append(("(unregistered)", faults.reason_of(fault, "kernel")))
@@ -91,7 +92,7 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
                          "earlier kernel may have caused it (CUDA_LAUNCH_BLOCKING=1 tells).", [reason]) from fault
     if kind in ("capture", "lost"):
         raise _capture_lost(kernel, reason, op, kind == "capture") from fault
-    if kind in ("kernel", "timeout") and not isinstance(fault, ProbeBusy):
+    if counts and kind in ("kernel", "timeout") and not isinstance(fault, ProbeBusy):
         threshold, cooldown = map(world.policy.setting, ("breaker_threshold", "breaker_cooldown"))
         now = time.monotonic()
         change_health(kernel.health, lambda old: health.failed(old, reason, now, threshold, cooldown))
@@ -118,6 +119,19 @@ def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> Kern
     worlds.publish(lambda w: w.but(), f"capture:{kernel.id}")
     return KernelFailed(f"lz.{op}: {kernel.id} cannot be captured in a CUDA graph ({reason.got}), and the capture "
                         "under way is lost; capture again: another kernel will be chosen", [reason])
+
+
+def switched_off(world: World, op: Op, plan: Plan, refused: Sequence[tuple[str, Reason]],
+                 override: Override | None) -> NoKernel:
+    """The error for a call that everything sdpa_kernel allows has refused when it was called."""
+    reasons = [reason for _, reason in refused]
+    told = tuple(Rejected(kernel, (reason,)) for kernel, reason in refused)
+    if plan.locked:
+        return NamedKernelRefused(f"lz.{op.name}: {refused[0][0]} was asked for by {plan.locked} and cannot serve this "
+                                  f"call: {reasons[0]}", reasons)
+    rejected = world.plan(op, plan.facts, override, thorough=True).rejected
+    return NoKernel(f"lz.{op.name}: no kernel can serve this call\n{replace(plan, steps=(), rejected=told + rejected)}"
+                    f"\n  hint: {Code.SDPA_BACKEND_DISABLED.advice}", reasons)
 
 
 def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernel:

@@ -41,7 +41,7 @@ SOURCE = Path(__file__).with_name("fastpath.cpp")
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
 SIZE, LITERAL, LEAD, SPREAD = range(4)
-MAX_TESTS = 46             # of one field: they share a word with its bucket and a bit for NaN
+MAX_TESTS = 47             # of one field: they share a word with its bucket
 
 
 def library_path() -> Path:
@@ -232,7 +232,8 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
     params = tuple(
         (p.name, _KINDS.index(p.kind), int(p.optional), int(p.keyword_only), int(not p.required),
          None if p.required else p.default,
-         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices))
+         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices),
+         *op.limits.get(p.name, (0, 0)))
         for p in op.params)
     wanted_facts: dict[str, set[str]] = {}
     for tensor, fact in program.tensor_facts:
@@ -262,7 +263,7 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
         (*((slots[f.fact], -1) if f.fact in slots else (-1, index[f.fact])),
          int(f.exact), int(f.bucket), *tests) for f in program.fields for tests in _tests(f))
     return (params, tensors, derived, fields, index.get(op.variant, -1), len(variants), count,
-            index.get(op.main_tensor, -1), torch.version.cuda is not None)
+            index.get(op.main_tensor, -1), torch.version.cuda is not None, op.sdpa_switches)
 
 
 def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]]:

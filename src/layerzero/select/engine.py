@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..perf.record import PerfView, Rates, kind_of, mode_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
-from ..spec.kernel import Kernel
+from ..spec.kernel import SDPA, Kernel
 from ..spec.op import DEVICE_FACTS, Op
 from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Rejected, Step, Transform
 from ..spec.reason import Code, Reason
@@ -207,6 +207,7 @@ class Demands(NamedTuple):
     jit: Callable[[Kernel], bool] | None       # is it warmed for this call? None: anything may compile
     tested: bool
     captures: Mapping[str, bool]               # which kernels a capture has shown to be safe, or not
+    sdpa_backends: Collection[str] | None      # what torch.nn.attention.sdpa_kernel allows; None: everything
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
@@ -216,7 +217,8 @@ class Demands(NamedTuple):
             facts["grad"], facts["deterministic"] or settings["deterministic"], graph, settings["disabled"],
             around.certified if settings["require_certificates"] else None,
             None if named or settings["allow_jit"] else lambda kernel: is_warm(kernel, facts, around.warmed),
-            not (named or settings["allow_untested"]), around.captures() if graph else {})
+            not (named or settings["allow_untested"]), around.captures() if graph else {},
+            facts.get("sdpa_backends"))
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
@@ -226,7 +228,12 @@ class Demands(NamedTuple):
                     or (self.baseline and not kernel.baseline and kernel.backend != "reference")
                     or self.unproven(kernel)
                     or (kernel.jit and self.jit is not None and not self.jit(kernel))
-                    or (self.tested and kernel.untested))
+                    or (self.tested and kernel.untested)
+                    or self.switched_off(kernel))
+
+    def switched_off(self, kernel: Kernel) -> bool:
+        """Is it another implementation of attention than those the caller allows torch to use?"""
+        return self.sdpa_backends is not None and kernel.sdpa_backend not in (SDPA, *self.sdpa_backends)
 
     def unproven(self, kernel: Kernel) -> bool:
         """The reference needs no proof: it is what the others are compared with."""
@@ -254,8 +261,12 @@ class Demands(NamedTuple):
             (self.unproven(kernel), Code.UNCERTIFIED),
             (kernel.jit and self.jit is not None and not self.jit(kernel), Code.JIT_NOT_WARMED),
             (self.tested and kernel.untested, Code.UNTESTED_ON_HARDWARE))
-        return [Reason(code, got=uncapturable if code is Code.CUDA_GRAPH_UNSAFE else None)
-                for holds, code in told if holds]
+        reasons = [Reason(code, got=uncapturable if code is Code.CUDA_GRAPH_UNSAFE else None)
+                   for holds, code in told if holds]
+        if self.switched_off(kernel):
+            own = kernel.sdpa_backend or "none of torch's implementations"
+            reasons.append(Reason(Code.SDPA_BACKEND_DISABLED, own, tuple(self.sdpa_backends or ())))
+        return reasons
 
 
 def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:

@@ -15,6 +15,10 @@ from .rules import Condition, Facts, condition_from_json
 
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
+# The implementations behind torch's scaled_dot_product_attention, as torch.nn.attention.SDPBackend names them.
+SDPA_BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
+SDPA = "SDPA"                                  # a kernel that calls scaled_dot_product_attention, which obeys by itself
+
 
 @dataclass(frozen=True)
 class Direct:
@@ -70,6 +74,7 @@ class Kernel:
     less_work: str = ""                        # why it does less than the baseline by construction, in words
     less_work_when: tuple[Condition, ...] = () # where that is so; everywhere, if empty
     jit: bool = False                          # compiles on first use: never chosen unwarmed
+    sdpa_backend: str = ""                     # one of SDPA_BACKENDS, or SDPA; "": serves while none is switched off
     untested: bool = False                     # written from source, not run on the hardware it is for
     note: str = ""
     built: Callable[[], bool | Reason] | None = None     # is what it is compiled to there, or why can it not be made?
@@ -82,6 +87,9 @@ class Kernel:
         self.op.check_expression(self.workspace, f"kernel {self.id!r}: workspace")
         if self.prior <= 0:
             raise RegistrationError(f"kernel {self.id!r}: prior must be > 0, got {self.prior}")
+        if self.sdpa_backend not in ("", SDPA, *SDPA_BACKENDS):
+            raise RegistrationError(f"kernel {self.id!r}: sdpa_backend must be one of {', '.join(SDPA_BACKENDS)}, "
+                                    f"{SDPA}, or empty, got {self.sdpa_backend!r}")
 
     @property
     def backend(self) -> str:
@@ -120,7 +128,7 @@ class Kernel:
 
 _PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace",
           "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
-          "less_work", "jit", "untested", "note")
+          "less_work", "jit", "sdpa_backend", "untested", "note")
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:

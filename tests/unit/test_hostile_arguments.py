@@ -19,7 +19,7 @@ import layerzero as lz
 from layerzero.runtime import world as worlds
 from layerzero.runtime.inspection import dispatcher_of
 from layerzero.spec.errors import InvalidCall, LayerZeroError, SpecError
-from layerzero.spec.op import INT32, INT64, Op
+from layerzero.spec.op import INT32, Op
 from layerzero.spec.reason import Code
 
 OPS = [op for op in worlds.current().catalog.ops.values() if op.read is None]
@@ -108,6 +108,8 @@ def test_scalars_that_no_kernel_can_read(op, path):
         for name, value in NUMBERS.items():
             for _ in range(4):                 # more often than any breaker's threshold
                 error = attempt(function, {**given, p.name: value})
+            if type(value) is int and p.kind == "int" and op.limits[p.name][1] >= value > 0:
+                continue                       # a seed may be as large as torch's own
             assert isinstance(error, InvalidCall) and p.name in str(error), (p.name, name, error)
     check_nobody_paid(op, function, given, before)
 
@@ -173,7 +175,7 @@ def test_what_a_range_says():
         lz.attention(q, q, q, window_left=2**31)
     with pytest.raises(InvalidCall, match="x must be a strided tensor, got sparse_coo"):
         lz.rms_norm(x.to_sparse())
-    assert lz.op("attention").limits["window_left"] == INT32 and lz.op("sample").limits["seed"] == INT64
+    assert lz.op("attention").limits["window_left"] == INT32 and lz.op("sample").limits["seed"] == (-2**63, 2**64 - 1)
 
 
 @pytest.mark.parametrize("ranges, match", [

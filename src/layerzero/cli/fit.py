@@ -1,6 +1,7 @@
-"""What of the demonstration fits this machine and the time there is: sizes and dtypes, by a quick probe.
+"""What of the demonstration fits this machine and the time there is, by a quick probe.
 
-Not every CPU multiplies in every dtype: without bfloat16 arithmetic torch takes a hundred times as long as in float32.
+Not every CPU multiplies in every dtype: without bfloat16 arithmetic torch takes a hundred times as
+long as in float32.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .block import Sizes, Step
 WIDTH = 1024                                   # of the products that are probed
 ROWS = (1, 4, 16, 64, 256)
 LENGTHS = (16, 64, 256)                        # of the attention that is probed: 4 heads of 64
-ENOUGH = 0.01                                  # seconds: a call as long as this tells, and no larger one is made
-CALLS = 20                                     # of the block in one row: each way three times, and what checks them
+ENOUGH = 0.01                                  # seconds: after such a call no larger one is made
+CALLS = 20                                     # of the block in one row, with what checks them
 SAFETY = 2.0                                   # what is large leaves the caches
 
 
@@ -35,7 +36,8 @@ class Pace:
         """One call of the block, as far as can be told."""
         products = step.tokens * sizes.parameters
         attended = 2 * sizes.heads * sizes.head_dim * step.tokens * (step.past + step.tokens)
-        return products * (self.one_row if step.tokens == 1 else self.rows) + attended * self.attention
+        per_product = self.one_row if step.tokens == 1 else self.rows
+        return products * per_product + attended * self.attention
 
 
 @dataclass(frozen=True)
@@ -88,24 +90,26 @@ def _took(call: Any, *inputs: torch.Tensor) -> float:
 
 
 def fit(candidates: Sequence[Sizes], paces: Mapping[str, Pace], seconds: float) -> Fit:
-    """The largest sizes of which every step in the first dtype fits into its share of the time, else the smallest;
-    and of the other dtypes what fits."""
+    """The largest sizes of which every step in the first dtype fits into its share of the time,
+    else the smallest; and of the other dtypes what fits."""
     first = next(iter(paces))
 
     def needs(dtype: str, sizes: Sizes, step: Step) -> float:
         return CALLS * SAFETY * paces[dtype].seconds(sizes, step)
 
     share = seconds / (len(paces) * len(candidates[0].steps))
-    sizes = next((s for s in candidates if all(needs(first, s, step) <= share for step in s.steps)), candidates[-1])
+    fitting = (s for s in candidates if all(needs(first, s, step) <= share for step in s.steps))
+    sizes = next(fitting, candidates[-1])
     rows, left_out = [], []
     for dtype, pace in paces.items():
         for step in sizes.steps:
             if needs(dtype, sizes, step) <= share:
                 rows.append((dtype, step))
                 continue
-            why = f"one pass is expected to take {pace.seconds(sizes, step):.2g} s, and {CALLS} do not fit"
-            slower = pace.rows / paces[first].rows
+            one, slower = pace.seconds(sizes, step), pace.rows / paces[first].rows
+            why = f"one pass is expected to take {one:.2g} s, and {CALLS} do not fit"
             if slower >= 2:
-                why += f"; torch's products take {slower:.0f} times as long as in {first} on this machine"
+                why += (f"; torch's products take {slower:.0f} times as long as in {first} "
+                        "on this machine")
             left_out.append(LeftOut(dtype, step.name, why))
     return Fit(sizes, tuple(rows), tuple(left_out))

@@ -96,7 +96,8 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
                 tuple(c for c in p.choices if c), str(value), p.name))
         elif p.kind in ("int", "float") and isinstance(value, (int, float)):     # a symbol has no value yet
             low, high = op.limits[p.name]
-            if not low <= value <= high or (isinstance(value, int) and not INT64[0] <= value <= INT64[1]):
+            unread = p.kind == "float" and isinstance(value, int) and not INT64[0] <= value <= INT64[1]
+            if unread or not low <= value <= high:
                 raise InvalidCall.of(op.name, Reason(
                     Code.VALUE_OUT_OF_RANGE, in_range(low, high), shown(value), p.name))
     return tensors

@@ -30,7 +30,7 @@ from ..select.key import KeyProgram, NumberField
 from ..spec.errors import ConfigError
 from ..spec.expr import parse
 from ..spec.kernel import Const, Direct
-from ..spec.op import Op, Param
+from ..spec.op import INT64, Op, Param
 from . import context
 from .cache import Entry
 from .config import cache_dir
@@ -233,7 +233,7 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
         (p.name, _KINDS.index(p.kind), int(p.optional), int(p.keyword_only), int(not p.required),
          None if p.required else p.default,
          tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices),
-         *op.limits.get(p.name, (0, 0)))
+         *_limits(op, p))
         for p in op.params)
     wanted_facts: dict[str, set[str]] = {}
     for tensor, fact in program.tensor_facts:
@@ -264,6 +264,12 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
          int(f.exact), int(f.bucket), *tests) for f in program.fields for tests in _tests(f))
     return (params, tensors, derived, fields, index.get(op.variant, -1), len(variants), count,
             index.get(op.main_tensor, -1), torch.version.cuda is not None, op.sdpa_switches)
+
+
+def _limits(op: Op, p: Param) -> tuple[float, float]:
+    """What an int or float must lie in; seeds beyond 64 signed bits are left to Python."""
+    low, high = op.limits.get(p.name, (0, 0))
+    return (low, min(high, INT64[1])) if p.kind == "int" else (low, high)
 
 
 def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]]:

@@ -32,6 +32,7 @@ TENSOR_FACTS = ("dtype", "device", "stride_last", "contiguous", "alignment", "re
 Range = tuple[float, float]                    # both ends belong to it
 INT32: Range = (-2**31, 2**31 - 1)
 INT64: Range = (-2**63, 2**63 - 1)
+SEED: Range = (-2**63, 2**64 - 1)              # as torch.manual_seed: negative ones are taken modulo 2^64
 FINITE: Range = (-sys.float_info.max, sys.float_info.max)
 
 # What the members of a family cannot do without: an op of it that does not declare them is refused.
@@ -142,12 +143,12 @@ class Op:
         self._check_ranges()
 
     def _check_ranges(self) -> None:
-        """A range belongs to a number, is wide enough for its default, and no wider than the native path's numbers."""
+        """A range belongs to a number, is wide enough for its default, and no wider than what torch reads."""
         for name, (low, high) in self.ranges.items():
             p = self.by_name.get(name)
             if p is None or p.kind not in ("int", "float"):
                 raise SpecError(f"op {self.name!r}: ranges names {name!r}, which is no int or float parameter")
-            widest = INT64 if p.kind == "int" else FINITE
+            widest = SEED if p.kind == "int" else FINITE
             if not widest[0] <= low <= high <= widest[1]:
                 raise SpecError(f"op {self.name!r}: the range of {name!r} must lie within {widest}, got {(low, high)}")
             if not p.required and p.default is not None and not low <= p.default <= high:

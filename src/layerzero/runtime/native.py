@@ -1,7 +1,7 @@
 """The native fast path: found if it was built for this torch and Python, never built in a user's call.
 
-`lz build` compiles `fastpath.cpp` against the installed torch (some 20 seconds) into the cache folder,
-under a name made of the versions and the source's hash. Without it everything works in pure Python.
+`lz build` compiles `fastpath.cpp` and its headers against the installed torch (some 20 seconds) into the cache folder,
+under a name made of the versions and the sources' hash. Without it everything works in pure Python.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .faults import FAULTS
 from .hotpath import signature
 
 SOURCE = Path(__file__).with_name("fastpath.cpp")
+HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
 SIZE, LITERAL, LEAD, SPREAD = range(4)
@@ -43,7 +44,8 @@ MAX_TESTS = 46             # of one field: they share a word with its bucket and
 
 
 def library_path() -> Path:
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    text = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    digest = hashlib.sha256(text).hexdigest()[:12]
     tag = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}-{digest}"
     return cache_dir() / "native" / tag / "fastpath.so"
 

@@ -432,11 +432,11 @@ def test_an_entry_of_another_epoch_is_refused(both):
     found.twin(x)
     entry = found.cache.table[found.key_of(*values)]
     epoch = worlds.current().epoch
-    assert not found.native.put(entry, epoch - 1, values, False)
-    assert not found.native.put(entry, epoch + 1, values, False)
+    assert not found.native.put(entry, epoch - 1, values, False, None)
+    assert not found.native.put(entry, epoch + 1, values, False, None)
     assert found.native.compiled.lookup(x) is None
-    assert found.native.put(entry, epoch, values, False)
-    assert not found.native.put(entry, epoch, values, False), "it is there already"
+    assert found.native.put(entry, epoch, values, False, None)
+    assert not found.native.put(entry, epoch, values, False, None), "it is there already"
     assert found.native.compiled.lookup(x) is entry
     lz.clear_cache()
     assert found.native.compiled.lookup(x) is None and found.native.compiled.size() == 0
@@ -530,7 +530,7 @@ def test_keys_lookups_and_refusals_leak_no_references(both):
         found.native.compiled.key(x, y)
         found.native.compiled.lookup(x, y)
         found.native.compiled.key(x, "y")
-        found.native.put(entry, worlds.current().epoch, values, False)
+        found.native.put(entry, worlds.current().epoch, values, False, None)
         found.native.collect()
     assert [sys.getrefcount(o) for o in watched] == before
 

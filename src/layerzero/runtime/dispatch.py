@@ -65,7 +65,7 @@ class Dispatcher:
         self.now: tuple[World, OpCache] | None = None          # both at once: an entry belongs in its own world's cache
         self.ledger = Ledger()
         self._bindings: dict[Any, Binding] = {}
-        self.globals = hotpath.namespace(context.current.get, faults.FAULTS)
+        self.globals = hotpath.namespace(context.current.get, context.for_call, faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
         exec(hotpath.stub(op), self.globals)
         self.twin: FunctionType = self.globals["call"]
@@ -114,12 +114,13 @@ class Dispatcher:
 
     # miss
 
-    def miss(self, key: Any, values: tuple[Any, ...]) -> Any:
-        override = context.current.get()
+    def miss(self, key: Any, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
+        override = context.for_call(backend, policy)
+        learn(override)
         try:
             entry = self.obtain(key, values, override)
         except InvalidCall as e:
-            return self.mended(values, e, override)
+            return self.mended(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
@@ -136,21 +137,22 @@ class Dispatcher:
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
         """The native table does not know this call: serve it, and tell the table if it is an ordinary one."""
-        if kwargs.keys() & set(hotpath.EXTRAS):
-            return self.twin(*args, **kwargs)
-        values = self.bound(args, kwargs)
+        values, (backend, policy) = self.bound(args, kwargs), (kwargs.get(name) for name in hotpath.EXTRAS)
+        self._ready()
+        override = context.for_call(backend, policy)
+        learn(override)
         world, cache = self._here()
         key = self.key_of(*values)
         if key is None:
-            return self.slow(values, None, None)
-        override = context.current.get()
+            return self.slow(values, backend, policy)
+        key = (key[0], override, *key[2:])
         try:
             entry = cache.table.get(key) or self.obtain(key, values, override)
         except InvalidCall as e:
-            return self.mended(values, e, override)
+            return self.mended(values, e, override, backend, policy)
         entry.tick()
         if self.native is not None:            # refused if the world has changed meanwhile
-            self.native.put(entry, world.epoch, values, self.serves_captures(world, entry, override))
+            self.native.put(entry, world.epoch, values, self.serves_captures(world, entry, override), override)
         return self.serve(entry, values)
 
     def serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:

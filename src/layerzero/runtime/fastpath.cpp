@@ -5,6 +5,7 @@
 // A call that is not an ordinary one (a subclass, a wrong rank, an unknown keyword) is handed to
 // Python, which knows what to say about it. All state is guarded by the GIL: between reading a key
 // and taking a reference on what it finds, no other thread runs.
+#include "aten.h"
 #include "call.h"
 #include "key.h"
 #include "table.h"
@@ -33,26 +34,31 @@ PyObject *recover(Dispatcher *d, PyObject *entry, PyObject *const *args, Py_ssiz
   return out;
 }
 
+// The key of a call whose arguments come in any order, which are ordered into `values`: as read_key, -1 on an error.
+int ordered(Dispatcher *d, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **values,
+            uint64_t *words) {
+  Extras extras;
+  uint64_t given = d->program ? order_arguments(*d->program, args, n, keywords, values, &extras) : 0;
+  if (!given) return 0;
+  PyObject *override = override_of(extras);
+  if (!override) return PyErr_Occurred() ? -1 : 0;
+  return read_key(*d->program, given, values, override, words);
+}
+
 PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
   Dispatcher *d = (Dispatcher *)self;
-  if (d->program) {
-    PyObject *values[MAX_PARAMS];
-    uint64_t words[MAX_WORDS];
-    if (uint64_t given = order_arguments(*d->program, args, n, keywords, values)) {
-      int count = read_key(*d->program, given, values, words);
-      if (count < 0) return nullptr;
-      Slot *s = count ? find_for(d, values, words, count) : nullptr;
-      if (s) {
-        s->hits++;
-        PyObject *entry = Py_NewRef(s->entry);
-        PyObject *out = s->call.invoke(s->call, values);
-        if (!out && PyErr_ExceptionMatches(faults)) out = recover(d, entry, args, n, keywords);
-        Py_DECREF(entry);
-        return out;
-      }
-    }
-  }
-  return PyObject_Vectorcall(d->miss, args, n, keywords);
+  PyObject *values[MAX_PARAMS];
+  uint64_t words[MAX_WORDS];
+  int count = ordered(d, args, n, keywords, values, words);
+  if (count < 0) return nullptr;
+  Slot *s = count ? find_for(d, values, words, count) : nullptr;
+  if (!s) return PyObject_Vectorcall(d->miss, args, n, keywords);
+  s->hits++;
+  PyObject *entry = Py_NewRef(s->entry);
+  PyObject *out = s->call.invoke(s->call, values);
+  if (!out && PyErr_ExceptionMatches(faults)) out = recover(d, entry, args, n, keywords);
+  Py_DECREF(entry);
+  return out;
 }
 
 // ---------------------------------------------------------------- what Python sees
@@ -176,15 +182,26 @@ PyObject *install(PyObject *self, PyObject *args) {
   Py_RETURN_TRUE;
 }
 
-// put(entry, epoch, values, fn, sources, constants, keywords or None, positional, item, first, anywhere) -> bool
+bool read_sources(PyObject *tuple, std::vector<Source> *out) {       // ((kind, index), ...)
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
+    PyObject *source = PyTuple_GET_ITEM(tuple, i);
+    out->push_back({(Source::Kind)at_index(source, 0), (int)at_index(source, 1)});
+  }
+  return !PyErr_Occurred();
+}
+
+// put(entry, epoch, values, override, fn, sources, constants, keywords or None, positional, item, first, anywhere,
+//     name of an ATen operator or None, inputs) -> bool
 PyObject *put(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
-  PyObject *entry, *tuple, *fn, *sources, *constants, *keywords;
+  PyObject *entry, *tuple, *override, *fn, *sources, *constants, *keywords, *inputs;
+  const char *operator_name;
   long long epoch;
-  Py_ssize_t positional, item, first;
   int anywhere;
-  if (!PyArg_ParseTuple(args, "OLO!OO!O!Onnnp", &entry, &epoch, &PyTuple_Type, &tuple, &fn, &PyTuple_Type, &sources,
-                        &PyTuple_Type, &constants, &keywords, &positional, &item, &first, &anywhere))
+  Slot s;
+  if (!PyArg_ParseTuple(args, "OLO!OOO!O!OnnnpzO!", &entry, &epoch, &PyTuple_Type, &tuple, &override, &fn,
+                        &PyTuple_Type, &sources, &PyTuple_Type, &constants, &keywords, &s.call.positional,
+                        &s.call.item, &s.call.first, &anywhere, &operator_name, &PyTuple_Type, &inputs))
     return nullptr;
   if (!d->program || epoch != d->epoch || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)d->program->params.size() ||
       PyTuple_GET_SIZE(sources) > MAX_PARAMS)
@@ -192,36 +209,28 @@ PyObject *put(PyObject *self, PyObject *args) {
   PyObject *values[MAX_PARAMS];
   uint64_t words[MAX_WORDS];
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) values[i] = PyTuple_GET_ITEM(tuple, i);
-  int n = read_key(*d->program, ~0ull, values, words);
-  if (n < 0) return nullptr;
+  int n = read_key(*d->program, ~0ull, values, override, words);
   if (!n || find_for(d, values, words, n)) Py_RETURN_FALSE;
-  Slot s;
-  s.anywhere = anywhere;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sources); i++) s.call.sources.push_back((int)at_index(sources, i));
-  if (PyErr_Occurred()) return nullptr;
+  if (!read_sources(sources, &s.call.sources) || !read_sources(inputs, &s.call.inputs)) return nullptr;
+  // What torch.jit.trace records of sizes, Python's functions tell it. The mode is part of the key.
+  bool traced = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
+  if (operator_name && !traced) s.call.invoke = operator_of(operator_name, s.call);
+  if (!s.call.invoke) s.call.invoke = call_python;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(constants); i++)
     s.call.constants.push_back(Py_NewRef(PyTuple_GET_ITEM(constants, i)));
+  s.anywhere = anywhere;
   s.hash = hash_of(words, n);
   s.key.assign(words, words + n);
   s.entry = Py_NewRef(entry);
-  PyContextVar_Get(override_var, Py_None, &s.override_object);
+  s.override_object = Py_NewRef(override);
   s.call.fn = Py_NewRef(fn);
   s.call.keywords = keywords == Py_None ? nullptr : Py_NewRef(keywords);
-  s.call.positional = positional;
-  s.call.item = item;
-  s.call.first = first;
   if (d->used >= d->limit) {
     sweep(d);
     if (epoch != d->epoch) { release(s); Py_RETURN_FALSE; }     // what the sweep dropped may have run Python code
   }
   place(d, std::move(s));
   Py_RETURN_TRUE;
-}
-
-// As read_key, of arguments in any order, which it orders into `values`.
-int ordered(Dispatcher *d, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **values, uint64_t *words) {
-  uint64_t given = d->program ? order_arguments(*d->program, args, n, keywords, values) : 0;
-  return given ? read_key(*d->program, given, values, words) : 0;
 }
 
 PyObject *key(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
@@ -289,10 +298,14 @@ PyMethodDef methods[] = {
 PyGetSetDef getters[] = {{"call", get_call, nullptr, "The public function.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyTypeObject dispatcher_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// setup(Tensor, Parameter, override ContextVar, capturing or None, what a kernel may throw)
+// setup(Tensor, Parameter, override ContextVar, context.for_call, Layer, capturing or None, what a kernel may throw)
 PyObject *setup(PyObject *, PyObject *args) {
-  PyObject *t, *p, *v, *c, *f;
-  if (!PyArg_ParseTuple(args, "OOOOO", &t, &p, &v, &c, &f)) return nullptr;
+  PyObject *t, *p, *v, *o, *l, *c, *f;
+  if (!PyArg_ParseTuple(args, "OOOOOOO", &t, &p, &v, &o, &l, &c, &f)) return nullptr;
+  for_call = Py_NewRef(o);
+  layer_type = (PyTypeObject *)Py_NewRef(l);
+  backend_name = PyUnicode_InternFromString("backend");
+  policy_name = PyUnicode_InternFromString("policy");
   faults = Py_NewRef(f);
   tensor_type = (PyTypeObject *)Py_NewRef(t);
   parameter_type = (PyTypeObject *)Py_NewRef(p);

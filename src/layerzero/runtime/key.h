@@ -22,6 +22,9 @@ constexpr int MAX_PARAMS = 48, MAX_WORDS = 96, MAX_SLOTS = 48, MAX_STACK = 24;
 
 inline PyTypeObject *tensor_type, *parameter_type;
 inline PyObject *override_var;   // the ContextVar of context.py
+inline PyObject *for_call;       // context.py: the override of a call that says backend= or policy=
+inline PyTypeObject *layer_type; // a policy that never changes
+inline PyObject *backend_name, *policy_name;      // these two words, interned
 inline PyObject *capturing;      // torch's question whether a CUDA graph is being captured, or NULL
 inline PyObject *faults;         // what a kernel may throw: faults.py
 
@@ -83,8 +86,12 @@ inline bool is_plain(PyObject *o) { return Py_TYPE(o) == tensor_type || Py_TYPE(
 
 // ---------------------------------------------------------------- reading a call
 
+// What a call says about the choice itself; null or None: nothing.
+struct Extras { PyObject *backend = nullptr, *policy = nullptr; };
+
 // Order the arguments by parameter; which were given, a bit each. 0: not an ordinary call.
-inline uint64_t order_arguments(const Program &p, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **out) {
+inline uint64_t order_arguments(const Program &p, PyObject *const *args, Py_ssize_t n, PyObject *keywords,
+                                PyObject **out, Extras *extras) {
   size_t count = p.params.size();
   if (n > p.positional) return 0;
   uint64_t given = (1ull << n) - 1;
@@ -95,8 +102,11 @@ inline uint64_t order_arguments(const Program &p, PyObject *const *args, Py_ssiz
     PyObject *name = PyTuple_GET_ITEM(keywords, j);
     size_t i = n;
     while (i < count && p.params[i].name != name) i++;       // mostly both are interned: equal means identical
-    if (i == count)
+    if (i == count) {
+      if (name == backend_name) { extras->backend = args[n + j]; continue; }
+      if (name == policy_name) { extras->policy = args[n + j]; continue; }
       for (i = n; i < count && PyUnicode_Compare(p.params[i].name, name); i++) {}
+    }
     if (i == count || given >> i & 1) return 0;
     out[i] = args[n + j];
     given |= 1ull << i;
@@ -286,18 +296,48 @@ inline bool read_bools(const Program &p, PyObject **values, uint64_t *out) {
   return true;
 }
 
+// The overrides of calls that named a backend or a policy lately, by identity of all they were made of. A string
+// and a Layer never change; what is kept here is alive, so no other object has its address.
+struct Named { PyObject *backend, *policy, *context, *found; };
+constexpr size_t NAMED = 64;
+inline Named recent[NAMED];
+
+// The override of a call, borrowed; null for one that Python must look at.
+inline PyObject *named_override(const Extras &extras, PyObject *context) {
+  PyObject *backend = extras.backend ? extras.backend : Py_None, *policy = extras.policy ? extras.policy : Py_None;
+  if (backend == Py_None && policy == Py_None) return context;
+  if (backend != Py_None && !PyUnicode_CheckExact(backend)) return nullptr;
+  bool lasting = policy == Py_None || Py_TYPE(policy) == layer_type;
+  uint64_t mixed = ((uint64_t)(uintptr_t)backend * 31 + (uint64_t)(uintptr_t)policy) * 31 +
+                   (uint64_t)(uintptr_t)context;
+  Named &seat = recent[(mixed * 0x9E3779B97F4A7C15ull) >> 58];
+  if (lasting && seat.backend == backend && seat.policy == policy && seat.context == context) return seat.found;
+  PyObject *found = PyObject_CallFunctionObjArgs(for_call, backend, policy, nullptr);
+  if (!found) { PyErr_Clear(); return nullptr; }      // Python will say what is wrong with it, in its turn
+  Named old = seat;
+  seat = lasting ? Named{Py_NewRef(backend), Py_NewRef(policy), Py_NewRef(context), found}
+                 : Named{nullptr, nullptr, nullptr, found};
+  for (PyObject *o : {old.backend, old.policy, old.context, old.found}) Py_XDECREF(o);
+  return found;
+}
+
 constexpr int FLAG_WORD = 3;                     // grad, determinism, capture
 constexpr uint64_t IN_CAPTURE = 4;
 
-// The key of a call into `words`, as outside of a capture; the number of words, 0 for a call that is not ordinary, -1 on
-// a Python error.
-inline int read_key(const Program &p, uint64_t given, PyObject **values, uint64_t *words) {
+// The override in force, borrowed: the context's variable or `recent` keeps it alive while this call looks it up.
+// Null: a Python error, or (with none set) a call that is not ordinary.
+inline PyObject *override_of(const Extras &extras) {
+  PyObject *context = nullptr;
+  if (PyContextVar_Get(override_var, Py_None, &context) < 0) return nullptr;
+  Py_DECREF(context);
+  return extras.backend || extras.policy ? named_override(extras, context) : context;
+}
+
+// The key of a call into `words`, as outside of a capture; the number of words, 0 for a call that is not ordinary.
+inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObject *override, uint64_t *words) {
   int n = 0;
   Sizes sizes;
-  PyObject *over = nullptr;
-  if (PyContextVar_Get(override_var, Py_None, &over) < 0) return -1;
-  words[n++] = (uint64_t)(uintptr_t)over;
-  Py_DECREF(over);                              // the variable keeps it alive while this call looks it up
+  words[n++] = (uint64_t)(uintptr_t)override;
   auto tls = c10::impl::tls_local_dispatch_key_set();
   words[n++] = tls.included_.raw_repr();
   words[n++] = tls.excluded_.raw_repr();

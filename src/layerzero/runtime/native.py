@@ -25,12 +25,15 @@ from typing import Any
 import torch
 
 from ..select.key import KeyProgram, NumberField
+from ..select.policy import Layer
 from ..spec.errors import ConfigError
 from ..spec.expr import parse
-from ..spec.kernel import Const, Direct
+from ..spec.kernel import Const, Direct, LastSize
 from ..spec.op import Op, Param
 from . import context
+from .binding import operator_call
 from .cache import Entry
+from .context import Override
 from .config import cache_dir
 from .faults import FAULTS
 from .hotpath import signature
@@ -40,6 +43,7 @@ HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
 SIZE, LITERAL, LEAD, SPREAD = range(4)
+PARAM, CONSTANT, LAST_SIZE = range(3)
 MAX_TESTS = 46             # of one field: they share a word with its bucket and a bit for NaN
 
 
@@ -73,7 +77,7 @@ def module() -> Any:
         _problem.append(f"{type(e).__name__}: {e}")
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-    found.setup(torch.Tensor, torch.nn.Parameter, context.current, capturing, FAULTS)
+    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS)
     return found
 
 
@@ -175,22 +179,30 @@ class NativeDispatcher:
     def install(self, program: KeyProgram, epoch: int, limit: int) -> None:
         self.compiled.install(*encode(program), epoch, limit)
 
-    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool) -> bool:
-        """`anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is."""
+    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool, override: Override | None) -> bool:
+        """Tell the table what calls like these want; False if it cannot hold that.
+
+        `anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is.
+        """
         call = entry.binding.call or Direct(entry.run, tuple(self.index), {})
         constants: list[Any] = []
 
-        def source(argument: Any) -> int:
+        def source(argument: Any) -> tuple[int, int]:
             if isinstance(argument, Const):
                 constants.append(argument.value)
-                return -len(constants)
-            return self.index[argument]
+                return CONSTANT, len(constants) - 1
+            if isinstance(argument, LastSize):
+                return LAST_SIZE, self.index[argument.param]
+            return PARAM, self.index[argument]
 
         sources = tuple(source(a) for a in (*call.args, *call.kwargs.values()))
         keywords = tuple(map(sys.intern, call.kwargs)) or None
-        return bool(self.compiled.put(entry, epoch, values, call.fn, sources, tuple(constants), keywords,
-                                      len(call.args), -1 if call.item is None else call.item,
-                                      -1 if call.first is None else call.first, anywhere))
+        name, arguments = operator_call(call) or (None, ())
+        inputs = tuple(map(source, arguments))
+        return bool(self.compiled.put(
+            entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
+            -1 if call.item is None else call.item, -1 if call.first is None else call.first, anywhere, name,
+            inputs))
 
     def collect(self) -> None:
         self.compiled.collect()

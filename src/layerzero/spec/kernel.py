@@ -20,8 +20,9 @@ _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 class Direct:
     """A call with no Python frame between the dispatcher and the library.
 
-    `args` and `kwargs` name the op's parameters, or hold a constant wrapped in `Const`. Of a tuple
-    result, `item` picks one element and `first` keeps the first few.
+    `args` and `kwargs` name the op's parameters, or hold a constant wrapped in `Const` or the `LastSize` of a tensor.
+    Of a tuple result, `item` picks one element and `first` keeps the first few. `otherwise` serves the calls in which
+    a parameter that only it takes is not at its default.
     """
 
     fn: Callable[..., Any]
@@ -29,6 +30,13 @@ class Direct:
     kwargs: Mapping[str, Any]
     item: int | None = None
     first: int | None = None
+    otherwise: Callable[..., Any] | None = None
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The op's parameters that it reads, each as often as it does."""
+        values = (*self.args, *self.kwargs.values())
+        return tuple(v.param if isinstance(v, LastSize) else v for v in values if not isinstance(v, Const))
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,16 @@ class Const:
     value: Any
 
 
+@dataclass(frozen=True)
+class LastSize:
+    """x.shape[-1:] of a tensor parameter: what torch's norms call normalized_shape."""
+
+    param: str
+
+
 def direct(fn: Callable[..., Any], *args: Any, item: int | None = None, first: int | None = None,
-           **kwargs: Any) -> Direct:
-    return Direct(fn, args, kwargs, item, first)
+           otherwise: Callable[..., Any] | None = None, **kwargs: Any) -> Direct:
+    return Direct(fn, args, kwargs, item, first, otherwise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +134,7 @@ _PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhea
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
     """Which of the op's parameters `run` takes; refuses one that wants something the op does not have."""
     if isinstance(run, Direct):
-        named = [a for a in (*run.args, *run.kwargs.values()) if not isinstance(a, Const)]
+        named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise) if run.otherwise is not None else ())]
     else:
         try:
             signature = inspect.signature(run)
@@ -141,4 +156,4 @@ def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) ->
     if unknown:
         raise RegistrationError(f"kernel {kernel_id!r} wants {', '.join(map(repr, unknown))}; "
                                 f"lz.{op.name} has {', '.join(op.by_name)}")
-    return tuple(named)
+    return tuple(dict.fromkeys(named))

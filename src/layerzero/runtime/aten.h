@@ -187,20 +187,23 @@ template <class Op, class R, class... A> struct Operator<Op, R(A...)> {
   }
 };
 
-// How to call the operator of this name; null where Python must: it is not in the list, or its result is a tuple of
-// which more is wanted than there is.
-inline Invoke operator_of(std::string_view name, const Call &call) {
+// Makes it a call of the ATen operator of this name. False where Python must make it: the operator is not in the
+// list, or its result is a tuple of which something else is wanted than tensors from its beginning.
+inline bool call_operator(std::string_view name, Call *call) {
 #define LZ_OPERATOR(op)                                                                                     \
   if (name == #op) {                                                                                        \
     using Found = Operator<at::_ops::op>;                                                                   \
-    bool fits = Found::results ? (call.item >= 0 ? call.item < Found::results                               \
-                                                 : call.first >= 0 && call.first <= Found::results)         \
-                               : call.item < 0 && call.first < 0;                                           \
-    return fits && call.inputs.size() == Found::arity ? Found::invoke : nullptr;                            \
+    bool fits = Found::results ? (call->item >= 0 ? call->item < Found::results                             \
+                                                  : call->first >= 0 && call->first <= Found::results)      \
+                               : call->item < 0 && call->first < 0;                                         \
+    if (!fits || call->inputs.size() != Found::arity) return false;                                         \
+    call->invoke = Found::invoke;                                                                           \
+    call->kind = at::_ops::op::name;                                                                        \
+    return true;                                                                                            \
   }
   LZ_OPERATORS(LZ_OPERATOR)
 #undef LZ_OPERATOR
-  return nullptr;
+  return false;
 }
 
 }  // namespace fastpath

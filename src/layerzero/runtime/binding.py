@@ -26,14 +26,14 @@ class Binding:
 
 def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms: Sequence[Transform],
          variant: str, fixed: Mapping[str, Any] = MappingProxyType({})) -> Binding:
-    """`fixed`: parameters that have these values in every call this binding will serve."""
+    """`fixed`: parameters and sizes that have these values in every call this binding will serve."""
     accepted = accepted_params(kernel.id, op, loaded)
     if isinstance(loaded, Direct) and loaded.otherwise is not None and not all(
             name in loaded.params or _at_default(op, name, fixed) for name in accepted):
         loaded = loaded.otherwise
         accepted = accepted_params(kernel.id, op, loaded)
     if isinstance(loaded, Direct):
-        call = loaded
+        call = loaded.settled(fixed)
     else:
         by_position = [n for n in accepted if _positional(loaded, n)]
         call = Direct(loaded, tuple(by_position), {n: n for n in accepted if n not in by_position})

@@ -18,6 +18,7 @@ struct Source {                                 // where an argument comes from
 
 struct Call {
   Invoke invoke = nullptr;
+  const char *kind = "python";                  // what it is, for people
   PyObject *fn = nullptr, *keywords = nullptr;  // the function of Python, and the names of its last arguments
   Py_ssize_t positional = 0;
   std::vector<Source> sources;                  // of its arguments

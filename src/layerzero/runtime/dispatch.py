@@ -22,7 +22,7 @@ from ..select.key import KeyProgram, fixed_by_key
 from ..select.predicates import compile_verdicts
 from ..spec.errors import InvalidCall, KernelFailed, LayerZeroError
 from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
-from ..spec.kernel import Kernel
+from ..spec.kernel import Direct, Kernel
 from ..spec.op import Adaptation, Op
 from ..spec.plan import Plan, Step, Transform
 from ..spec.reason import Code, Reason
@@ -218,7 +218,9 @@ class Dispatcher:
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
         """Made once for all calls that want the same of it."""
         run, variant = loaded(kernel), facts[self.op.variant] if self.op.variant else ""
-        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant, tuple(fixed))
+        asked = run.facts if isinstance(run, Direct) else ()
+        fixed = {name: value for name, value in fixed.items() if name in self.op.by_name or name in asked}
+        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant, tuple(fixed.items()))
         found = self._bindings.get(key)
         if found is None:
             if len(self._bindings) > _MAX_BINDINGS:

@@ -214,8 +214,7 @@ PyObject *put(PyObject *self, PyObject *args) {
   if (!read_sources(sources, &s.call.sources) || !read_sources(inputs, &s.call.inputs)) return nullptr;
   // What torch.jit.trace records of sizes, Python's functions tell it. The mode is part of the key.
   bool traced = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
-  if (operator_name && !traced) s.call.invoke = operator_of(operator_name, s.call);
-  if (!s.call.invoke) s.call.invoke = call_python;
+  if (!operator_name || traced || !call_operator(operator_name, &s.call)) s.call.invoke = call_python;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(constants); i++)
     s.call.constants.push_back(Py_NewRef(PyTuple_GET_ITEM(constants, i)));
   s.anywhere = anywhere;
@@ -244,13 +243,23 @@ PyObject *key(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *key
   return out;
 }
 
-PyObject *lookup(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
+// What a call would hit; null if nothing, with an error set or not.
+Slot *hit(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
   PyObject *values[MAX_PARAMS];
   uint64_t words[MAX_WORDS];
   int count = ordered((Dispatcher *)self, args, n, keywords, values, words);
-  if (count < 0) return nullptr;
-  Slot *s = count ? find_for((Dispatcher *)self, values, words, count) : nullptr;
-  return Py_NewRef(s ? s->entry : Py_None);
+  return count > 0 ? find_for((Dispatcher *)self, values, words, count) : nullptr;
+}
+
+PyObject *lookup(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
+  Slot *s = hit(self, args, n, keywords);
+  return !s && PyErr_Occurred() ? nullptr : Py_NewRef(s ? s->entry : Py_None);
+}
+
+PyObject *kind(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
+  Slot *s = hit(self, args, n, keywords);
+  if (s) return PyUnicode_FromString(s->call.kind);
+  return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
 }
 
 PyObject *collect(PyObject *self, PyObject *) {
@@ -292,6 +301,8 @@ PyMethodDef methods[] = {
     {"put", put, METH_VARARGS, "Remember what to call for calls like these values; False if they are not ordinary."},
     {"key", (PyCFunction)(void (*)(void))key, METH_FASTCALL | METH_KEYWORDS, "The key of a call outside of a capture, or None."},
     {"lookup", (PyCFunction)(void (*)(void))lookup, METH_FASTCALL | METH_KEYWORDS, "The entry a call would hit, or None."},
+    {"kind", (PyCFunction)(void (*)(void))kind, METH_FASTCALL | METH_KEYWORDS,
+     "How the entry that a call would hit is called: python, or the name of an operator; None if there is none."},
     {"collect", collect, METH_NOARGS, "Add the native hits to the Python entries."},
     {"size", size, METH_NOARGS, "How many entries there are."},
     {nullptr, nullptr, 0, nullptr}};

@@ -20,7 +20,7 @@ _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 class Direct:
     """A call with no Python frame between the dispatcher and the library.
 
-    `args` and `kwargs` name the op's parameters, or hold a constant wrapped in `Const` or the `LastSize` of a tensor.
+    `args` and `kwargs` name the op's parameters, or hold a constant (`Const`, `ByFact`) or the `LastSize` of a tensor.
     Of a tuple result, `item` picks one element and `first` keeps the first few. `otherwise` serves the calls in which
     a parameter that only it takes is not at its default.
     """
@@ -36,12 +36,37 @@ class Direct:
     def params(self) -> tuple[str, ...]:
         """The op's parameters that it reads, each as often as it does."""
         values = (*self.args, *self.kwargs.values())
-        return tuple(v.param if isinstance(v, LastSize) else v for v in values if not isinstance(v, Const))
+        return tuple(v.param if isinstance(v, LastSize) else v for v in values if not isinstance(v, (Const, ByFact)))
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """The facts that some constant depends on."""
+        return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
+
+    def settled(self, known: Mapping[str, Any]) -> Direct:
+        """The same call for calls of which so much is known: its constants chosen."""
+        def chosen(value: Any) -> Any:
+            return value.chosen(known) if isinstance(value, ByFact) else value
+
+        return replace(self, args=tuple(map(chosen, self.args)), kwargs={k: chosen(v) for k, v in self.kwargs.items()})
 
 
 @dataclass(frozen=True)
 class Const:
     value: Any
+
+
+@dataclass(frozen=True)
+class ByFact:
+    """One constant where a fact is known to have this value, else another, which must be right for every call."""
+
+    fact: str
+    value: Any
+    then: Any
+    otherwise: Any
+
+    def chosen(self, known: Mapping[str, Any]) -> Const:
+        return Const(self.then if self.fact in known and known[self.fact] == self.value else self.otherwise)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,21 @@ def test_the_library_is_kept_under_all_it_depends_on(folder):
     assert not folder.exists(), "asking creates nothing"
 
 
+def test_a_change_of_any_source_names_another_library(folder, tmp_path, monkeypatch):
+    """A header that is not in the hash would leave a library of older code in use."""
+    included = {line.split('"')[1] for path in (native.SOURCE, *native.HEADERS)
+                for line in path.read_text().splitlines() if line.startswith('#include "')}
+    assert included and included <= {path.name for path in native.HEADERS}
+    seen = {native.library_path()}
+    for path in (native.SOURCE, *native.HEADERS):
+        changed = tmp_path / path.name
+        changed.write_text(path.read_text() + "// changed\n")
+        monkeypatch.setattr(native, "SOURCE", changed if path == native.SOURCE else native.SOURCE)
+        monkeypatch.setattr(native, "HEADERS", tuple(changed if h == path else h for h in native.HEADERS))
+        seen.add(native.library_path())
+    assert len(seen) == 2 + len(native.HEADERS)
+
+
 # cannot be built
 
 def test_a_missing_compiler_says_what_to_do(folder, monkeypatch):

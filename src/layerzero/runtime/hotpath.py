@@ -51,13 +51,14 @@ def source(program: KeyProgram, watch_capture: bool = False) -> str:
     op = program.op
     names = ", ".join(p.name for p in op.params)
     body = _key_lines(program, watch_capture)
+    here = "_override = OVERRIDE()"
     call = [
         f"def call({_declaration(op)}):",
         "    while True:",
-        "        if backend is not None or policy is not None: break",
+        f"        {here} if backend is None and policy is None else FOR_CALL(backend, policy)",
         *("        " + line for line in body),
         "        _entry = TABLE.get(KEY)",
-        f"        if _entry is None: return MISS(KEY, ({names},))",
+        f"        if _entry is None: return MISS(KEY, ({names},), backend, policy)",
         "        _entry.tick()",
         "        try:",
         f"            return _entry.run({names})",
@@ -67,6 +68,7 @@ def source(program: KeyProgram, watch_capture: bool = False) -> str:
         "",
         f"def key_of({names}):",
         "    while True:",
+        f"        {here}",
         *("        " + line for line in body),
         "        return KEY",
         "    return None",
@@ -90,7 +92,7 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     lines = ["if AUTOCAST() or LEVEL() is not None: break", *_scalar_checks(op)]
     lines += [f"if type({n}) is not TENSOR and type({n}) is not PARAMETER: break" for n in names]
     lines.append("try:")
-    key = [str(program.id), "OVERRIDE()", "DETERMINISTIC()"]
+    key = [str(program.id), "_override", "DETERMINISTIC()"]
     first = op.main_tensor
     if first:
         lines.append(f"    _dtype, _home = {first}.dtype, {first}.device")
@@ -419,13 +421,14 @@ def _spread_over(found: tuple[int, ...], axes: tuple[str, ...]) -> str:
     return ",".join([*missing, *(axis for axis, is_spread in zip(axes[len(missing):], found[1:]) if is_spread)])
 
 
-def namespace(override: Callable[[], Any], faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
+def namespace(override: Callable[[], Any], for_call: Callable[[str | None, Any], Any],
+              faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
     """The globals of a generated function. TABLE, MISS, SLOW and RECOVER are the dispatcher's to set."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
         "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket, "SPREAD": spread,
         "STRIDED": torch.strided, "STRIDE_LAST": _stride_last, "WHOLE": _whole, "ALIGNMENT": alignment,
-        "OVERRIDE": override, "FAULTS": faults, "DTYPE_NAME": dtype_name, "SPREAD_OVER": _spread_over,
+        "OVERRIDE": override, "FOR_CALL": for_call, "FAULTS": faults, "DTYPE_NAME": dtype_name, "SPREAD_OVER": _spread_over,
         **{f"READ_{fact}": reader for fact, reader in TENSOR_READERS.items()},
         **{f"SDPA_{i}": is_on for i, is_on in enumerate(SDPA_SWITCHES)}, "SDPA_BACKENDS": sdpa_backends,
         "AUTOCAST": torch._C._is_any_autocast_enabled, "LEVEL": torch._C._functorch.maybe_current_level,

@@ -1,7 +1,7 @@
 """The native fast path: found if it was built for this torch and Python, never built in a user's call.
 
-`lz build` compiles `fastpath.cpp` against the installed torch (some 20 seconds) into the cache folder,
-under a name made of the versions and the source's hash. Without it everything works in pure Python.
+`lz build` compiles `fastpath.cpp` and its headers against the installed torch (some 20 seconds) into the cache folder,
+under a name made of the versions and the sources' hash. Without it everything works in pure Python.
 """
 
 from __future__ import annotations
@@ -27,25 +27,31 @@ from typing import Any
 import torch
 
 from ..select.key import KeyProgram, NumberField
+from ..select.policy import Layer
 from ..spec.errors import ConfigError
 from ..spec.expr import parse
-from ..spec.kernel import Const, Direct
+from ..spec.kernel import Const, Direct, LastSize
 from ..spec.op import INT64, Op, Param
 from . import context
+from .binding import operator_call
 from .cache import Entry
 from .config import cache_dir
+from .context import Override
 from .faults import FAULTS
 from .hotpath import signature
 
 SOURCE = Path(__file__).with_name("fastpath.cpp")
+HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
 SIZE, LITERAL, LEAD, SPREAD = range(4)
+PARAM, CONSTANT, LAST_SIZE = range(3)
 MAX_TESTS = 47             # of one field: they share a word with its bucket
 
 
 def library_path() -> Path:
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    text = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    digest = hashlib.sha256(text).hexdigest()[:12]
     tag = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}-{digest}"
     return cache_dir() / "native" / tag / "fastpath.so"
 
@@ -73,7 +79,7 @@ def module() -> Any:
         _problem.append(f"{type(e).__name__}: {e}")
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-    found.setup(torch.Tensor, torch.nn.Parameter, context.current, capturing, FAULTS)
+    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS)
     return found
 
 
@@ -182,22 +188,30 @@ class NativeDispatcher:
     def install(self, program: KeyProgram, epoch: int, limit: int) -> None:
         self.compiled.install(*encode(program), epoch, limit)
 
-    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool) -> bool:
-        """`anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is."""
+    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool, override: Override | None) -> bool:
+        """Tell the table what calls like these want; False if it cannot hold that.
+
+        `anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is.
+        """
         call = entry.binding.call or Direct(entry.run, tuple(self.index), {})
         constants: list[Any] = []
 
-        def source(argument: Any) -> int:
+        def source(argument: Any) -> tuple[int, int]:
             if isinstance(argument, Const):
                 constants.append(argument.value)
-                return -len(constants)
-            return self.index[argument]
+                return CONSTANT, len(constants) - 1
+            if isinstance(argument, LastSize):
+                return LAST_SIZE, self.index[argument.param]
+            return PARAM, self.index[argument]
 
         sources = tuple(source(a) for a in (*call.args, *call.kwargs.values()))
         keywords = tuple(map(sys.intern, call.kwargs)) or None
-        return bool(self.compiled.put(entry, epoch, values, call.fn, sources, tuple(constants), keywords,
-                                      len(call.args), -1 if call.item is None else call.item,
-                                      -1 if call.first is None else call.first, anywhere))
+        name, arguments = operator_call(call) or (None, ())
+        inputs = tuple(map(source, arguments))
+        return bool(self.compiled.put(
+            entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
+            -1 if call.item is None else call.item, -1 if call.first is None else call.first, anywhere, name,
+            inputs))
 
     def collect(self) -> None:
         self.compiled.collect()

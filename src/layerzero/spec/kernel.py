@@ -24,8 +24,9 @@ SDPA = "SDPA"                                  # a kernel that calls scaled_dot_
 class Direct:
     """A call with no Python frame between the dispatcher and the library.
 
-    `args` and `kwargs` name the op's parameters, or hold a constant wrapped in `Const`. Of a tuple
-    result, `item` picks one element and `first` keeps the first few.
+    `args` and `kwargs` name the op's parameters, or hold a constant (`Const`, `ByFact`) or the `LastSize` of a tensor.
+    Of a tuple result, `item` picks one element and `first` keeps the first few. `otherwise` serves the calls in which
+    a parameter that only it takes is not at its default.
     """
 
     fn: Callable[..., Any]
@@ -33,6 +34,25 @@ class Direct:
     kwargs: Mapping[str, Any]
     item: int | None = None
     first: int | None = None
+    otherwise: Callable[..., Any] | None = None
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The op's parameters that it reads, each as often as it does."""
+        values = (*self.args, *self.kwargs.values())
+        return tuple(v.param if isinstance(v, LastSize) else v for v in values if not isinstance(v, (Const, ByFact)))
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """The facts that some constant depends on."""
+        return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
+
+    def settled(self, known: Mapping[str, Any]) -> Direct:
+        """The same call for calls of which so much is known: its constants chosen."""
+        def chosen(value: Any) -> Any:
+            return value.chosen(known) if isinstance(value, ByFact) else value
+
+        return replace(self, args=tuple(map(chosen, self.args)), kwargs={k: chosen(v) for k, v in self.kwargs.items()})
 
 
 @dataclass(frozen=True)
@@ -40,9 +60,29 @@ class Const:
     value: Any
 
 
+@dataclass(frozen=True)
+class ByFact:
+    """One constant where a fact is known to have this value, else another, which must be right for every call."""
+
+    fact: str
+    value: Any
+    then: Any
+    otherwise: Any
+
+    def chosen(self, known: Mapping[str, Any]) -> Const:
+        return Const(self.then if self.fact in known and known[self.fact] == self.value else self.otherwise)
+
+
+@dataclass(frozen=True)
+class LastSize:
+    """x.shape[-1:] of a tensor parameter: what torch's norms call normalized_shape."""
+
+    param: str
+
+
 def direct(fn: Callable[..., Any], *args: Any, item: int | None = None, first: int | None = None,
-           **kwargs: Any) -> Direct:
-    return Direct(fn, args, kwargs, item, first)
+           otherwise: Callable[..., Any] | None = None, **kwargs: Any) -> Direct:
+    return Direct(fn, args, kwargs, item, first, otherwise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +174,7 @@ _PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhea
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
     """Which of the op's parameters `run` takes; refuses one that wants something the op does not have."""
     if isinstance(run, Direct):
-        named = [a for a in (*run.args, *run.kwargs.values()) if not isinstance(a, Const)]
+        named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise) if run.otherwise is not None else ())]
     else:
         try:
             signature = inspect.signature(run)
@@ -156,4 +196,4 @@ def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) ->
     if unknown:
         raise RegistrationError(f"kernel {kernel_id!r} wants {', '.join(map(repr, unknown))}; "
                                 f"lz.{op.name} has {', '.join(op.by_name)}")
-    return tuple(named)
+    return tuple(dict.fromkeys(named))

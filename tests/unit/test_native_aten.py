@@ -1,4 +1,4 @@
-"""Operators of ATen called by the native path itself: results, errors and modes are those of the call through Python."""
+"""ATen operators that the native path calls itself: results, errors and modes are those of the call through Python."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def for_call(backend: str | None, policy: Any) -> Override | None:
     if backend is None and policy is None:
         return outer
     said = policy
-    if type(policy) is dict:                   # by value: it may have changed since, or be another one that says the same
+    if type(policy) is dict:                   # by value: it may have changed, or be another that says the same
         said = tuple([(name, type(value), value) for name, value in policy.items()])
     try:
         found = _of_calls.get((backend, said, outer))

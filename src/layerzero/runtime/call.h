@@ -1,7 +1,7 @@
 // What a table entry calls, and how.
 //
-// `invoke` is the kind of the call: call_python here, an ATen operator in aten.h. Another kind is another function
-// of this type, in a header of its own, that `put` chooses when an entry is stored.
+// `invoke` is the kind of the call: call_python here, an ATen operator in aten.h, launches in launch.h. Another kind
+// is another function of this type, in a header of its own, that `put` chooses when an entry is stored.
 #pragma once
 
 #include "key.h"
@@ -24,6 +24,7 @@ struct Call {
   std::vector<Source> sources;                  // of its arguments
   std::vector<Source> inputs;                   // of what another `invoke` takes, in its own order
   std::vector<PyObject *> constants;
+  PyObject *recordings = nullptr;               // of launches (launch.h); borrowed from the entry, which holds them
   Py_ssize_t item = -1, first = -1;             // of a tuple: the one element, or how many of the first
 };
 

@@ -26,7 +26,7 @@ from ..spec.kernel import Direct, Kernel
 from ..spec.op import Adaptation, Op
 from ..spec.plan import Plan, Step, Transform
 from ..spec.reason import Code, Reason
-from . import clock, context, events, faults, health, hotpath, incidents, jit, loading, native, tracing
+from . import clock, context, events, faults, health, hotpath, incidents, jit, loading, native, replays, tracing
 from . import facts as reading
 from . import world as worlds
 from .binding import Binding, bind
@@ -216,6 +216,10 @@ class Dispatcher:
                 world = mark_unloadable(kernel, e.reason)
         watched = world.health.get(kernel.health)
         run = binding.run if watched is None else self.watched(kernel, binding, watched, bool(plan.locked))
+        recordings = None
+        if kernel.replayable and watched is None and not step.transforms and self.native is not None:
+            recordings = self.native.recordings()
+            run = replays.recorded(run, recordings)
         if kernel.jit:
             run = self.warming(world, kernel, run, plan, override)
         micros = (time.perf_counter() - began) * 1e6
@@ -223,7 +227,7 @@ class Dispatcher:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
         events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros,
                              tuple(map(str, step.transforms))))
-        return self.ledger.open(Entry(plan, binding if run is binding.run else Binding(run, None), run))
+        return self.ledger.open(Entry(plan, binding if run is binding.run else Binding(run, None), run, recordings))
 
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
         """Made once for all calls that want the same of it."""

@@ -79,7 +79,9 @@ def module() -> Any:
         _problem.append(f"{type(e).__name__}: {e}")
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS)
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS,
+                raw_stream)
     return found
 
 
@@ -211,7 +213,11 @@ class NativeDispatcher:
         return bool(self.compiled.put(
             entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
             -1 if call.item is None else call.item, -1 if call.first is None else call.first, anywhere, name,
-            inputs))
+            inputs, entry.recordings))
+
+    def recordings(self) -> Any:
+        """A place for the recorded launches of an entry, which `put` is given with it."""
+        return module().Recordings()
 
     def collect(self) -> None:
         self.compiled.collect()

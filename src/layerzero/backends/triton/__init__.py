@@ -141,7 +141,8 @@ def _quantized_linear_double() -> Callable[..., Any]:
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: Condition, **more: Any) -> Kernel:
     return Kernel(f"triton.{name}", op, load, (*HARDWARE, plain_tensors(), *requires), package="triton", prior=prior,
-                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True, **more)
+                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True,
+                  replayable=True, **more)
 
 
 def _few_rows(tokens: str) -> tuple[Condition, ...]:

@@ -118,11 +118,13 @@ def test_keys_that_grow_in_a_cache_of_fixed_strides(serve: Any, layout: str) -> 
     query = half(*((1, 4, 1, 64) if layout == "bhsd" else (1, 1, 4, 64)))
     for length in range(33, 48):
         key, value = (c.narrow(axis, 0, length) for c in caches)
-        assert torch.equal(call(query, key, value, layout=layout), decode.dense(query, key, value, layout=layout)), length
+        want = decode.dense(query, key, value, layout=layout)
+        assert torch.equal(call(query, key, value, layout=layout), want), length
     assert counts("attention", query, key, value, layout=layout) == (1, 14, 1)
     for length in (63, 64, 65):                # another configuration from 64 on
         key, value = (c.narrow(axis, 0, length) for c in caches)
-        assert torch.equal(call(query, key, value, layout=layout), decode.dense(query, key, value, layout=layout)), length
+        want = decode.dense(query, key, value, layout=layout)
+        assert torch.equal(call(query, key, value, layout=layout), want), length
 
 
 def test_keys_that_grow_in_a_new_tensor_each(serve: Any) -> None:
@@ -176,7 +178,8 @@ def test_a_seed_is_part_of_the_signature(serve: Any) -> None:
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         for seed, offset in ((1, 0), (2, 0), (1, 1)):
-            assert torch.equal(call(logits, seed=seed, offset=offset), sampling.sample(logits, seed=seed, offset=offset))
+            want = sampling.sample(logits, seed=seed, offset=offset)
+            assert torch.equal(call(logits, seed=seed, offset=offset), want)
 
 
 def test_signatures_without_end_are_not_recorded_without_end(serve: Any) -> None:

@@ -54,7 +54,7 @@ def config(rows: int, homes: int, keys: int, dim: int, paged: bool, machine: com
 
 def alike(keys: int, left: int, room: int) -> tuple[int, int]:
     """The numbers of keys, from and to, that `config` tells from this one in nothing: its bounds are powers of two."""
-    if 0 <= left and left + room <= keys:
+    if left >= 0 and left + room <= keys:
         return left + room, replay.MOST                    # the window is all that is seen
     last = 2 * SPLITS[0] * 8 * KEYS                        # its highest
     low, high = 1, replay.MOST

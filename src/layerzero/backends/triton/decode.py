@@ -148,7 +148,8 @@ def dense(
 
     def growing(low: int, high: int) -> tuple[Varying, ...]:
         """With every token there are more keys; where they are one dense tensor, the strides grow with them."""
-        return (Varying(whole[0], "size", seq, FIELDS["keys"], low, high), Varying(whole[1], "size", seq, -1, low, high),
+        return (Varying(whole[0], "size", seq, FIELDS["keys"], low, high),
+                Varying(whole[1], "size", seq, -1, low, high),
                 *(Varying(t, "stride", axis, FIELDS[f"{name}_{of}"], 1) for t, name in zip(whole, "kv")
                   for axis, of in ((0, "batch"), (head, "head")) if t.stride(axis) > 0))
 

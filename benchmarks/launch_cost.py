@@ -97,7 +97,8 @@ def rows() -> Iterator[Row]:
     wide = rand(3, 4096)
     yield Row("triton.linear_gemv", lambda: F.linear(wide, weight_out), (wide, weight_out), {}, "3 rows")
     q, k, cos, sin = rand(1, 32, 1, 128), rand(1, 8, 1, 128), rand(1, 64), rand(1, 64)
-    yield Row("triton.rope", lambda: (turned(q, cos, sin), turned(k, cos, sin)), (q, k, cos, sin), {"style": "rotate_half"})
+    yield Row("triton.rope", lambda: (turned(q, cos, sin), turned(k, cos, sin)), (q, k, cos, sin),
+              {"style": "rotate_half"})
     gate, down = rand(2 * 2816, 1024), rand(1024, 2816)
     small = rand(1, 1024)
     yield Row("triton.mlp", lambda: F.linear(gated(F.linear(small, gate)), down), (small, gate, down), {},

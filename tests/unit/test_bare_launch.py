@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import RMS_NORM
+from helpers import RMS_NORM, python
 from torch import Tensor
 
 import layerzero as lz
@@ -189,3 +189,10 @@ def test_while_a_profiler_watches_python_launches(served: Callable[..., Tensor])
     assert entry.recordings.counts()[1] == 0
     HOOKS.clear()
     assert torch.equal(served(x, eps=2.0), x * 2 + 8) and entry.recordings.counts()[1] == 1
+
+
+def test_recording_does_not_import_dynamo() -> None:
+    """Which takes seconds, and the first call of a signature is somebody's request."""
+    told = python("import sys, torch; from layerzero.runtime.replays import Recorder\nr = Recorder(())\n"
+                  "with r: torch.empty(3)\nprint(len(r.allocations), 'torch._dynamo' in sys.modules)")
+    assert told.split() == ["1", "False"]

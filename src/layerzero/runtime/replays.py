@@ -64,6 +64,11 @@ class Recorder(TorchDispatchMode):
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             self.refuse("the tensors are not on the current device")
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import Dynamo, for seconds, to keep it out of the method below, which runs eagerly anyway."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in ALLOCATES or (func in DRAWS and (kwargs or {}).get("generator") is None):

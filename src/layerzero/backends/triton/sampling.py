@@ -88,7 +88,6 @@ def sample(
     uniforms: Tensor | None = None, seed: int | None = None, seed_rows: Tensor | None = None, offset: int = 0,
     generator: torch.Generator | None = None, from_probs: bool = False, return_logprobs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    wide = torch.promote_types(logits.dtype, torch.float32)
     uniform, word = None, 0
     if uniforms is None and seed is not None and seed_rows is None:
         word = signed(mix_int(mix_int(seed) + offset * GOLDEN) + GOLDEN)
@@ -102,4 +101,5 @@ def sample(
     token, chosen, total = choose(logits, temperature, top_k, top_p, min_p, uniform, word, from_probs)
     if not return_logprobs:
         return token
+    wide = torch.promote_types(logits.dtype, torch.float32)
     return token, torch.where(total > 0, chosen.log() - total.log(), -torch.inf).to(wide)

@@ -289,12 +289,13 @@ inline bool read_values(Recording *r, PyObject *values) {
 inline bool read_launch(Recording *r, PyObject *given, size_t *numbers) {
   unsigned long long address, function;
   unsigned grid[3], threads, shared, cluster;
-  const char *params;
+  char *params;
   Py_ssize_t size;
-  PyObject *places, *pointers, *varying, *refused;
-  if (!PyArg_ParseTuple(given, "KK(III)IIIy#O!O!O!O", &address, &function, &grid[0], &grid[1], &grid[2], &threads, &shared,
-                        &cluster, &params, &size, &PyTuple_Type, &places, &PyTuple_Type, &pointers, &PyTuple_Type, &varying,
-                        &refused))
+  PyObject *bytes, *places, *pointers, *varying, *refused;
+  if (!PyArg_ParseTuple(given, "KK(III)IIIO!O!O!O!O", &address, &function, &grid[0], &grid[1], &grid[2], &threads, &shared,
+                        &cluster, &PyBytes_Type, &bytes, &PyTuple_Type, &places, &PyTuple_Type, &pointers, &PyTuple_Type,
+                        &varying, &refused) ||
+      PyBytes_AsStringAndSize(bytes, &params, &size) < 0)
     return false;
   if ((size_t)size > MAX_BYTES || (size_t)PyTuple_GET_SIZE(places) > MAX_KERNEL_PARAMS) return false;
   Launch l{(DriverLaunch)address, (void *)function, {grid[0], grid[1], grid[2]}, threads, shared, cluster,

@@ -8,7 +8,7 @@ that the queue of the device never fills):
     torch    the function of torch that a user would write
     python   our kernel, launched by its Python launcher
     lz       lz.<op>, locked to the kernel: the native path, replayed where `replays` is not 0
-    bare     cuLaunchKernelEx alone, the same function with the same parameters, in a C loop (all launches of the call)
+    bare     cuLaunchKernelEx alone, the same function with the same parameters, in a C loop; times the launches of a call
     over     lz - bare; the goal is 5 or less
 
 `lz build` must have been run: without the native path there is nothing to replay. Takes less than a minute.
@@ -156,30 +156,28 @@ class Bare:
                            input=LOOP.encode())
             self.loop = ctypes.CDLL(str(library)).loop
             self.loop.restype = ctypes.c_double
-            self.loop.argtypes = (ctypes.c_void_p,) * 5
+            self.loop.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_int)
 
     def time(self, launches: list[replay.Launch]) -> float | None:
         from layerzero.backends.cuda.compiler import CLUSTER_DIMENSION, Attribute, Config
         if self.loop is None or not launches:
             return None
-        total = 0.0
-        for launch in launches:
-            attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(launch.cluster, 1, 1))
-            config = Config(*launch.grid, launch.threads, 1, 1, launch.shared,
-                            torch.cuda.current_stream().cuda_stream)
-            if launch.cluster > 1:
-                config.attributes, config.attribute_count = ctypes.pointer(attribute), 1
-            params = ctypes.create_string_buffer(launch.params, len(launch.params))
-            base = ctypes.addressof(params)
-            places = (ctypes.c_void_p * len(launch.places))(*[base + at for at in launch.places])
-            times = []
-            for _ in range(LOOPS):
-                torch.cuda.synchronize()
-                times.append(self.loop(launch.address, ctypes.addressof(config), launch.function,
-                                       ctypes.addressof(places), CALLS))
+        launch = launches[0]                   # repeated alone: a later one needs what it wrote
+        attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(launch.cluster, 1, 1))
+        config = Config(*launch.grid, launch.threads, 1, 1, launch.shared,
+                        torch.cuda.current_stream().cuda_stream)
+        if launch.cluster > 1:
+            config.attributes, config.attribute_count = ctypes.pointer(attribute), 1
+        params = ctypes.create_string_buffer(launch.params, len(launch.params))
+        base = ctypes.addressof(params)
+        places = (ctypes.c_void_p * len(launch.places))(*[base + at for at in launch.places])
+        times = []
+        for _ in range(LOOPS):
             torch.cuda.synchronize()
-            total += statistics.median(times)
-        return total
+            times.append(self.loop(launch.address, ctypes.addressof(config), launch.function,
+                                   ctypes.addressof(places), CALLS))
+        torch.cuda.synchronize()
+        return statistics.median(times) * len(launches)
 
 
 def measured(row: Row, bare: Bare) -> dict[str, Any]:

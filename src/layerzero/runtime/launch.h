@@ -260,8 +260,11 @@ inline PyObject *call_recorded(const Call &call, PyObject **values) {
     recordings->hits++;
     return replay(found, values, device, stream);
   }
-  PyObject *out = call_python(call, values);
-  if (out && device >= 0) entered |= 1ull << device;
+  PyObject *out = call_python(call, values);    // the entry, and with it the recordings, is held by `dispatch`
+  if (out && !recordings->list->empty() && recordings->list->front()->device >= 0) {
+    device = current_device();
+    if (device >= 0 && device < 64) entered |= 1ull << device;
+  }
   return out;
 }
 

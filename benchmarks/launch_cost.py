@@ -8,7 +8,7 @@ that the queue of the device never fills):
     torch    the function of torch that a user would write
     python   our kernel, launched by its Python launcher
     lz       lz.<op>, locked to the kernel: the native path, replayed where `replays` is not 0
-    bare     cuLaunchKernelEx alone, the same function with the same parameters, in a C loop; times the launches of a call
+    bare     cuLaunchKernelEx alone, in a C loop: the same function and parameters, times the launches of a call
     over     lz - bare; the goal is 5 or less
 
 `lz build` must have been run: without the native path there is nothing to replay. Takes less than a minute.

@@ -122,7 +122,7 @@ def test_another_version_is_called_a_conflict_and_never_imported(tmp_path: Path,
         x, w = torch.randn(4, 32), torch.randn(16, 32)
         assert torch.allclose(lz.linear(x, w), torch.nn.functional.linear(x, w), atol=1e-5)
         reasons = lz.validate("linear", "{kernel}", x, w)
-        print([str(r.code) for r in reasons])
+        print([str(r.code) for r in reasons if str(r.code) != "CPU_ISA_MISSING"])
     """, str(tmp_path))
     assert out == "['VERSION_CONFLICT']"
 

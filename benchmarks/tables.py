@@ -25,11 +25,11 @@ import layerzero as lz
 from layerzero.plan.lower import module
 from layerzero.plan.table import Span
 from layerzero.runtime import world as worlds
-from layerzero.spec.kernel import Direct
 from layerzero.runtime.dispatch import Dispatcher
 from layerzero.runtime.incidents import loaded
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.grid import bucket_top
+from layerzero.spec.kernel import Direct
 
 OUT = Path(__file__).parent / "results" / "local" / "tables.json"
 SITES = 32                                     # lz calls of the small model

@@ -67,7 +67,7 @@ def test_on_blackwell_version_4_is_preferred_where_it_is_there(sm):
     plan = routed(nvidia(sm), FLASH, **LENIENT)
     assert order(plan) == [V4, V2]
     assert plan.steps[1].note == "untested on hardware"
-    assert order(routed(nvidia(sm), given=facts(seq=32768), **LENIENT))[:2] == ["torch.sdpa", V4]  # of what is not torch's
+    assert order(routed(nvidia(sm), given=facts(seq=32768), **LENIENT))[:2] == ["torch.sdpa", V4]
 
 
 @pytest.mark.parametrize(("settings", "kernel", "code"), [

@@ -314,7 +314,8 @@ KV_ONCE = "reads keys and values once for all query heads that share them"
 KERNELS = (
     Kernel("torch.sdpa", attention, _sdpa, sdpa_backend=SDPA,
            prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
-        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CPU, *SDPA_ON_CUDA, NO_BOOL_FOR_CUDNN),
+        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CPU, *SDPA_ON_CUDA,
+        NO_BOOL_FOR_CUDNN),
         note="torch's default choice, against which everything is compared; with cuDNN a bool mask that hides a whole "
              "row gives the mean of all values"),
     Kernel("torch.sdpa_bias", attention, _sdpa_bias, sdpa_backend=SDPA,

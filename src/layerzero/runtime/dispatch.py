@@ -2,7 +2,7 @@
 
 hit     generated code (hotpath.py) or its native twin finds the entry and calls it; nothing here runs
 miss    read the facts, plan, bind, remember, run
-slow    anything unusual: nested or 3-D inputs, autocast, subclasses, tracing, backend= and policy=
+slow    anything unusual: nested or 3-D inputs, autocast, subclasses, tracing
 recover the kernel threw: say whose fault it was, and let the next one of the same plan serve
 """
 

@@ -33,7 +33,6 @@ from ..spec.expr import parse
 from ..spec.kernel import Const, Direct, LastSize
 from ..spec.op import INT64, Op, Param
 from . import context
-from .binding import operator_call
 from .cache import Entry
 from .config import cache_dir
 from .context import Override
@@ -208,7 +207,7 @@ class NativeDispatcher:
 
         sources = tuple(source(a) for a in (*call.args, *call.kwargs.values()))
         keywords = tuple(map(sys.intern, call.kwargs)) or None
-        name, arguments = operator_call(call) or (None, ())
+        name, arguments = entry.binding.operator or (None, ())
         inputs = tuple(map(source, arguments))
         return bool(self.compiled.put(
             entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),

@@ -58,6 +58,7 @@ Key = tuple[str, str, str]                     # (op, bucket, place)
 _kinds: dict[Key, Kind] = {}                   # those being learned
 _closed: dict[Key, None] = {}                  # those this process is done with, oldest first
 _adding = threading.Lock()
+_now = time.perf_counter
 _counting = threading.Lock()                   # held for a sum
 _budget = Budget()
 _began: float | None = None                    # when the first call was explored
@@ -125,7 +126,7 @@ class Kind:
         calls, self.skipped = 1 + self.skipped, 0
         self.skip = self.pause = min(2 * self.pause + 1, MOST_SKIPPED)
         known = bool(trial.runners[trial.base].rounds)
-        lost = min((time.perf_counter() - began) * 1e6, MOST_OVERHEAD_US)
+        lost = min((_now() - began) * 1e6, MOST_OVERHEAD_US)
         self.cost_us += lost
         _charge(calls * trial.expected_us(trial.base) if known else 0.0, lost)
         return None
@@ -249,7 +250,7 @@ class Exploring:
                 or not kind.lock.acquire(blocking=False):
             return self._serve(ways, values)
         try:
-            began = time.perf_counter()
+            began = _now()
             ticket = kind.next(lambda kernel: self._available(ways, kernel, values), began)
         finally:
             kind.lock.release()
@@ -295,9 +296,9 @@ class Exploring:
 
 def _timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, Sample]:
     packed = len(PACKED)
-    start = time.perf_counter()
+    start = _now()
     out = run(*values)
-    took = time.perf_counter() - start
+    took = _now() - start
     return out, Sample(ticket, took * 1e6, (start - began) * 1e6, len(PACKED) == packed)
 
 
@@ -306,12 +307,12 @@ def _timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Tic
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     packed = len(PACKED)
     begin.record()
-    start = time.perf_counter()
+    start = _now()
     out = run(*values)
-    took = time.perf_counter() - start
+    took = _now() - start
     end.record()
     behind = not begin.query()
-    overhead = time.perf_counter() - began - took
+    overhead = _now() - began - took
     return out, Sample(ticket, took * 1e6, overhead * 1e6, len(PACKED) == packed, (begin, end), behind)
 
 

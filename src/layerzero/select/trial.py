@@ -234,8 +234,8 @@ class Trial:
         known = [r for r in self.running if len(r.rounds) >= least]
         best = min(known, key=lambda r: r.median, default=None)
         own = self.runners.get(self.default)
-        if best is None or len(known) < 2:
-            self.winner = best.kernel if best is not None else self.serving
+        if best is None or len(self.results()) < 2:
+            self.winner = self.serving
             return
         if own is not None and own in known and own is not best:
             shared = ratios(best, own)

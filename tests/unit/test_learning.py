@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Fake, RMS_NORM, health_of, normed, of, only, path_of, python, register, rows
+from helpers import RMS_NORM, Fake, health_of, normed, of, only, path_of, python, register, rows
 
 import layerzero as lz
 from layerzero.runtime import learning

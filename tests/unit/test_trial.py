@@ -149,10 +149,15 @@ def test_a_late_kernel_joins():
     assert trial.winner == "late"
 
 
-def test_calls_in_flight_are_limited():
+def test_calls_in_flight_are_limited_and_few_before_a_first_time_is_known():
     trial = trial_of("a")
-    tickets = [trial.next(YES, YES) for _ in range(trials.MOST_IN_FLIGHT + 5)]
-    assert sum(t is not None for t in tickets) == trials.MOST_IN_FLIGHT
+    tickets = [t for _ in range(20) if (t := trial.next(YES, YES)) is not None]
+    assert [t.kernel for t in tickets] == ["torch"] * trials.MOST_UNKNOWN
+    for ticket in tickets:
+        trial.sampled(ticket, 100.0)
+    tickets = [t for _ in range(100) if (t := trial.next(YES, YES)) is not None]
+    assert len(tickets) == trials.MOST_IN_FLIGHT == trial.in_flight
+    assert sum(t.kernel == "a" for t in tickets) == trials.MOST_UNKNOWN
     trial.sampled(tickets[0], None)
     assert trial.next(YES, YES) is not None
 

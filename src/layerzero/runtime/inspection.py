@@ -78,7 +78,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     if on is not None:
         return plan
     key = found.key_of(*values) if override is context.current.get() else None
-    learned = learning.standing(found.op, plan.facts, world) if override is None else lambda kernel: ""
+    learned = learning.standing(found.op, world, plan) if override is None else lambda kernel: ""
     steps = tuple(s._replace(note=", ".join(filter(None, (*_notes(s, found, world), learned(s.kernel)))))
                   for s in plan.steps)
     return replace(plan, steps=steps, from_cache=key is not None and key in found.cache.table)

@@ -44,7 +44,7 @@ from .world import World
 if TYPE_CHECKING:
     from .dispatch import Dispatcher
 
-MOST_KINDS = 512                               # that are learned at once; others wait for one of them to be settled
+MOST_KINDS = 1024                              # that are known to be learned
 MOST_CLOSED = 8192                             # kinds that are remembered as done with
 MOST_KERNELS = 8                               # that one kind is learned for, those expected to be fastest
 MOST_OVERHEAD_US = 100.0                       # to decide about one call takes some 10; more is another process
@@ -53,7 +53,8 @@ PUBLISH_SECONDS = 1.0
 BEHIND_WINNER = 1.005                          # how a tie is written down for those that did not win
 DEVICES = ("cpu", "cuda")                      # on others a call cannot be timed without waiting for it
 
-Key = tuple[str, str, str]                     # (op, bucket, place)
+# (op, bucket, place, which kernels need their inputs copied first): such calls take another time.
+Key = tuple[str, str, str, tuple[tuple[str, ...], ...]]
 
 _kinds: dict[Key, Kind] = {}                   # those being learned
 _closed: dict[Key, None] = {}                  # those this process is done with, oldest first
@@ -124,7 +125,8 @@ class Kind:
             self.end()
             return None
         calls, self.skipped = 1 + self.skipped, 0
-        self.skip = self.pause = min(2 * self.pause + 1, MOST_SKIPPED)
+        if not trial.in_flight:                # no budget; else it only waits for the device
+            self.skip = self.pause = min(2 * self.pause + 1, MOST_SKIPPED)
         known = bool(trial.runners[trial.base].rounds)
         lost = min((_now() - began) * 1e6, MOST_OVERHEAD_US)
         self.cost_us += lost
@@ -189,6 +191,8 @@ class Kind:
     def after_fork(self) -> None:
         self.lock = threading.Lock()
         self.done.clear()                      # CUDA events of the parent
+        for runner in self.trial.runners.values():
+            runner.in_flight = 0
         self.trial.in_flight = 0
 
 
@@ -323,19 +327,17 @@ def exploring(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..
     """What the entry of this plan is to run: `run`, or an Exploring if the kind of call is to be learned."""
     if not _wanted(dispatcher.op, world, plan, override):
         return run
-    facts = plan.facts
-    key = (dispatcher.op.name, kind_of(dispatcher.op, facts).bucket, world.place(facts["device"]))
-    if key in _closed:
-        return run
-    candidates = _candidates(world, plan)
+    facts, key = plan.facts, _key(dispatcher.op, world, plan)
+    candidates = _candidates(world, plan) if key not in _closed else []
     if not candidates:
+        _kinds.pop(key, None)                  # measured meanwhile, by a call in another form
         return run
     default = _default(world, plan)
     with _adding:
         kind = _kinds.get(key)
         if kind is None:
-            if len(_kinds) >= MOST_KINDS:
-                return run
+            while len(_kinds) >= MOST_KINDS:   # the oldest goes on by itself, and newer calls of it begin anew
+                del _kinds[next(iter(_kinds))]
             kind = _kinds[key] = Kind(key, dispatcher.op, plan, default.kernel if default is not None else "")
     base = plan.steps[0]
     kind.steps.setdefault(base.kernel, base)
@@ -344,6 +346,11 @@ def exploring(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..
                                                   _readiness(world, kernel, facts)))
     _worker.prepare(found, world, candidates, override)
     return found
+
+
+def _key(op: Op, world: World, plan: Plan) -> Key:
+    copied = tuple(sorted((s.kernel, *map(str, s.transforms)) for s in plan.steps if s.transforms))
+    return op.name, kind_of(op, plan.facts).bucket, world.place(plan.facts["device"]), copied
 
 
 def _wanted(op: Op, world: World, plan: Plan, override: Override | None) -> bool:
@@ -546,11 +553,11 @@ def status() -> Status:
     return Status(len(_kinds), _learned, _unclear, _explored, lost, lost / span if span > 0 else 0.0)
 
 
-def standing(op: Op, facts: Mapping[str, Any], world: World) -> Callable[[str], str]:
+def standing(op: Op, world: World, plan: Plan) -> Callable[[str], str]:
     """What explain says of a kernel for this kind of call while it is learned; "" otherwise."""
-    if not _kinds or facts["device"] not in DEVICES or mode_of(facts) != EAGER:
+    if not _kinds or plan.facts["device"] not in DEVICES or mode_of(plan.facts) != EAGER:
         return lambda kernel: ""
-    kind = _kinds.get((op.name, kind_of(op, facts).bucket, world.place(facts["device"])))
+    kind = _kinds.get(_key(op, world, plan))
     return kind.trial.standing if kind is not None else lambda kernel: ""
 
 

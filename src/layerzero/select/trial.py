@@ -24,7 +24,8 @@ LOOK_EVERY = 4             # rounds
 FIRST = 2                  # samples of the kernel that serves anyway, before another is tried
 MOST_SAMPLES = 160         # of one kind of call, over all kernels: then the medians decide
 MOST_CALLS = 1000          # of one kind of call, timed or not
-MOST_IN_FLIGHT = 16        # calls whose time is not known yet
+MOST_IN_FLIGHT = 32        # calls whose time is not known yet
+MOST_UNKNOWN = 3           # of a kernel that has no time yet: it may turn out to be slow
 HOPELESS = 3.0             # times slower than the best: out at once
 SLOWER = 1.5               # times slower in each of the first samples: out after those
 COSTLY_US = 1000.0         # a loss from which one sample is enough to be out
@@ -43,7 +44,7 @@ class Ticket(NamedTuple):
 class Budget:
     """Exploring may cost this share of the time in calls, and an allowance to begin with. Microseconds."""
 
-    def __init__(self, share: float = 0.015, allowance_us: float = 50_000.0) -> None:
+    def __init__(self, share: float = 0.015, allowance_us: float = 100_000.0) -> None:
         self.share, self.allowance_us = share, allowance_us
         self.total_us = self.lost_us = self.reserved_us = 0.0
 
@@ -64,6 +65,7 @@ class Runner:
         self.kernel, self.guess_us = kernel, max(guess_us, 1e-3)
         self.rounds: dict[int, float] = {}     # round -> microseconds
         self.median = math.nan
+        self.in_flight = 0
         self.warm = False
         self.out = ""                          # why it takes no further part
         self._ordered: list[float] = []
@@ -139,10 +141,12 @@ class Trial:
         for _ in range(2):                     # what is left of this round, then a new one
             while self._turn:
                 runner = self.runners[self._turn.pop()]
-                if runner.out or not available(runner.kernel) or not allowed(self.extra_us(runner.kernel)):
+                waits = not runner.rounds and runner.in_flight >= MOST_UNKNOWN
+                if runner.out or waits or not available(runner.kernel) or not allowed(self.extra_us(runner.kernel)):
                     continue                   # it sits this round out
                 ticket = Ticket(runner.kernel, self.round, not runner.warm, self.extra_us(runner.kernel))
                 runner.warm = True
+                runner.in_flight += 1
                 self.in_flight += 1
                 return ticket
             if not self._new_round(available, allowed):
@@ -170,8 +174,9 @@ class Trial:
 
     def sampled(self, ticket: Ticket, us: float | None) -> None:
         """The call took so long; None: its time says nothing."""
-        self.in_flight -= 1
         runner = self.runners[ticket.kernel]
+        runner.in_flight -= 1
+        self.in_flight -= 1
         if self.winner or runner.out or ticket.warm_up or us is None:
             return
         runner.add(ticket.round, max(us, 1e-3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -39,6 +40,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(learning, "_now", clock)
+    monkeypatch.setattr(learning, "_worked", clock)
     return clock
 
 
@@ -171,6 +173,35 @@ def test_the_budget_stops_exploring(learn, clock, monkeypatch):
             learning.flush()
     assert slower.calls == 0 and made["first"].calls + made["slow"].calls == 60
     assert made["slow"].calls <= 2             # until its time was known: it was guessed to be as fast
+
+
+def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, monkeypatch, happened):
+    """Two of three samples of the fastest hold a wait of 10 ms in which the thread did not work."""
+    worked, waits = Clock(), itertools.cycle((0.0, 0.01, 0.01))
+    monkeypatch.setattr(learning, "_worked", worked)
+
+    def takes(us: float, wait: bool):
+        def pass_time() -> None:
+            worked.now += us / 1e6
+            clock.now += us / 1e6 + (next(waits) if wait else 0.0)
+        return pass_time
+
+    made = fakes(clock, first=100.0, fast=60.0)
+    made["first"].before, made["fast"].before = takes(100.0, False), takes(60.0, True)
+    serve(rows())
+    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert learning.status().seconds == pytest.approx(0.0, abs=1e-4)
+
+
+def test_idle_time_earns_no_budget(learn, clock, monkeypatch):
+    fakes(clock, first=100.0, fast=60.0)
+    x = rows()
+    lz.rms_norm(x)
+    learning.flush()
+    lz.rms_norm(x)
+    clock.now += 3600.0
+    lz.rms_norm(x)
+    assert learning._budget.total_us <= learning.MOST_GAP * 1e6 + 1e3
 
 
 def test_a_first_call_that_takes_long_is_no_sample(learn, clock, happened):

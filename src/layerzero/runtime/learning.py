@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 MOST_KINDS = 1024                              # that are known to be learned
 MOST_CLOSED = 8192                             # kinds that are remembered as done with
 MOST_KERNELS = 8                               # that one kind is learned for, those expected to be fastest
+MOST_GAP = 0.05                                # seconds without a call: beyond these the process is idle
+KEPT, ATTEMPTS = 0.9, 3                        # less of a sample on the CPU: not counted, but for every third in a row
 MOST_OVERHEAD_US = 100.0                       # to decide about one call takes some 10; more is another process
 MOST_SKIPPED = 31                              # calls in a row that are not looked at while there is no budget
 PUBLISH_SECONDS = 1.0
@@ -59,10 +61,11 @@ Key = tuple[str, str, str, tuple[tuple[str, ...], ...]]
 _kinds: dict[Key, Kind] = {}                   # those being learned
 _closed: dict[Key, None] = {}                  # those this process is done with, oldest first
 _adding = threading.Lock()
-_now = time.perf_counter
+_now, _worked = time.perf_counter, time.thread_time
 _counting = threading.Lock()                   # held for a sum
 _budget = Budget()
 _began: float | None = None                    # when the first call was explored
+_last: float | None = None                     # when a call of a kind that is being learned last came
 _explored = _learned = _unclear = 0
 
 
@@ -72,9 +75,15 @@ class Sample(NamedTuple):
     ticket: Ticket
     host_us: float
     overhead_us: float                         # what exploring itself did before the call
-    counts: bool = True                        # False: something was prepared during the call
+    prepared: bool = False                     # were weights packed during the call?
+    worked_us: float = 0.0                     # CPU time of this thread; 0: not taken
     marks: tuple[Any, Any] | None = None       # CUDA events around it
     behind: bool = False                       # had the device not come to the first mark when the call returned?
+
+    @property
+    def disturbed(self) -> bool:
+        """Was the CPU taken away meanwhile?"""
+        return 0.0 < self.worked_us < KEPT * self.host_us
 
     def us(self) -> float | None:
         """What a caller in a loop would see: the longer of host and device. None: not known yet.
@@ -105,7 +114,8 @@ class Kind:
         self.settled = False
         self.cost_us = 0.0
         self.told = False
-        self.skip = self.skipped = self.pause = 0      # calls to let pass while there is no budget
+        self.skip = self.pause = 0             # calls to let pass while there is no budget
+        self.disturbed: dict[str, int] = {}    # kernel -> how often in a row
 
     def cost(self, step: Step, us: float) -> float:
         """What selection counts: the user's boosts divide the time."""
@@ -113,6 +123,7 @@ class Kind:
 
     def next(self, available: Callable[[str], bool], began: float) -> Ticket | None:
         """Who serves this call and is timed; the lock is held. None: `serving`, untimed."""
+        _tick(began)
         self.collect()
         trial = self.trial
         ticket = trial.next(available, _budget.allows)
@@ -124,13 +135,11 @@ class Kind:
         if trial.winner:
             self.end()
             return None
-        calls, self.skipped = 1 + self.skipped, 0
         if not trial.in_flight:                # no budget; else it only waits for the device
             self.skip = self.pause = min(2 * self.pause + 1, MOST_SKIPPED)
-        known = bool(trial.runners[trial.base].rounds)
         lost = min((_now() - began) * 1e6, MOST_OVERHEAD_US)
         self.cost_us += lost
-        _charge(calls * trial.expected_us(trial.base) if known else 0.0, lost)
+        _charge(lost)
         return None
 
     def end(self) -> None:
@@ -156,15 +165,19 @@ class Kind:
 
     def _take(self, sample: Sample, us: float) -> None:
         ticket, trial = sample.ticket, self.trial
-        us = self.cost(self.steps[ticket.kernel], us)
-        trial.sampled(ticket, us if sample.counts else None)
-        usual = sample.counts and not ticket.warm_up
+        times = self.disturbed[ticket.kernel] = self.disturbed.get(ticket.kernel, 0) + 1 if sample.disturbed else 0
+        counts = not sample.prepared and times in (0, ATTEMPTS)
+        if times == ATTEMPTS:                  # a busy machine: better this one than none
+            self.disturbed[ticket.kernel] = 0
+        trial.sampled(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None)
         lost = min(sample.overhead_us, MOST_OVERHEAD_US)
-        if ticket.kernel != trial.base:        # the medians: that another process took the CPU is not our cost
-            lost += trial.extra_us(ticket.kernel) if usual else max(us - trial.expected_us(trial.base), 0.0)
+        if ticket.kernel != trial.base:
+            if ticket.warm_up or sample.prepared:      # that another process took the CPU is not our cost
+                lost += max((sample.worked_us if sample.disturbed else us) - trial.expected_us(trial.base), 0.0)
+            else:
+                lost += trial.extra_us(ticket.kernel)
         self.cost_us += lost
-        _charge(trial.expected_us(ticket.kernel) if usual else 0.0, lost, -ticket.reserved_us,
-                explored=ticket.kernel != trial.base)
+        _charge(lost, -ticket.reserved_us, explored=ticket.kernel != trial.base)
 
     def measurements(self, world: World) -> list[Measurement]:
         """The result, written so that selection makes the same of it as the trial did."""
@@ -215,11 +228,20 @@ def statistics_of(samples: list[float]) -> Statistics:
     return Statistics(at(0.5), (at(0.9) - at(0.1)) / at(0.5), at(0.95), at(0.99))
 
 
-def _charge(total_us: float = 0.0, lost_us: float = 0.0, reserved_us: float = 0.0, explored: bool = False) -> None:
-    global _began, _explored
+def _charge(lost_us: float = 0.0, reserved_us: float = 0.0, explored: bool = False) -> None:
+    global _explored
     with _counting:
-        _budget.count(total_us, lost_us, reserved_us)
+        _budget.count(0.0, lost_us, reserved_us)
         _explored += explored
+
+
+def _tick(now: float) -> None:
+    """Count the time in which calls come; not that in which the process has nothing to do."""
+    global _began, _last
+    with _counting:
+        if _last is not None and now > _last:
+            _budget.count(total_us=min(now - _last, MOST_GAP) * 1e6)
+        _last = now
         if _began is None:
             _began = time.monotonic()
 
@@ -248,7 +270,6 @@ class Exploring:
         kind, ways = self.kind, self.ways
         if kind.skip > 0:                      # threads may both count: it need not be exact
             kind.skip -= 1
-            kind.skipped += 1
             return self._serve(ways, values)
         if kind.settled or len(ways) < 2 or (self.cuda and not self._timeable(values)) \
                 or not kind.lock.acquire(blocking=False):
@@ -299,11 +320,11 @@ class Exploring:
 
 
 def _timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, Sample]:
-    packed = len(PACKED)
+    packed, worked = len(PACKED), _worked()
     start = _now()
     out = run(*values)
     took = _now() - start
-    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, len(PACKED) == packed)
+    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, len(PACKED) != packed, (_worked() - worked) * 1e6)
 
 
 def _timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
@@ -317,7 +338,7 @@ def _timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Tic
     end.record()
     behind = not begin.query()
     overhead = _now() - began - took
-    return out, Sample(ticket, took * 1e6, overhead * 1e6, len(PACKED) == packed, (begin, end), behind)
+    return out, Sample(ticket, took * 1e6, overhead * 1e6, len(PACKED) != packed, 0.0, (begin, end), behind)
 
 
 # which entries
@@ -563,11 +584,11 @@ def standing(op: Op, world: World, plan: Plan) -> Callable[[str], str]:
 
 def reset() -> None:
     """Forget what was learned and what it cost; the store keeps the measurements."""
-    global _budget, _began, _explored, _learned, _unclear
+    global _budget, _began, _last, _explored, _learned, _unclear
     flush()
     _kinds.clear()
     _closed.clear()
-    _budget, _began, _explored, _learned, _unclear = Budget(), None, 0, 0, 0
+    _budget, _began, _last, _explored, _learned, _unclear = Budget(), None, None, 0, 0, 0
 
 
 def _follow(world: World) -> None:

@@ -42,7 +42,7 @@ class Ticket(NamedTuple):
 
 
 class Budget:
-    """Exploring may cost this share of the time in calls, and an allowance to begin with. Microseconds."""
+    """Exploring may cost this share of the time so far, and an allowance to begin with. Microseconds."""
 
     def __init__(self, share: float = 0.015, allowance_us: float = 100_000.0) -> None:
         self.share, self.allowance_us = share, allowance_us

@@ -13,7 +13,7 @@ import torch
 from helpers import RMS_NORM, Fake, health_of, normed, of, only, path_of, python, register, rows
 
 import layerzero as lz
-from layerzero.runtime import learning
+from layerzero.runtime import learning, native
 from layerzero.runtime import world as worlds
 from layerzero.runtime.dispatch import dispatchers
 from layerzero.select import trial
@@ -317,6 +317,25 @@ def test_a_candidate_that_throws_is_blamed_and_leaves(path, learn, clock, happen
     assert health_of("fake.broken").failures == 1 and health_of("fake.first") is None
     assert [e.kernel for e in of(Fallback, happened)] == ["fake.broken"]
     assert of(Learned, happened)[0].kernel == "fake.fast"
+
+
+@pytest.mark.parametrize("first_replayable", [False, True])
+def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(learn, clock, happened, first_replayable):
+    if native.module() is None:
+        pytest.skip("nothing is replayed without the native path")
+    first = Fake("fake.first", before=clock.takes(100.0), prior=1e6, replayable=first_replayable)
+    fast = Fake("fake.fast", before=clock.takes(60.0), prior=1e6 - 1, replayable=True)
+    broken = Fake("fake.broken", before=clock.takes(50.0), prior=1e6 - 2, replayable=True, fault=ValueError("no luck"))
+    register(first, fast, broken)
+    only(first.id, fast.id, broken.id)
+    before = dict(lz.stats().calls.get("rms_norm", {}))
+    serve(rows())
+    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert broken.calls == 1 and health_of("fake.broken").failures == 1
+    assert [(e.kernel, e.served_by) for e in of(Fallback, happened)] == [("fake.broken", "fake.first")]
+    after = lz.stats().calls["rms_norm"]
+    assert {f.id: after.get(f.id, 0) - before.get(f.id, 0) for f in (first, fast, broken)} == {
+        first.id: first.calls - 1, fast.id: fast.calls, broken.id: 1}      # one of the first was a fallback
 
 
 def test_what_serves_anyway_may_fail_too(learn, clock):

@@ -26,7 +26,21 @@ from ..spec.kernel import Direct, Kernel
 from ..spec.op import Adaptation, Op
 from ..spec.plan import Plan, Step, Transform
 from ..spec.reason import Code, Reason
-from . import clock, context, events, faults, health, hotpath, incidents, jit, learning, loading, native, replays, tracing
+from . import (
+    clock,
+    context,
+    events,
+    faults,
+    health,
+    hotpath,
+    incidents,
+    jit,
+    learning,
+    loading,
+    native,
+    replays,
+    tracing,
+)
 from . import facts as reading
 from . import world as worlds
 from .binding import Binding, bind

@@ -28,7 +28,8 @@ from ..perf.record import EAGER, Measurement, kind_of, mode_of
 from ..select.engine import is_warm
 from ..select.key import fixed_by_key
 from ..select.trial import Budget, Ticket, Trial, worth_trying
-from ..spec.event import Learned, LearningStarted
+from ..spec.errors import KernelFailed
+from ..spec.event import Fallback, Learned, LearningStarted
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
@@ -254,6 +255,7 @@ class Way(NamedTuple):
     run: Callable[..., Any]
     entry: Entry                               # with its own kernel first: for the recovery from its faults
     ready: Callable[[tuple[Any, ...]], bool] | None    # of one that compiles: is it compiled for this very call?
+    named: bool = False                        # called by its name, which counts and blames by itself
 
 
 class Exploring:
@@ -281,11 +283,11 @@ class Exploring:
             kind.lock.release()
         if ticket is None:
             return self._serve(ways, values)
-        if ticket.kernel != self.base:
-            self.dispatcher.ledger.moved(self.base, ticket.kernel)
+        way = ways[ticket.kernel]
+        self._count(way, ticket.kernel)
         try:
             timed = _timed_on_cuda if self.cuda else _timed
-            out, sample = timed(ways[ticket.kernel].run, values, ticket, began)
+            out, sample = timed(way.run, values, ticket, began)
         except faults.FAULTS as fault:
             return self._recovered(ways, ticket.kernel, values, fault, ticket)
         kind.done.append(sample)
@@ -305,18 +307,28 @@ class Exploring:
         way = ways.get(kernel)
         if kernel == self.base or way is None or (way.ready is not None and not way.ready(values)):
             return ways[self.base].run(*values)
-        self.dispatcher.ledger.moved(self.base, kernel)
+        self._count(way, kernel)
         try:
             return way.run(*values)
         except faults.FAULTS as fault:
             return self._recovered(ways, kernel, values, fault, None)
+
+    def _count(self, way: Way, kernel: str) -> None:
+        """The call was counted for the kernel that serves anyway."""
+        if way.named or kernel != self.base:
+            self.dispatcher.ledger.moved(self.base, "" if way.named else kernel)
 
     def _recovered(self, ways: Mapping[str, Way], kernel: str, values: tuple[Any, ...], fault: BaseException,
                    ticket: Ticket | None) -> Any:
         """The kernel is out for this kind; whose fault it was, and who serves, is decided as for any other call."""
         guilty = "" if isinstance(fault, faults.PASSED_ON) else kernel
         self.kind.failed.append((ticket, guilty, f"it failed: {type(fault).__name__}"))
-        return self.dispatcher.recover(ways[kernel].entry, values, fault)
+        if not ways[kernel].named or kernel == self.base or not isinstance(fault, KernelFailed):
+            return self.dispatcher.recover(ways[kernel].entry, values, fault)
+        out = ways[self.base].run(*values)
+        self.dispatcher.ledger.fell_back(self.base)
+        events.emit(Fallback(self.kind.op.name, kernel, self.base, fault.reasons[0] if fault.reasons else None))
+        return out
 
 
 def _timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, Sample]:
@@ -348,7 +360,7 @@ def exploring(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..
     """What the entry of this plan is to run: `run`, or an Exploring if the kind of call is to be learned."""
     if not _wanted(dispatcher.op, world, plan, override):
         return run
-    facts, key = plan.facts, _key(dispatcher.op, world, plan)
+    key = _key(dispatcher.op, world, plan)
     candidates = _candidates(world, plan) if key not in _closed else []
     if not candidates:
         _kinds.pop(key, None)                  # measured meanwhile, by a call in another form
@@ -363,8 +375,7 @@ def exploring(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..
     base = plan.steps[0]
     kind.steps.setdefault(base.kernel, base)
     kernel = world.catalog.by_id[base.kernel]
-    found = Exploring(dispatcher, kind, plan, Way(run, Entry(plan, Binding(run, None), run),
-                                                  _readiness(world, kernel, facts)))
+    found = Exploring(dispatcher, kind, plan, _way(dispatcher, world, kernel, plan, run))
     _worker.prepare(found, world, candidates, override)
     return found
 
@@ -407,6 +418,26 @@ def _candidates(world: World, plan: Plan) -> list[Step]:
     return found
 
 
+def _way(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan, run: Callable[..., Any]) -> Way:
+    """A kernel whose launches the native path replays is called by its name, so that its time is the one it will have
+    when it is chosen: through Python its launch would take several times as long."""
+    named = kernel.replayable and dispatcher.native is not None and not plan.steps[0].transforms
+    if named:
+        run = _by_name(dispatcher, kernel.id)
+    return Way(run, Entry(plan, Binding(run, None), run), _readiness(world, kernel, plan.facts), named)
+
+
+def _by_name(dispatcher: Dispatcher, kernel: str) -> Callable[..., Any]:
+    params, public = dispatcher.op.params, dispatcher.public
+    split = next((i for i, p in enumerate(params) if p.keyword_only), len(params))
+    names = tuple(p.name for p in params[split:])
+
+    def run(*values: Any) -> Any:
+        return public(*values[:split], **dict(zip(names, values[split:])), backend=kernel)
+
+    return run
+
+
 def _readiness(world: World, kernel: Kernel, facts: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], bool] | None:
     if not kernel.jit or kernel.id in world.warmed:
         return None
@@ -427,7 +458,7 @@ def _prepare(found: Exploring, world: World, candidates: list[Step], override: O
             continue
         first = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
         run = dispatcher.warming(world, kernel, bound.run, first, override) if kernel.jit else bound.run
-        ways[step.kernel] = Way(run, Entry(first, Binding(run, None), run), _readiness(world, kernel, plan.facts))
+        ways[step.kernel] = _way(dispatcher, world, kernel, first, run)
     with kind.lock:
         for step in candidates:
             if step.kernel in ways:

@@ -306,12 +306,16 @@ class Exploring:
         kernel = self.kind.serving
         way = ways.get(kernel)
         if kernel == self.base or way is None or (way.ready is not None and not way.ready(values)):
-            return ways[self.base].run(*values)
+            return self._anyway(ways, values)
         self._count(way, kernel)
         try:
             return way.run(*values)
         except faults.FAULTS as fault:
             return self._recovered(ways, kernel, values, fault, None)
+
+    def _anyway(self, ways: Mapping[str, Way], values: tuple[Any, ...]) -> Any:
+        self._count(ways[self.base], self.base)
+        return ways[self.base].run(*values)
 
     def _count(self, way: Way, kernel: str) -> None:
         """The call was counted for the kernel that serves anyway."""
@@ -325,7 +329,7 @@ class Exploring:
         self.kind.failed.append((ticket, guilty, f"it failed: {type(fault).__name__}"))
         if not ways[kernel].named or kernel == self.base or not isinstance(fault, KernelFailed):
             return self.dispatcher.recover(ways[kernel].entry, values, fault)
-        out = ways[self.base].run(*values)
+        out = self._anyway(ways, values)
         self.dispatcher.ledger.fell_back(self.base)
         events.emit(Fallback(self.kind.op.name, kernel, self.base, fault.reasons[0] if fault.reasons else None))
         return out

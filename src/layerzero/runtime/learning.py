@@ -261,8 +261,9 @@ class Way(NamedTuple):
 class Exploring:
     """What an entry runs while its kind is learned. `ways` are filled in as their kernels are loaded."""
 
-    def __init__(self, dispatcher: Dispatcher, kind: Kind, plan: Plan, base: Way) -> None:
+    def __init__(self, dispatcher: Dispatcher, kind: Kind, plan: Plan, plain: Callable[..., Any], base: Way) -> None:
         self.dispatcher, self.kind, self.plan = dispatcher, kind, plan
+        self.plain = plain                     # what serves without learning, for calls that are not timed
         self.base = plan.steps[0].kernel
         self.ways: Mapping[str, Way] = {self.base: base}
         self.cuda = plan.facts["device"] == "cuda"
@@ -306,16 +307,12 @@ class Exploring:
         kernel = self.kind.serving
         way = ways.get(kernel)
         if kernel == self.base or way is None or (way.ready is not None and not way.ready(values)):
-            return self._anyway(ways, values)
+            return self.plain(*values)
         self._count(way, kernel)
         try:
             return way.run(*values)
         except faults.FAULTS as fault:
             return self._recovered(ways, kernel, values, fault, None)
-
-    def _anyway(self, ways: Mapping[str, Way], values: tuple[Any, ...]) -> Any:
-        self._count(ways[self.base], self.base)
-        return ways[self.base].run(*values)
 
     def _count(self, way: Way, kernel: str) -> None:
         """The call was counted for the kernel that serves anyway."""
@@ -329,7 +326,7 @@ class Exploring:
         self.kind.failed.append((ticket, guilty, f"it failed: {type(fault).__name__}"))
         if not ways[kernel].named or kernel == self.base or not isinstance(fault, KernelFailed):
             return self.dispatcher.recover(ways[kernel].entry, values, fault)
-        out = self._anyway(ways, values)
+        out = self.plain(*values)
         self.dispatcher.ledger.fell_back(self.base)
         events.emit(Fallback(self.kind.op.name, kernel, self.base, fault.reasons[0] if fault.reasons else None))
         return out
@@ -379,7 +376,7 @@ def exploring(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..
     base = plan.steps[0]
     kind.steps.setdefault(base.kernel, base)
     kernel = world.catalog.by_id[base.kernel]
-    found = Exploring(dispatcher, kind, plan, _way(dispatcher, world, kernel, plan, run))
+    found = Exploring(dispatcher, kind, plan, run, _way(dispatcher, world, kernel, plan, run))
     _worker.prepare(found, world, candidates, override)
     return found
 

@@ -8,6 +8,7 @@ from helpers import world
 
 import layerzero as lz
 from layerzero.runtime import learning
+from layerzero.runtime.exploring import Kind
 
 __all__ = ["world"]                            # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world")]
@@ -26,7 +27,7 @@ def tensors(rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
             torch.ones(4096, device="cuda", dtype=torch.bfloat16))
 
 
-def start(*values: torch.Tensor) -> learning.Kind:
+def start(*values: torch.Tensor) -> Kind:
     lz.rms_norm(*values)
     assert learning.flush()
     return next(iter(learning._kinds.values()))

@@ -13,7 +13,7 @@ import torch
 from helpers import RMS_NORM, Fake, health_of, normed, of, only, path_of, python, register, rows
 
 import layerzero as lz
-from layerzero.runtime import learning, native
+from layerzero.runtime import exploring, learning, native
 from layerzero.runtime import world as worlds
 from layerzero.runtime.dispatch import dispatchers
 from layerzero.select import trial
@@ -39,8 +39,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(learning, "_now", clock)
-    monkeypatch.setattr(learning, "_worked", clock)
+    monkeypatch.setattr(exploring, "_now", clock)
+    monkeypatch.setattr(exploring, "_worked", clock)
     return clock
 
 
@@ -79,7 +79,7 @@ def entry_of(x: torch.Tensor):
 
 
 def is_learned(x: torch.Tensor) -> bool:
-    return isinstance(entry_of(x).run, learning.Exploring)
+    return isinstance(entry_of(x).run, exploring.Exploring)
 
 
 def test_the_fastest_serves_when_it_is_settled(path, learn, clock, happened):
@@ -162,7 +162,7 @@ def test_explain_says_that_it_is_being_learned(learn, clock):
 
 
 def test_the_budget_stops_exploring(learn, clock, monkeypatch):
-    monkeypatch.setattr(learning, "_budget", learning.Budget(allowance_us=0.0, share=0.0))
+    monkeypatch.setattr(exploring.account, "budget", trial.Budget(allowance_us=0.0, share=0.0))
     made = fakes(clock, first=100.0, slow=150.0)
     register(slower := Fake("fake.slower", prior=4e5, before=clock.takes(100.0)))     # guessed to be slower
     made["slower"] = slower
@@ -178,7 +178,7 @@ def test_the_budget_stops_exploring(learn, clock, monkeypatch):
 def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, monkeypatch, happened):
     """Two of three samples of the fastest hold a wait of 10 ms in which the thread did not work."""
     worked, waits = Clock(), itertools.cycle((0.0, 0.01, 0.01))
-    monkeypatch.setattr(learning, "_worked", worked)
+    monkeypatch.setattr(exploring, "_worked", worked)
 
     def takes(us: float, wait: bool):
         def pass_time() -> None:
@@ -201,7 +201,7 @@ def test_idle_time_earns_no_budget(learn, clock, monkeypatch):
     lz.rms_norm(x)
     clock.now += 3600.0
     lz.rms_norm(x)
-    assert learning._budget.total_us <= learning.MOST_GAP * 1e6 + 1e3
+    assert exploring.account.budget.total_us <= exploring.MOST_GAP * 1e6 + 1e3
 
 
 def test_a_first_call_that_takes_long_is_no_sample(learn, clock, happened):

@@ -46,6 +46,7 @@ from . import world as worlds
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
+from .exploring import Exploring
 from .incidents import (
     ProbeBusy,
     blame,
@@ -185,7 +186,7 @@ class Dispatcher:
         kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
         if facts["device"] != "cuda" or kernel is None or kernel.jit or kernel.health in world.health:
             return False
-        if isinstance(entry.run, learning.Exploring):
+        if isinstance(entry.run, Exploring):
             return False
         steps = world.plan(self.op, {**facts, "graph": True}, override).steps
         return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)
@@ -239,7 +240,7 @@ class Dispatcher:
         if kernel.jit:
             run = self.warming(world, kernel, run, plan, override)
         run = learning.exploring(self, world, plan, run, override)
-        if isinstance(run, learning.Exploring):
+        if isinstance(run, Exploring):
             recordings = None                  # what is replayed would not be explored
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:

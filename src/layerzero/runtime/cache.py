@@ -93,6 +93,13 @@ class Ledger:
         with self._lock:
             self.fallbacks[kernel] = self.fallbacks.get(kernel, 0) + 1
 
+    def moved(self, kernel: str, to: str) -> None:
+        """A call that was counted for `kernel` was served by another, to learn how fast that is; "": it is counted."""
+        with self._lock:
+            self._closed[kernel] = self._closed.get(kernel, 0) - 1
+            if to:
+                self._closed[to] = self._closed.get(to, 0) + 1
+
     def totals(self) -> dict[str, int]:
         with self._lock:
             self._close_dead()

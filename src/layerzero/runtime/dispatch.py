@@ -26,12 +26,27 @@ from ..spec.kernel import Direct, Kernel
 from ..spec.op import Adaptation, Op
 from ..spec.plan import Plan, Step, Transform
 from ..spec.reason import Code, Reason
-from . import clock, context, events, faults, health, hotpath, incidents, jit, loading, native, replays, tracing
+from . import (
+    clock,
+    context,
+    events,
+    faults,
+    health,
+    hotpath,
+    incidents,
+    jit,
+    learning,
+    loading,
+    native,
+    replays,
+    tracing,
+)
 from . import facts as reading
 from . import world as worlds
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
+from .exploring import Exploring
 from .incidents import (
     ProbeBusy,
     blame,
@@ -171,6 +186,8 @@ class Dispatcher:
         kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
         if facts["device"] != "cuda" or kernel is None or kernel.jit or kernel.health in world.health:
             return False
+        if isinstance(entry.run, Exploring):
+            return False
         steps = world.plan(self.op, {**facts, "graph": True}, override).steps
         return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)
 
@@ -222,6 +239,9 @@ class Dispatcher:
             run = replays.recorded(run, recordings)
         if kernel.jit:
             run = self.warming(world, kernel, run, plan, override)
+        run = learning.exploring(self, world, plan, run, override)
+        if isinstance(run, Exploring):
+            recordings = None                  # what is replayed would not be explored
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))

@@ -19,6 +19,7 @@ from ..runtime import world as worlds
 from ..runtime.binding import permutation
 from ..runtime.dispatch import Dispatcher
 from ..runtime.incidents import blame, mark_unloadable
+from ..runtime.measurements import heeded
 from ..runtime.world import World
 from ..select.key import fixed_by_key
 from ..spec.call import Call
@@ -163,7 +164,8 @@ class Contest:
         ranked = sorted(costs.rounds, key=lambda name: (costs.median(name), name))
         margin = self.race.watch.margin
         group = [ranked[0], *(name for name in ranked[1:] if costs.beats(ranked[0], name, margin) < SURE)]
-        rows, chosen = self._heeded(self._levelled(self._measurements(ranked), group, costs), group)
+        rows, chosen = heeded(self.world, self.op, self.facts,
+                              self._levelled(self._measurements(ranked), group, costs), group, asked)
         best = chosen if chosen in group else ranked[0]
         own = next((name for name in ranked if self.world.catalog.by_id[name].baseline), "")
         kind, flops, moved = kind_of(self.op, self.facts), rows[0].flops, rows[0].bytes
@@ -211,20 +213,6 @@ class Contest:
             return m._replace(median_us=us if us > 0 else m.median_us, spread=spread, samples=samples)
 
         return tuple(level(m) if m.kernel in group else m for m in rows)
-
-    def _heeded(self, rows: tuple[Measurement, ...], group: list[str]) -> tuple[tuple[Measurement, ...], str]:
-        """The rows, and what selection makes of them.
-
-        It mixes a noisy time with a guess. The noise of single samples must not undo a verdict over many, so the
-        spread is made smaller until it does not.
-        """
-        timed = {m.kernel for m in rows}
-        while True:
-            after = self.world.but(perf=self.world.perf.including(rows), warmed=self.world.warmed | timed)
-            chosen = after.plan(self.op, self.facts, context.current.get()).kernel or ""
-            if chosen in group or chosen not in timed or max(m.spread for m in rows) < 1e-6:
-                return rows, chosen
-            rows = tuple(m._replace(spread=m.spread / 2) for m in rows)
 
 
 def by_name(dispatcher: Dispatcher, kernel: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import argparse
 import datetime
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ from layerzero.runtime import hardware
 from layerzero.runtime import world as worlds
 from layerzero.spec.call import Call
 from layerzero.tune.models import calls_of
-from layerzero.tune.tuner import tune
+from layerzero.tune.tuner import survey, tune
 from layerzero.tune.workload import merged, standard
 
 TABLES = shipped.FOLDER
+MOST_BYTES = 3 << 29                           # of one call: more takes a minute to make
 OWN = ("torch", "native", "cuda", "triton", "reference")
 TORCH = {"cpu": ">=2.11,<2.15", "cuda": ">=2.9,<2.15"}
 LATE = {"causal": True, "align": "bottom_right"}
@@ -114,20 +116,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = hardware.probe(args.device)
     place = place_of(device, args.threads if args.device == "cpu" else 0)
     with SqliteStore(path) as store:
-        known = store.rows(place=place)
+        known = [m._replace(build="") for m in store.rows(place=place)]        # of whatever build: it is a continued run
         worlds.publish(lambda w: w.but(perf=w.perf.including(known, store.rates())), "measured")
 
         def save(rows: Any, rates: Any) -> None:
             store.write(rows, {}, {p: (r, 1.0) for p, r in (rates or {}).items()})
             worlds.publish(lambda w: w.but(perf=w.perf.including(rows, rates)), "measured")
 
-        report = tune(calls(args.device), device=args.device, rounds=args.rounds, seconds=args.seconds, save=save,
-                      compile=args.device == "cuda" or args.compile,
-                      progress=lambda done, total, what: print(f"\r{done}/{total} {what[:90]:90}", end="",
-                                                               file=sys.stderr))
-        print(f"\n{report.closing}", file=sys.stderr)
-        for skipped in report.skipped:
-            print(f"skipped {skipped.call.op} {skipped.call.case or skipped.call.name}: {skipped.reason[:200]}")
+        jobs, _ = survey(calls(args.device), args.device)
+        jobs = sorted((job for job in jobs if job.nbytes <= MOST_BYTES), key=lambda job: job.nbytes)
+        end = time.perf_counter() + (args.seconds or 1e9)
+        for done, job in enumerate(jobs):      # small ones first: making a large one's inputs takes longest
+            left = end - time.perf_counter()
+            if left < 1.0:
+                print(f"out of time: {len(jobs) - done} of {len(jobs)} kinds of call are left", file=sys.stderr)
+                break
+            print(f"{done}/{len(jobs)} {job}", file=sys.stderr)
+            found = tune([job.call], device=args.device, rounds=args.rounds, seconds=left, save=save,
+                         compile=args.device == "cuda" or args.compile)
+            for skipped in found.skipped:
+                print(f"skipped {job}: {skipped.reason[:200]}")
         about: dict[str, Any] = {"type": device.type, "name": device.name}
         if device.type == "cpu":
             about.update(threads=args.threads, isa=list(device.isa))

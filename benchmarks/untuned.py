@@ -1,0 +1,203 @@
+"""The first hour of a new user: nothing tuned, every call beside the torch function one would write.
+
+    python benchmarks/untuned.py                       eager, and on a GPU captured in a CUDA graph too
+    python benchmarks/untuned.py --mode eager --other  only shapes that are in no list of ours
+    python benchmarks/untuned.py --no-shipped          without the measurements that came with the package
+
+Before a call is timed it is made twice, as a server would, and what then compiles in the background may finish: how
+long that took is in the table. A ratio is torch / lz, of interleaved rounds; below 0.97 lz is behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("LAYERZERO_PERFDB", "off")       # before the library reads it
+
+import torch
+from gpu import made, shapes, short
+from regret import environment
+from shapes import SHAPES, WRITTEN
+
+import layerzero as lz
+from layerzero.perf.record import CAPTURED, EAGER
+from layerzero.runtime import calls as written
+from layerzero.runtime import compiling
+from layerzero.runtime.inspection import dispatcher_of
+from layerzero.spec.call import Call, TensorSpec
+from layerzero.tune.contest import facts_of
+from layerzero.tune.harness import Race, stopwatch
+from layerzero.tune.tuner import resolved, survey
+
+BEHIND = 0.97
+MOST_BYTES = 1 << 30
+WAIT = 30.0            # seconds for what compiles in the background
+Row = dict[str, Any]
+
+
+def other_calls(dtype: str) -> Iterator[Call]:
+    """Sizes of models that none of our lists has, and odd ones."""
+    def t(*shape: int) -> TensorSpec:
+        return TensorSpec(shape, dtype)
+
+    for b, hq, hkv, d, keys in ((1, 24, 8, 128, 700), (3, 40, 8, 128, 3000), (1, 14, 2, 64, 1500), (5, 8, 1, 256, 2500),
+                                (12, 28, 4, 128, 900), (1, 64, 8, 128, 20000), (2, 16, 16, 96, 1111)):
+        yield Call("attention", {"query": t(b, hq, 1, d), "key": t(b, hkv, keys, d), "value": t(b, hkv, keys, d)})
+    for b, hq, hkv, d, s in ((1, 24, 8, 128, 777), (2, 14, 2, 64, 1500), (1, 16, 16, 96, 300), (6, 32, 8, 128, 100)):
+        yield Call("attention", {"query": t(b, hq, s, d), "key": t(b, hkv, s, d), "value": t(b, hkv, s, d),
+                                 "is_causal": True})
+    for rows, hidden in ((1, 3584), (3, 896), (37, 5120), (300, 2304), (2500, 3072)):
+        yield Call("rms_norm", {"x": t(rows, hidden), "weight": t(hidden)})
+        yield Call("add_rms_norm", {"x": t(rows, hidden), "residual": t(rows, hidden), "weight": t(hidden)})
+    for rows, k, n in ((1, 896, 4864), (3, 3584, 3584), (12, 5120, 13824), (60, 2304, 9216), (700, 3072, 3072)):
+        yield Call("linear", {"x": t(rows, k), "weight": t(n, k)})
+    for rows, hidden, inner in ((1, 896, 4864), (6, 3584, 18944), (200, 2304, 9216)):
+        yield Call("mlp", {"x": t(rows, hidden), "weight_in": t(2 * inner, hidden), "weight_down": t(hidden, inner)})
+    for b, hq, hkv, d, s in ((1, 24, 8, 128, 1), (7, 14, 2, 64, 1), (1, 28, 4, 128, 900)):
+        yield Call("rope", {"q": t(b, hq, s, d), "k": t(b, hkv, s, d), "cos": t(s, d // 2), "sin": t(s, d // 2),
+                            "style": "rotate_half"})
+    for rows, hidden in ((1, 1024), (50, 1600)):
+        yield Call("layer_norm", {"x": t(rows, hidden), "weight": t(hidden), "bias": t(hidden)})
+    for batch, how in ((1, {"temperature": 0.6, "top_p": 0.95}), (5, {"top_k": 40}), (20, {"temperature": 0.0})):
+        yield Call("sample", {"logits": TensorSpec((batch, 151936), "float32"), "seed": 3, **how})
+
+
+def listed(device: str, dtype: str) -> Iterator[Call]:
+    if device == "cuda":
+        yield from (made(op, sizes) for op, sizes in shapes())
+        return
+    for shape in SHAPES:
+        if dtype in shape.dtypes:
+            yield Call(shape.op, case=shape.sizes, dtype=dtype, name=f"{shape.name} {short(shape.sizes)}")
+
+
+def torch_way(op: str, values: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """What one would write in torch; None where torch has nothing of the kind."""
+    if op == "attention" and (values["window_left"] >= 0 or values["window_right"] >= 0):
+        return None
+    return WRITTEN[op](**values) if op in WRITTEN else None
+
+
+def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> Row | None:
+    op, values = dispatcher_of(call.op).op, written.values(dispatcher_of(call.op).op, call, device)
+    theirs = torch_way(op.name, values)
+    if theirs is None:
+        return None
+    public = dispatcher_of(op.name).public
+    given = {p.name: values[p.name] for p in op.params if p.required or values[p.name] is not p.default}
+    row: Row = {"op": op.name, "call": call.name or survey([call], device)[0][0].kind.sizes_text, "modes": {}}
+    with torch.no_grad():
+        began = time.perf_counter()
+        for _ in range(2):
+            public(**given)
+        compiling.wait(WAIT)
+        row["seconds_to_compile"] = time.perf_counter() - began
+        found, ordered = resolved(op, values)
+        for mode in modes:
+            race = Race(stopwatch(device, mode), (RuntimeError, lz.LayerZeroError))
+            for name, way in (("torch", theirs), ("lz", lambda: public(**given))):
+                race.enter(name, way)
+            if race.failed:
+                told = {name: f"{type(e).__name__}: {str(e)[:120]}" for name, e in race.failed.items()}
+                row["modes"][mode] = {"failed": told}
+                continue
+            end = time.perf_counter() + seconds
+            for turn in range(200):
+                if turn >= 15 and time.perf_counter() > end:
+                    break
+                race.run()
+            plan = lz_plan(found, ordered, mode)
+            ratio = race.timings.gain("torch", "lz")
+            row["modes"][mode] = {
+                "torch_us": race.timings.median("torch"), "lz_us": race.timings.median("lz"), "ratio": ratio.median,
+                "low": ratio.low, "high": ratio.high, "kernel": plan.kernel, "evidence": plan.steps[0].score.origin}
+    return row
+
+
+def lz_plan(found: Any, values: tuple[Any, ...], mode: str) -> Any:
+    from layerzero.runtime import world as worlds
+    facts = {**found.facts(values), **facts_of(mode)}
+    return worlds.current().plan(found.op, facts)
+
+
+def summary(rows: Sequence[Row], mode: str) -> Row:
+    ratios = [(r["modes"][mode]["ratio"], r) for r in rows if "ratio" in r["modes"].get(mode, {})]
+    behind = [f"{r['op']} {r['call']}: {x:.2f}" for x, r in ratios
+              if x < BEHIND and r["modes"][mode]["high"] < 1.0]
+    values = [x for x, _ in ratios]
+    mean = math.exp(statistics.fmean(map(math.log, values))) if values else None
+    return {"rows": len(values), "geometric_mean": mean,
+            "worst": min(values, default=None), "behind": behind,
+            "not_run": sum("failed" in r["modes"].get(mode, {}) for r in rows)}
+
+
+def show(rows: Sequence[Row], modes: Sequence[str]) -> None:
+    for mode in modes:
+        print(f"\n{mode:<74}{'torch us':>10}{'lz us':>10}{'ratio':>8}  kernel (evidence)")
+        for r in rows:
+            m = r["modes"].get(mode, {})
+            if "failed" in m:
+                print(f"{r['op'] + ' ' + r['call']:74.74} not run: {m['failed']}")
+            elif m:
+                mark = " <" if m["ratio"] < BEHIND and m["high"] < 1.0 else ""
+                print(f"{r['op'] + ' ' + r['call']:74.74}{m['torch_us']:10.2f}{m['lz_us']:10.2f}{m['ratio']:7.2f}x"
+                      f"{mark:2} {m['kernel']} ({m['evidence'][:60]})")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--mode", action="append", choices=(EAGER, CAPTURED))
+    parser.add_argument("--dtype", action="append", help="of the shapes; default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--other", action="store_true", help="only shapes that are in no list of ours")
+    parser.add_argument("--no-shipped", action="store_true", help="without what came with the package")
+    parser.add_argument("--seconds", type=float, help="stop after about so long")
+    parser.add_argument("--seconds-per-call", type=float, default=0.15)
+    parser.add_argument("--match", default="", help="only operations whose name contains this")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    lz.configure(shipped_measurements=not args.no_shipped)
+    modes = args.mode or ([EAGER, CAPTURED] if args.device == "cuda" else [EAGER])
+    env, began, rows, left = environment(args.device), time.perf_counter(), [], 0
+    for dtype in args.dtype or (["bfloat16"] if args.device == "cuda" else ["float32"]):
+        calls = [*other_calls(dtype), *(() if args.other else listed(args.device, dtype))]
+        for call in calls:
+            if args.match not in call.op or call.op not in WRITTEN:
+                continue
+            if args.seconds and time.perf_counter() - began > args.seconds:
+                left += 1
+                continue
+            if call.case is None and survey([call], args.device)[0][0].nbytes > MOST_BYTES:
+                continue
+            print(f"{len(rows)} {call.op} {call.name}"[:100], file=sys.stderr)
+            row = measured(call, args.device, modes, args.seconds_per_call)
+            if row is not None:
+                rows.append({**row, "dtype": dtype})
+    show(rows, modes)
+    found = {mode: summary(rows, mode) for mode in modes}
+    waits = [r["seconds_to_compile"] for r in rows]
+    print("\n" + json.dumps(found, indent=1))
+    print(f"until nothing compiled any more, per call: median {statistics.median(waits):.2f} s, most {max(waits):.2f} s"
+          + (f"; {left} calls were not reached" if left else ""))
+    name = "h200" if "H200" in str(env["gpu"]) else f"{args.device}-{env['cores']}-cores"
+    out = args.out or Path(os.environ.get("OUT", Path(__file__).parent / "results")) / f"untuned-{name}.json"
+    out.write_text(json.dumps({"benchmark": "untuned", "environment": env, "shipped": not args.no_shipped,
+                               "summary": found, "rows": rows}, indent=1) + "\n")
+    print(f"written to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

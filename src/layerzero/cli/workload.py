@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..perf.record import EAGER
 from ..runtime import hardware
 from ..runtime.recording import VARIABLE
 from ..spec.call import Call, write_calls
@@ -83,6 +84,7 @@ def regret(
     op: OpCases = None,
     standard: Annotated[bool, typer.Option("--standard", help="the standard workload, also by default")] = False,
     seconds_per_call: Annotated[float, typer.Option(help="time to spend on each call")] = 0.5,
+    mode: Annotated[str, typer.Option(help="eager, captured (in a CUDA graph) or compiled (by torch.compile)")] = EAGER,
     max_median: Annotated[float, typer.Option(help="fail above this median regret")] = regrets.MAX_MEDIAN,
     max_p95: Annotated[float, typer.Option("--max-p95", help="fail above this 95th percentile")] = regrets.MAX_P95,
     batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096,
@@ -101,10 +103,10 @@ def regret(
                       dtype=dtype)
     kind = hardware.probe(device).type if device else hardware.main_kind()
     with _Bar(len(found)) as bar:
-        report = regrets.replay(found, seconds=seconds_per_call, device=kind, advance=bar.advance)
+        report = regrets.replay(found, seconds=seconds_per_call, device=kind, mode=mode, advance=bar.advance)
     problems = report.problems(max_median, max_p95)
     if as_json:
-        show.as_json({"ok": not problems, "problems": list(problems), "device": kind, "limits": {
+        show.as_json({"ok": not problems, "problems": list(problems), "device": kind, "mode": mode, "limits": {
             "median": max_median, "p95": max_p95}, **report.to_json()})
     else:
         show_report(report, len(report.rows) if everything else SHOWN)

@@ -32,7 +32,18 @@ from . import world as worlds
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
-from .incidents import ProbeBusy, blame, change_health, compile_failed, learn, loaded, mark_unloadable, refusal
+from .incidents import (
+    Failure,
+    ProbeBusy,
+    blame,
+    compile_failed,
+    count_fault,
+    count_success,
+    learn,
+    loaded,
+    mark_unloadable,
+    refusal,
+)
 from .world import World
 
 _MAX_BINDINGS = 1024
@@ -78,6 +89,10 @@ class Dispatcher:
     # a new world: new cache, and new code where the key changed
 
     def install(self, world: World) -> None:
+        version = world.version(self.op.name)
+        if self.world is not None and self.world.version(self.op.name) == version:
+            self.world, self.cache = self.now = world, self.cache      # another op's business: what is remembered holds
+            return
         program = world.program(self.op)
         cache = OpCache(world.policy.setting("cache_size"), self._evicted)
         # An op without tensors goes the slow way, which is quick beside such work.
@@ -93,7 +108,7 @@ class Dispatcher:
         self.world, self.cache = self.now = world, cache
         self.globals["TABLE"] = cache.table
         if self.native is not None:
-            self.native.install(program, world.epoch, world.policy.setting("cache_size"))
+            self.native.install(program, version, world.policy.setting("cache_size"))
 
     def _evicted(self, entries: int) -> None:
         events.emit(Evicted(op=self.op.name, entries=entries))
@@ -150,7 +165,7 @@ class Dispatcher:
             return self.mended(values, e, override)
         entry.tick()
         if self.native is not None:            # refused if the world has changed meanwhile
-            self.native.put(entry, world.epoch, values, self.serves_captures(world, entry, override))
+            self.native.put(entry, world.version(self.op.name), values, self.serves_captures(world, entry, override))
         return self.serve(entry, values)
 
     def serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
@@ -225,9 +240,9 @@ class Dispatcher:
         return found
 
     def watched(self, kernel: Kernel, binding: Binding, state: health.Health, named: bool) -> Callable[..., Any]:
-        """A kernel that failed lately: the first success clears it.
+        """A kernel whose breaker is half open: the first success closes it.
 
-        A half-open one is tried by one call at a time, whatever its shapes; calls that name it have no other choice.
+        It is tried by one call at a time, whatever its shapes; calls that name it have no other choice.
         """
         probing = state.state == "half_open" and not named
 
@@ -240,7 +255,7 @@ class Dispatcher:
             finally:
                 if token is not None:
                     token.release()
-            change_health(kernel.health, health.succeeded)
+            count_success(kernel)
             return out
 
         return run
@@ -250,7 +265,7 @@ class Dispatcher:
         """One that compiles on first use: only in forms it was warmed up for, unless a name or a policy allows more."""
         facts, free = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("allow_jit")
         if free or plan.locked or kernel.id in world.warmed:
-            return jit.timed(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault))
+            return jit.timed(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault, facts))
         cold: list[Entry] = []
 
         def instead(values: tuple[Any, ...]) -> tuple[str, Any]:
@@ -282,30 +297,45 @@ class Dispatcher:
         except InvalidCall as mistake:
             raise mistake from fault
         world = worlds.current()
-        failures: list[tuple[str, Reason]] = []
-        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name)
+        failures: list[Failure] = []
+        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name, facts)
         others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
         for kernel, step in sorted(others, key=lambda other: other[0].jit):    # what might compile comes last
+            self.ledger.tried(kernel.id)
             try:
                 out = self.binding(kernel, step, facts, {}).run(*values)
             except loading.LoadFailed as e:
                 mark_unloadable(kernel, e.reason)
-                failures.append((kernel.id, e.reason))
+                failures.append(Failure(kernel.id, e.reason))
                 continue
             except faults.PASSED_ON:
                 raise
             except faults.FAULTS as next_fault:
-                blame(world, kernel, next_fault, failures, self.op.name)
+                blame(world, kernel, next_fault, failures, self.op.name, facts)
                 continue
             if kernel.health in worlds.current().health:
-                change_health(kernel.health, health.succeeded)
+                count_success(kernel)
             self.ledger.fell_back(kernel.id)
-            events.emit(Fallback(self.op.name, failures[0][0], kernel.id, failures[0][1]))
+            self.count_faults(failures)
+            events.emit(Fallback(self.op.name, failures[0].name, kernel.id, failures[0].reason))
             return out
-        lines = [f"  {name}: {reason.message}" for name, reason in failures]
+        if len(failures) == 1:                 # where several kernels fail on one call it is the call that is wrong
+            self.count_faults(failures)
+        lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
         named = f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked else ""
         raise KernelFailed(f"lz.{self.op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
-                           [reason for _, reason in failures]) from fault
+                           [failure.reason for failure in failures]) from fault
+
+    def count_faults(self, failures: list[Failure]) -> None:
+        for failure in failures:
+            if failure.kernel is not None:
+                count_fault(failure.kernel, failure.reason, self.calls_of(failure.kernel.id))
+
+    def calls_of(self, kernel: str) -> int:
+        """How often it was called in this process."""
+        if self.native is not None:
+            self.native.collect()
+        return self.ledger.calls(kernel)
 
     # unusual calls
 

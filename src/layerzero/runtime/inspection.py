@@ -20,7 +20,7 @@ from . import catalog, context, events, hardware, jit, loading, measurements, na
 from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function
-from .incidents import learn, refusal
+from .incidents import faults_of, learn, refusal
 
 
 def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
@@ -87,8 +87,11 @@ def _notes(step: Step, found: Dispatcher, world: worlds.World) -> Iterator[str]:
     if step.note:
         yield step.note
     health = world.health.get(world.catalog.by_id[step.kernel].health)
+    failures, last = faults_of(step.kernel, found.calls_of(step.kernel))
     if health is not None:
-        yield f"{health.state}, {health.failures} faults in a row; last: {health.reason.got if health.reason else ''}"
+        yield f"{health.state}, {health.failures} faults; last: {health.reason.got if health.reason else ''}"
+    elif failures and last is not None:
+        yield f"{failures} of its last calls failed; last: {last.got}"
     if times := found.ledger.fallbacks.get(step.kernel):
         yield f"served {times} calls as a fallback"
 

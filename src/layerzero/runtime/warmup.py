@@ -390,13 +390,13 @@ def _compile(found: Dispatcher, kernel: Kernel, step: Step, facts: Mapping[str, 
     except faults.FAULTS as e:
         fault = faults.classify(e)
         reason = faults.reason_of(e, fault)
-        if fault == "kernel":
-            reason = compile_failed(kernel, e)
+        if fault in ("kernel", "refused"):
+            reason = compile_failed(kernel, e, facts)
         elif fault == "sticky":
             change_health(kernel.health, lambda old: health.disabled(reason))
         return reason.message
     events.emit(WarmedUp(found.op.name, kernel.id, time.perf_counter() - began))
-    worlds.publish(lambda w: w.but(warmed=w.warmed | new), f"warmed:{kernel.id}")
+    worlds.publish(lambda w: w.but({found.op.name}, warmed=w.warmed | new), f"warmed:{kernel.id}")
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..perf.record import PerfView, Rates, kind_of, mode_of
@@ -49,6 +49,7 @@ class Surroundings:
     headroom: Callable[[], int] = lambda: 1 << 62
     captures: Callable[[], Mapping[str, bool]] = dict  # kernel -> could it be captured in a CUDA graph here? Tried ones
     shipped: Shipped = NOTHING_SHIPPED
+    refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)  # kernel -> kind of call -> why not
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,11 @@ def is_warm(kernel: Kernel, facts: Mapping[str, Any], warmed: Collection[Any]) -
     return kernel.id in warmed or (bool(warmed) and (kernel.id, kind_to_compile(kernel.op, facts)) in warmed)
 
 
+def _refused(facts: Mapping[str, Any], around: Surroundings, kernel: Kernel) -> Reason | None:
+    kinds = around.refused.get(kernel.id)
+    return kinds.get(kind_to_compile(kernel.op, facts)) if kinds else None
+
+
 class Demands(NamedTuple):
     """What the mode of the call and the policy ask of every kernel."""
 
@@ -207,6 +213,7 @@ class Demands(NamedTuple):
     jit: Callable[[Kernel], bool] | None       # is it warmed for this call? None: anything may compile
     tested: bool
     captures: Mapping[str, bool]               # which kernels a capture has shown to be safe, or not
+    refused: Callable[[Kernel], Reason | None]     # was it found unable to serve this kind of call?
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
@@ -216,7 +223,8 @@ class Demands(NamedTuple):
             facts["grad"], facts["deterministic"] or settings["deterministic"], graph, settings["disabled"],
             around.certified if settings["require_certificates"] else None,
             None if named or settings["allow_jit"] else lambda kernel: is_warm(kernel, facts, around.warmed),
-            not (named or settings["allow_untested"]), around.captures() if graph else {})
+            not (named or settings["allow_untested"]), around.captures() if graph else {},
+            partial(_refused, facts, around))
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
@@ -226,7 +234,7 @@ class Demands(NamedTuple):
                     or (self.baseline and not kernel.baseline and kernel.backend != "reference")
                     or self.unproven(kernel)
                     or (kernel.jit and self.jit is not None and not self.jit(kernel))
-                    or (self.tested and kernel.untested))
+                    or (self.tested and kernel.untested) or self.refused(kernel) is not None)
 
     def unproven(self, kernel: Kernel) -> bool:
         """The reference needs no proof: it is what the others are compared with."""
@@ -254,8 +262,10 @@ class Demands(NamedTuple):
             (self.unproven(kernel), Code.UNCERTIFIED),
             (kernel.jit and self.jit is not None and not self.jit(kernel), Code.JIT_NOT_WARMED),
             (self.tested and kernel.untested, Code.UNTESTED_ON_HARDWARE))
-        return [Reason(code, got=uncapturable if code is Code.CUDA_GRAPH_UNSAFE else None)
-                for holds, code in told if holds]
+        found = [Reason(code, got=uncapturable if code is Code.CUDA_GRAPH_UNSAFE else None)
+                 for holds, code in told if holds]
+        refused = self.refused(kernel)
+        return found if refused is None else [*found, refused]
 
 
 def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:

@@ -52,8 +52,11 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
                                     "package, until something was measured here"),
     "cache_size": Setting(int, 4096, "remembered choices per op"),
     "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: never"),
-    "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is disabled"),
-    "breaker_cooldown": Setting(float, 30.0, "seconds until a disabled kernel is tried again"),
+    "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is left out, and the fewest that count "
+                                 "as a rate"),
+    "breaker_rate": Setting(float, 0.05, "share of its last calls that must fail for a kernel to be left out"),
+    "breaker_window": Setting(int, 200, "how many calls of a kernel are its last ones"),
+    "breaker_cooldown": Setting(float, 30.0, "seconds until a kernel that is left out is tried again"),
     "native": Setting(bool, True, "use the compiled call path where it is built; read from the environment at import"),
     "log_level": Setting(str, "warning", f"how much is logged: {', '.join(LOG_LEVELS)}"),
     "perfdb": Setting(str, "", "where measurements are kept: a file, postgresql://... for a fleet, or off; empty: "
@@ -64,8 +67,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
 
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1), "cache_size": (1, math.inf),
-    "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf),
-    "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf), "perfdb_ttl": (0, math.inf)}
+    "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf), "breaker_rate": (0, 1),
+    "breaker_window": (1, 1 << 20), "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf),
+    "perfdb_ttl": (0, math.inf)}
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _TAKES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str), str: (str,)}
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

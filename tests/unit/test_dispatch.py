@@ -9,7 +9,21 @@ import warnings
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, faults_of, health_of, normed, of, only, path_of, python, qkv, register, rows
+from helpers import (
+    ATTENTION,
+    RMS_NORM,
+    Fake,
+    faults_of,
+    health_of,
+    normed,
+    of,
+    only,
+    path_of,
+    python,
+    qkv,
+    register,
+    rows,
+)
 
 import layerzero as lz
 from layerzero.runtime import faults

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 import layerzero as lz
 from layerzero.cli import main
-from layerzero.runtime import jit, sizes
+from layerzero.runtime import compiling, jit, sizes
 from layerzero.runtime import warmup as warming
 from layerzero.runtime import world as worlds
 from layerzero.runtime.facts import read
@@ -56,7 +56,7 @@ class Compiler(Fake):
 def folders(monkeypatch, tmp_path):
     """A warm-up says in the environment where compiled code goes."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
-    for variable in warming.CACHES:
+    for variable in compiling.CACHES:
         monkeypatch.setenv(variable, str(tmp_path))
 
 
@@ -530,11 +530,11 @@ def test_a_forked_child_waits_for_nothing_and_can_warm_up_itself(compiler):
     compiler.gate.clear()
     report = warmup([norm(70)], critical=[])
     assert compiler.entered.wait(20)
-    patience, warming.FORK_PATIENCE = warming.FORK_PATIENCE, 0.05
+    patience, compiling.FORK_PATIENCE = compiling.FORK_PATIENCE, 0.05
     try:
         child = os.fork()
     finally:
-        warming.FORK_PATIENCE = patience
+        compiling.FORK_PATIENCE = patience
     if child == 0:
         code = 1
         try:

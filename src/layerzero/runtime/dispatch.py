@@ -25,8 +25,8 @@ from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
 from ..spec.kernel import Kernel
 from ..spec.op import Adaptation, Op
 from ..spec.plan import Plan, Step, Transform
-from ..spec.reason import Code, Reason
-from . import clock, context, events, faults, health, hotpath, incidents, jit, loading, native, tracing
+from ..spec.reason import Code
+from . import clock, compiling, context, events, faults, health, hotpath, incidents, jit, loading, native, tracing
 from . import facts as reading
 from . import world as worlds
 from .binding import Binding, bind
@@ -146,8 +146,8 @@ class Dispatcher:
         if key is None:
             facts = self.facts(values, world)
             key = ("facts", override, *facts.values())
-            return cache.obtain(key, lambda: self.entry(world, facts, override))
-        return cache.obtain(key, lambda: self.entry(world, self.facts(values, world), override))
+            return cache.obtain(key, lambda: self.entry(world, facts, override, values))
+        return cache.obtain(key, lambda: self.entry(world, self.facts(values, world), override, values))
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
         """The native table does not know this call: serve it, and tell the table if it is an ordinary one."""
@@ -201,8 +201,12 @@ class Dispatcher:
             self.op.extra_check(dict(zip(self.names, values)), facts)
         return facts
 
-    def entry(self, world: World, facts: Mapping[str, Any], override: Override | None) -> Entry:
-        """Select, load and bind. A library that fails to load leaves the world, and the choice is made again."""
+    def entry(self, world: World, facts: Mapping[str, Any], override: Override | None,
+              values: tuple[Any, ...] | None = None) -> Entry:
+        """Select, load and bind. A library that fails to load leaves the world, and the choice is made again.
+
+        `values`: of the call it is made for, so that a better kernel can be compiled for calls like it.
+        """
         began = time.perf_counter()
         while True:
             plan = world.plan(self.op, facts, override)
@@ -221,6 +225,8 @@ class Dispatcher:
         run = binding.run if watched is None else self.watched(kernel, binding, watched, bool(plan.locked))
         if kernel.jit:
             run = self.warming(world, kernel, run, plan, override)
+        if values is not None:
+            self.compile_later(world, plan, override, values)
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
@@ -260,11 +266,29 @@ class Dispatcher:
 
         return run
 
+    def compile_later(self, world: World, plan: Plan, override: Override | None, values: tuple[Any, ...]) -> None:
+        """Have the kernel compiled that would serve this call, were it compiled already: measured, or preferred."""
+        facts = plan.facts
+        if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain":
+            return
+        if not self.compiles(world, facts, override):
+            return
+        better = world.plan(self.op, facts, override, compiled=True).steps[0]
+        kernel = world.catalog.by_id[better.kernel]
+        if better.kernel != plan.kernel and kernel.jit and _worth_compiling(better):
+            compiling.request(self, kernel, better, facts, values)
+
+    def compiles(self, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
+        """Is there a kernel that compiles, and may it do so in the background?"""
+        around = world.surroundings(facts["device"], override)
+        return around.policy.setting("jit") == "background" and any(
+            k.jit for k in world.roster(self.op, facts["device"], around).viable)
+
     def warming(self, world: World, kernel: Kernel, run: Callable[..., Any], plan: Plan,
                 override: Override | None) -> Callable[..., Any]:
         """One that compiles on first use: only in forms it was warmed up for, unless a name or a policy allows more."""
-        facts, free = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("allow_jit")
-        if free or plan.locked or kernel.id in world.warmed:
+        facts, mode = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("jit")
+        if mode == "in_request" or plan.locked or kernel.id in world.warmed:
             return jit.timed(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault, facts))
         cold: list[Entry] = []
 
@@ -278,7 +302,11 @@ class Dispatcher:
             except LayerZeroError as e:
                 raise _Settled(e) from e
 
-        return jit.guarded(kernel, run, facts, world.warmed, instead)
+        def unready(values: tuple[Any, ...]) -> None:
+            if mode == "background" and not facts["graph"] and _worth_compiling(plan.steps[0]):
+                compiling.request(self, kernel, plan.steps[0], facts, values)
+
+        return jit.guarded(kernel, run, facts, world.warmed, instead, unready)
 
     # run
 
@@ -373,7 +401,7 @@ class Dispatcher:
         world, cache = self._here()
         facts = self.facts(values, world)
         key = ("facts", override, *facts.values())
-        return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override))
+        return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override, values))
 
     def lowered(self, named: dict[str, Any], first: torch.Tensor | None) -> dict[str, Any] | None:
         """As torch does under autocast: the inputs in its dtype, or together in the widest one; float64 as it is.
@@ -435,6 +463,11 @@ class Dispatcher:
         if self.native is not None:
             self.native.collect()
         return self.ledger.totals()
+
+
+def _worth_compiling(step: Step) -> bool:
+    """Was it measured, or does somebody prefer it? A guess is not worth seconds of CPU."""
+    return step.score.source != "prior" or step.score.boost > 1
 
 
 def function(op: Op) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason) -> None:
 
 def refused(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
     kinds = worlds.current().refused.get(kernel.id)
-    return bool(kinds) and kind_to_compile(kernel.op, facts) in kinds
+    return kinds is not None and kind_to_compile(kernel.op, facts) in kinds
 
 
 def compile_failed(kernel: Kernel, fault: BaseException, facts: Mapping[str, Any]) -> Reason:

@@ -16,7 +16,7 @@ from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from . import catalog, context, events, hardware, jit, loading, measurements, native
+from . import catalog, compiling, context, events, hardware, jit, loading, measurements, native
 from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function
@@ -255,6 +255,12 @@ def doctor(deep: bool = False) -> Diagnosis:
                             str(health.reason.message) if health.reason else ""))
     for name, reason in world.unloadable.items():
         checks.append(Check(f"loading {name}", False, reason.message, reason.code.advice))
+    for name, kinds in world.refused.items():
+        kind, reason = list(kinds.items())[-1]
+        checks.append(Check(f"refused by {name}", True, f"{len(kinds)} kinds of calls; last: {kind}", reason.message))
+    busy = compiling.status()
+    if busy.compiling:
+        checks.append(Check("compiling in the background", True, str(busy), "another kernel serves meanwhile"))
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "layerzero": _version()}
     return Diagnosis(tuple(checks), devices, versions)
 
@@ -265,13 +271,15 @@ def _version() -> str:
 
 @dataclass(frozen=True)
 class Stats:
-    """What ran so far, by op and kernel; events by name."""
+    """What ran so far, by op and kernel; events by name; what is compiled in the background."""
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]
+    compiling: compiling.Status = field(default_factory=compiling.Status)
 
     def to_json(self) -> dict[str, Any]:
-        return {"calls": {k: dict(v) for k, v in self.calls.items()}, "events": dict(self.events)}
+        return {"calls": {k: dict(v) for k, v in self.calls.items()}, "events": dict(self.events),
+                "compiling": self.compiling.to_json()}
 
 
 def stats() -> Stats:
@@ -279,7 +287,7 @@ def stats() -> Stats:
     totals: dict[str, int] = {}
     for (name, _, _), n in events.counts().items():
         totals[name] = totals.get(name, 0) + n
-    return Stats(calls, totals)
+    return Stats(calls, totals, compiling.status())
 
 
 def get_config() -> dict[str, Any]:

@@ -145,8 +145,12 @@ class World:
             found = self.memo[key] = roster(self.kernels(op.name), around)
         return found  # type: ignore[no-any-return]
 
-    def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False) -> Plan:
+    def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False,
+             compiled: bool = False) -> Plan:
+        """`compiled`: as if everything that compiles were compiled."""
         around = self.surroundings(facts["device"], override)
+        if compiled:
+            around = replace(around, warmed=frozenset(k.id for k in self.kernels(op.name) if k.jit))
         merged = {**around.device, **facts}
         crew = self.roster(op, facts["device"], around)
         if self.table is not None and override is None:        # an override is another policy than the table's

@@ -222,7 +222,7 @@ class Demands(NamedTuple):
         return cls(
             facts["grad"], facts["deterministic"] or settings["deterministic"], graph, settings["disabled"],
             around.certified if settings["require_certificates"] else None,
-            None if named or settings["allow_jit"] else lambda kernel: is_warm(kernel, facts, around.warmed),
+            None if named or settings["jit"] == "in_request" else lambda kernel: is_warm(kernel, facts, around.warmed),
             not (named or settings["allow_untested"]), around.captures() if graph else {},
             partial(_refused, facts, around))
 

@@ -125,7 +125,7 @@ class Code(str, Enum):
         "results may differ across tensor-parallel sizes; {want} was asked for")
     JIT_NOT_WARMED = (
         "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
-        "run lz warmup or lz tune for such calls, name it with backend=, or set allow_jit: true")
+        "run lz warmup or lz tune for such calls, name it with backend=, or set jit: in_request")
     # software
     NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed")
     NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet", "run: lz build")

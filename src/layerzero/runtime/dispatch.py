@@ -24,7 +24,7 @@ from ..spec.errors import InvalidCall, KernelFailed, LayerZeroError
 from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
 from ..spec.kernel import Kernel
 from ..spec.op import Adaptation, Op
-from ..spec.plan import Plan, Step, Transform
+from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step, Transform
 from ..spec.reason import Code
 from . import clock, compiling, context, events, faults, health, hotpath, incidents, jit, loading, native, tracing
 from . import facts as reading
@@ -267,16 +267,18 @@ class Dispatcher:
         return run
 
     def compile_later(self, world: World, plan: Plan, override: Override | None, values: tuple[Any, ...]) -> None:
-        """Have the kernel compiled that would serve this call, were it compiled already: measured, or preferred."""
+        """Have the kernels compiled that would serve this call, were they compiled already: as it is, and as it will be
+        while a CUDA graph is captured, since nothing is compiled then."""
         facts = plan.facts
         if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain":
             return
         if not self.compiles(world, facts, override):
             return
-        better = world.plan(self.op, facts, override, compiled=True).steps[0]
-        kernel = world.catalog.by_id[better.kernel]
-        if better.kernel != plan.kernel and kernel.jit and _worth_compiling(better):
-            compiling.request(self, kernel, better, facts, values)
+        for graph in (False, True) if facts["device"] == "cuda" else (False,):
+            steps = world.plan(self.op, {**facts, "graph": graph}, override, compiled=True).steps
+            kernel = world.catalog.by_id[steps[0].kernel] if steps else None
+            if kernel is not None and kernel.jit and kernel.id != plan.kernel and _worth_compiling(kernel, steps[0]):
+                compiling.request(self, kernel, steps[0], facts, values)
 
     def compiles(self, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
         """Is there a kernel that compiles, and may it do so in the background?"""
@@ -303,7 +305,7 @@ class Dispatcher:
                 raise _Settled(e) from e
 
         def unready(values: tuple[Any, ...]) -> None:
-            if mode == "background" and not facts["graph"] and _worth_compiling(plan.steps[0]):
+            if mode == "background" and not facts["graph"] and _worth_compiling(kernel, plan.steps[0]):
                 compiling.request(self, kernel, plan.steps[0], facts, values)
 
         return jit.guarded(kernel, run, facts, world.warmed, instead, unready)
@@ -465,9 +467,10 @@ class Dispatcher:
         return self.ledger.totals()
 
 
-def _worth_compiling(step: Step) -> bool:
-    """Was it measured, or does somebody prefer it? A guess is not worth seconds of CPU."""
-    return step.score.source != "prior" or step.score.boost > 1
+def _worth_compiling(kernel: Kernel, step: Step) -> bool:
+    """A guess is not worth seconds of CPU; nor is less work by construction where Inductor compiles it."""
+    return step.score.source in (MEASURED, INTERPOLATED, SHIPPED, POLICY) or (
+        step.score.source == LESS_WORK and bool(kernel.package))
 
 
 def function(op: Op) -> Callable[..., Any]:

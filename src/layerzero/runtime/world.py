@@ -85,7 +85,7 @@ class World:
             leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
             leaves += self.table.table.leaves(op.name) if self.table is not None else ()
             found = self.memo["program", op.name] = compile_key(
-                op, leaves, [k.workspace for k in self.kernels(op.name)])
+                op, leaves, [text for k in self.kernels(op.name) for text in (k.workspace, k.shared_memory)])
         return found  # type: ignore[no-any-return]
 
     def surroundings(self, kind: str, override: Override | None) -> Surroundings:

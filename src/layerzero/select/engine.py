@@ -11,6 +11,7 @@ from ..perf.record import PerfView, Rates, kind_of, mode_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.kernel import Kernel
+from ..spec.launch import SHARED
 from ..spec.op import DEVICE_FACTS, Op
 from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Rejected, Step, Transform
 from ..spec.reason import Code, Reason
@@ -120,7 +121,7 @@ def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
             if asked.refuses(kernel) or (speaks and policy.verdict(kernel.id, op.name, facts) is not None):
                 continue
             rules, moved = crew.mendable[kernel.id], _moved(kernel, op, facts)
-            if not rules and not moved and kernel.workspace == "0":
+            if not rules and not moved and kernel.workspace == "0" == kernel.shared_memory:
                 fit.append((kernel, (), 0))
                 continue
             reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around, largest)
@@ -178,14 +179,25 @@ def _fitted(kernel: Kernel, mendable: tuple[Any, ...], op: Op, facts: Mapping[st
                 else:
                     reasons.append(Reason(rule.code, rule.want, False, rule.fact))
     workspace = 0
+    if not largest and (kernel.workspace != "0" or kernel.shared_memory != "0"):
+        largest.update(_largest(op, facts))
+    if kernel.shared_memory != "0" and (reason := _lack_of_shared(kernel, largest)) is not None:
+        reasons.append(reason)
     if kernel.workspace != "0":
-        if not largest:
-            largest.update(_largest(op, facts))
         workspace = int(parse(kernel.workspace)(largest))
         ask = workspace > SMALL_WORKSPACE or policy.setting("memory_headroom") is not None
         if ask and workspace > (room := around.headroom()):
             reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, room, workspace))
     return reasons, tuple(dict.fromkeys(transforms)), workspace
+
+
+def _lack_of_shared(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | None:
+    """A launch that the device would refuse. A number that was not given counts as 0."""
+    room, needs = facts.get("shared_per_block"), parse(kernel.shared_memory)
+    if not room:                               # not known of this device
+        return None
+    need = int(needs({name: facts[name] or 0 for name in needs.names}))
+    return Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, f"<= {room}", need, SHARED) if need > room else None
 
 
 def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:

@@ -195,7 +195,9 @@ class World:
 
 def _holds(memo: Any, ops: Collection[str]) -> bool:
     """Is what is remembered under this name the same after a change that concerns `ops` only?"""
-    return memo == "availability" or memo[0] in ("program", "captures", "shipped") or (memo[0] == "roster" and memo[1] not in ops)
+    if memo == "availability" or memo[0] in ("program", "captures", "shipped"):
+        return True
+    return bool(memo[0] == "roster" and memo[1] not in ops)
 
 
 def leaves_of(kernel: Kernel) -> list[Rule]:

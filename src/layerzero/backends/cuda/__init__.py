@@ -115,7 +115,7 @@ def _decode_shared(rows: str) -> str:
     return f"256 * head_dim + (({rows}) + 7) // 8 * 16 * head_dim + ({rows}) * (4 * head_dim + 192) + 16"
 
 
-# Of gemv.cu: x, shared out among the most blocks that a cluster has, and beside it tiles of the weight, sums and scales.
+# Of gemv.cu: x, shared out among the most blocks that a cluster has; beside it tiles of the weight, sums and scales.
 GEMV_SHARED = "(1 + (rows > 1) + 2 * (rows > 2) + 4 * (rows > 4) + 8 * (rows > 8)) * in_features // 4 + 73728"
 
 INT4, EIGHT_BITS = one_of("format", "int4"), one_of("format", "int8", "fp8_e4m3")
@@ -160,7 +160,8 @@ KERNELS = (
             less_work="reads each page once, where it lies; no length is read on the host"),
     _kernel("quantized_linear", quantized_linear, _quantized_linear, 10.0, 14.0, HALF, *CODES,
             at_least("rows", 1, Code.EMPTY_INPUT), at_most("rows", 16), equals("activations", "none"),
-            unit_stride("bias"), shared_memory=GEMV_SHARED, less_work="reads the codes, and writes no dequantized weight",
+            unit_stride("bias"), shared_memory=GEMV_SHARED,
+            less_work="reads the codes, and writes no dequantized weight",
             note="codes go to the tensor cores as the bits they are; nothing is converted"),
     _kernel("rms_norm", rms_norm, _rms_norm, 8.0, 10.0, *NORM, shared_memory="256",
             note="a block for each row"),

@@ -208,10 +208,14 @@ def request(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, Any], 
         if full:
             del _known[new]                    # it may be asked for again
     problem = f"{MOST_WAITING} wait already" if full else _unfit(kernel, facts, values)
+    try:
+        kept = () if problem else tuple(_kept(v, facts["grad"]) for v in values)
+    except faults.FAULTS as e:                 # no room for the copies: that is not the caller's trouble
+        problem = f"its whole numbers could not be copied: {e}"
     if problem:
         events.emit(CompileSkipped(kernel.op.name, kernel.id, problem))
         return
-    job = _Job(found, kernel, step, facts, tuple(_kept(v, facts["grad"]) for v in values), new, _copied(values))
+    job = _Job(found, kernel, step, facts, kept, new, _copied(values))
     with _turn:
         _queue.append(job)
         waiting = len(_queue)

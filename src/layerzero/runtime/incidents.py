@@ -89,9 +89,19 @@ def learn(override: Override | None) -> None:
 
 
 def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
-    events.emit(BackendUnavailable(kernel.op.name, kernel.id, reason))
-    return worlds.publish(lambda w: w.but({kernel.op.name}, unloadable={**w.unloadable, kernel.id: reason}),
-                          f"unloadable:{kernel.id}")
+    """Several threads may find it out at once; the world learns it, and an event says it, once."""
+    new: list[World] = []
+
+    def apply(world: World) -> World:
+        if kernel.id in world.unloadable:
+            return world
+        new.append(world.but({kernel.op.name}, unloadable={**world.unloadable, kernel.id: reason}))
+        return new[0]
+
+    world = worlds.publish(apply, f"unloadable:{kernel.id}")
+    if new:
+        events.emit(BackendUnavailable(kernel.op.name, kernel.id, reason))
+    return world
 
 
 def change_health(group: str, change: Callable[[health.Health | None], health.Health | None]) -> None:

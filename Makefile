@@ -1,6 +1,6 @@
 # A stranger's two commands:
 #
-#   make run     set up, then show what LayerZero does on this machine (about a minute)
+#   make run     set up, then show what LayerZero does on this machine (at most 90 seconds)
 #   make test    set up, then lint, type-check and test
 #
 # Everything is installed in .venv. Another Python: make PYTHON=python3.12 run
@@ -22,8 +22,8 @@ HAS_TORCH := -c 'import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.
 
 run: setup $(VENV)/.native
 	@$(BIN)/lz demo
-	@echo "==> measuring the calls of a small model: guesses give way to what is fastest here (25 seconds)"
-	@$(BIN)/lz tune --model smollm2-135m --prompt 128 --context 1024 --seconds 25 --no-compile
+	@echo "==> measuring the calls of a small model: guesses give way to what is fastest here (20 seconds)"
+	@$(BIN)/lz tune --model smollm2-135m --dtype auto --prompt 128 --context 1024 --seconds 20 --no-compile
 	@$(BIN)/lz report --out layerzero-report.html
 
 test: setup $(VENV)/.native lint

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import functions
 import peers
 import torch
 import torch.nn.functional as F
@@ -175,6 +176,18 @@ def _rms_norm(s: Setting) -> Iterator[Contestant]:
               entry_of(d, (s.norm["x"], s.norm["w"], s.norm["eps"])).run)
 
 
+# functions of torch
+
+def beside_functions(device: str, dtype: torch.dtype, effort: Effort, s: Setting) -> list[dict[str, Any]]:
+    """LayerZero beside the functions one would write in its place, each op locked to the operator behind both."""
+    found = functions.pairs(device, dtype)
+    with contextlib.ExitStack() as locked:
+        for pair in found:
+            lz.lock(pair.op, pair.kernel)
+        locked.callback(lz.unlock)
+        return functions.rows(found, race(list(functions.contestants(found)), effort.rounds, effort.calls, s.wait))
+
+
 # misses
 
 def misses(s: Setting, effort: Effort) -> list[dict[str, Any]]:
@@ -307,6 +320,7 @@ def say(device: str, part: dict[str, Any]) -> None:
         print(line)
     for name, why in part["missing"].items():
         print(f"{name:<40}  {why}")
+    functions.say(part["functions"])
     print("\nmisses: us that the first call of its kind takes beyond a hit (median; p10 .. p90)")
     for m in part["misses"]:
         us, whole = m["us"], m["us"]["whole"]
@@ -332,6 +346,7 @@ def measure(device: str, effort: Effort, keep: contextlib.ExitStack) -> dict[str
             "rows": rows(runners, found),
             "threads": threads(runners, effort) if device == "cpu" else [], "misses": misses(s, effort)}
     lz.unlock()
+    part["functions"] = beside_functions(device, result.dtype, effort, s)
     return part
 
 

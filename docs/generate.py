@@ -24,6 +24,7 @@ sys.path.insert(0, str(DOCS.parent / "src"))
 from layerzero.backends import CATALOG as BACKENDS  # noqa: E402
 from layerzero.runtime.catalog import builtin_ops  # noqa: E402
 from layerzero.runtime.config import VARIABLES  # noqa: E402
+from layerzero.runtime.facts import in_range  # noqa: E402
 from layerzero.select.policy import LAYERS, SETTINGS  # noqa: E402
 from layerzero.spec import event as event_module  # noqa: E402
 from layerzero.spec.event import Event  # noqa: E402
@@ -165,6 +166,9 @@ def op_page(op: Op) -> Iterator[str]:
         yield "The contract's own limits; breaking one is the caller's error (`InvalidCall`):\n\n" + table(
             ("must hold", "else"), [(words(r), ", ".join(dict.fromkeys(code(x.code.value) for x in r.leaves())))
                                     for r in op.requires])
+    if op.limits:
+        yield "What its numbers must lie in to be read at all; else `VALUE_OUT_OF_RANGE`:\n\n" + table(
+            ("number", "range"), [(code(name), in_range(*limits)) for name, limits in op.limits.items()])
     yield "How wrong a kernel may be, against the reference computed in a wider dtype: at most " \
         f"{op.tolerance.times_eager:g} x the error of the eager formula at the same dtype and a few roundings, and " \
         "inside this table unless the eager formula is not:\n\n" + table(

@@ -111,6 +111,24 @@ def only(*patterns: str, op: str = "*") -> None:
     lz.configure(rules=(lz.PolicyRule.of("deny", ids, op),))
 
 
+def outcome(fn, call):
+    """What a call gives or raises, as something to compare."""
+    try:
+        return "returned", fn(*call[0], **call[1])
+    except Exception as e:
+        return "raised", type(e), str(e)
+
+
+def same(a, b):
+    """Are these outcomes equal, in every bit of a tensor and every word of an error?"""
+    if a[0] != b[0] or a[0] == "raised":
+        return a == b
+    pairs = zip(a[1], b[1]) if isinstance(a[1], tuple) else [(a[1], b[1])]
+    return type(a[1]) is type(b[1]) and all(
+        x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x,
+        y in pairs)
+
+
 def health_of(group: str):
     """Its breaker; None while that is closed."""
     return worlds.current().health.get(group)

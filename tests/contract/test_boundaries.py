@@ -10,7 +10,7 @@ from conftest import KERNELS
 
 from layerzero.runtime.facts import read
 from layerzero.runtime.hardware import probe
-from layerzero.spec.device import Device
+from layerzero.spec.device import CPU_ISA, Device
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.rules import AnyOf, Condition, Rule, When
 from layerzero.verify.contract import case_values
@@ -23,8 +23,9 @@ def _gpu(name: str, sm: int, generation: str, cores: int) -> Device:
                   supports_bf16=True, torch_version="2.13.0", runtime_version="13.0")
 
 
+# A CPU with all that any rule asks for, so that the limits of every kernel are tested on every machine; then this one.
 DEVICES = (_gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5), _gpu("A100", 80, "ampere", 3),
-           probe("cpu"))
+           Device("cpu", 0, "every ISA", "intel", isa=CPU_ISA, torch_version="2.13.0"), probe("cpu"))
 
 
 def steps(leaf: Rule) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from layerzero.ops.attention import OP as attention
 from layerzero.ops.rms_norm import OP as rms_norm
 from layerzero.runtime import loading
 from layerzero.runtime.facts import read
+from layerzero.runtime.hardware import probe
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Category
 from layerzero.verify.contract import case_values, check_case, check_kernel, refusals, worst_indices
@@ -41,12 +42,12 @@ ALL_JIT_CASES = os.environ.get("LZ_TEST_JIT") == "all"
 
 
 def here(kernel: Kernel) -> str:
-    """Why a kernel can serve no CPU call at all, or nothing."""
+    """Why a kernel can serve no call at all on this CPU, or nothing."""
     reason = loading.availability(kernel)
     if reason is not None:
         return str(reason)
-    facts = read(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))
-    device_rules = [rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()} == {"device"}]
+    facts = {**probe("cpu").facts(), **read(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))}
+    device_rules = [rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()} <= {"device", "isa"}]
     found = next((r for rule in device_rules if (r := rule.check(facts)) is not None), None)
     return "" if found is None else str(found)
 

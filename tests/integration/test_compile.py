@@ -203,3 +203,23 @@ def test_eager_calls_do_not_go_through_the_custom_op():
     with Watch() as watch:
         lz.attention(q, q, q)
     assert watch.names and not any("layerzero" in n for n in watch.names)
+
+
+def test_sdpa_kernel_around_and_inside_of_a_compiled_function():
+    """As with torch's own op the choice is made while tracing, with the switches as they are then."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(1, 2, 16, 16)
+
+    def inside(q):
+        with sdpa_kernel(SDPBackend.MATH):
+            return lz.attention(q, q, q)
+
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    assert any(flash in name for name in aten_ops(lambda q: lz.attention(q, q, q), q))
+    torch._dynamo.reset()
+    assert not any(flash in name for name in aten_ops(inside, q))
+    torch._dynamo.reset()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not any(flash in name for name in aten_ops(lambda q: lz.attention(q, q, q), q))
+    torch.testing.assert_close(torch.compile(inside, backend="aot_eager")(q), lz.attention(q, q, q))

@@ -1,5 +1,39 @@
-"""The fixtures of helpers.py: the world as it was, events as a list, both call paths."""
+"""The fixtures of helpers.py (the world as it was, events as a list, both call paths), and those of the native path."""
 
+import shutil
+
+import pytest
 from helpers import happened, path, world
+from random_calls import register_synthetic
+
+from layerzero.runtime import dispatch, native
+from layerzero.runtime import world as worlds
+from layerzero.runtime.inspection import dispatcher_of
 
 __all__ = ["happened", "path", "world"]
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """The native module, built now if it is not there and a compiler is."""
+    if native.module() is None and native.wanted() and (shutil.which("g++") or shutil.which("clang++")):
+        native.build()
+    if native.module() is None:
+        pytest.skip(f"there is no native path here: {native.status().text}")
+    for name, found in list(dispatch.dispatchers.items()):
+        if found.native is None:               # made before it was built
+            dispatch.dispatchers[name] = dispatch.Dispatcher(found.op)
+
+
+@pytest.fixture
+def both(compiled, world):
+    """The dispatcher of an op: `both("attention").public` is native, `.twin` is Python."""
+    def find(name):
+        if name == "synthetic" and name not in worlds.current().catalog.ops:
+            register_synthetic()
+        found = dispatcher_of(name)
+        found._ready()
+        assert found.native is not None and found.public is not found.twin
+        return found
+
+    return find

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.cli import main
+from layerzero.cli import _one_line, main
 from layerzero.cli.arguments import parse_call
+from layerzero.cli.block import SIZES, STYLES, Block, Sizes
+from layerzero.cli.fit import Pace, fit
 from layerzero.tune.harness import Ratio, Timings, in_turns
 
 DECODE = ("q=1x8x1x64", "k=1x2x256x64", "v=1x2x256x64")
@@ -243,6 +246,11 @@ def test_a_warning_is_one_line_beside_the_answer(run):
     assert len(err.splitlines()) == 1
 
 
+def test_of_a_warning_with_a_stack_the_first_line_is_shown(capsys):
+    _one_line(UserWarning("mkldnn_matmul failed\nframe #0: c10::Error\n"), UserWarning, "x.py", 1)
+    assert capsys.readouterr().err == "warning: mkldnn_matmul failed\n"
+
+
 def test_a_broken_environment_is_one_message():
     done = in_new_process("list", LAYERZERO_STRICT="1")
     assert (done.returncode, done.stdout) == (2, "")
@@ -273,11 +281,14 @@ def test_python_dash_m():
 # the demonstration
 
 def test_demo_runs_checks_and_measures():
-    done = in_new_process("demo", "--json", "--seconds", "0", *CPU)
+    done = in_new_process("demo", "--json", "--seconds", "12", *CPU)
     told = json.loads(done.stdout)
     assert (done.returncode, told["ok"]) == (0, True)
-    steps = ("prefill 512", "decode at 512", "decode at 4096")
-    assert [(r["dtype"], r["step"]) for r in told["rows"]] == [(d, s) for d in ("float32", "bfloat16") for s in steps]
+    steps = [step.name for step in Sizes(**told["sizes"]).steps]
+    shown = [(r["dtype"], r["step"]) for r in told["rows"]]
+    assert sorted(shown + [(left["dtype"], left["step"]) for left in told["left_out"]]) == sorted(
+        (d, s) for d in ("float32", "bfloat16") for s in steps), "what is not shown is said"
+    assert shown, told["left_out"]
     known = {k.id for k in lz.list_kernels()}
     for row in told["rows"]:
         assert row["equal"]
@@ -290,6 +301,50 @@ def test_demo_runs_checks_and_measures():
         assert set(row["timings"]) == {*row["ops"], "block"}
         for timing in row["timings"].values():
             assert min(timing["microseconds"].values()) > 0
+
+
+def test_a_demo_without_time_says_what_it_could_not_show():
+    done = in_new_process("demo", "--seconds", "0", *CPU)
+    assert done.returncode == 0 and "could not be shown within 0 s" in done.stdout
+    assert len(re.findall(r"^(?:float32|bfloat16), (?:prefill|decode at) \d+: ", done.stdout, re.MULTILINE)) == 6
+
+
+QUICK = Pace(1e-12, 1e-12, 1e-12)
+
+
+def fitted(seconds=45.0, **paces):
+    return fit(SIZES["cpu"], {"float32": QUICK, "bfloat16": QUICK, **paces}, seconds)
+
+
+def test_a_quick_machine_shows_the_largest_sizes_in_every_dtype():
+    found = fitted()
+    assert (found.sizes, found.left_out) == (SIZES["cpu"][0], ())
+    assert found.rows == tuple((d, step) for d in ("float32", "bfloat16") for step in found.sizes.steps)
+
+
+def test_a_dtype_that_takes_a_hundred_times_as_long_is_shown_where_it_fits():
+    found = fitted(bfloat16=Pace(1e-9, 1e-9, 1e-9))
+    assert found.sizes == SIZES["cpu"][0]
+    assert [str(left) for left in found.left_out] == [
+        "bfloat16, prefill 512: one pass is expected to take 6.3 s, and 20 do not fit; "
+        "torch's products take 1000 times as long as in float32 on this machine"]
+    assert [dtype for dtype, _ in found.rows] == ["float32"] * 3 + ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize(("pace", "place"), [(1e-11, 0), (1e-10, 1), (2e-9, 2), (1e-7, 3), (1.0, 3)])
+def test_a_slower_machine_shows_smaller_sizes(pace, place):
+    assert fitted(float32=Pace(pace, pace, pace)).sizes == SIZES["cpu"][place]
+
+
+def test_a_pass_has_as_many_multiplications_as_the_block_makes():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for step in (sizes := SIZES["cpu"][-1]).steps:
+        block = Block(sizes, torch.float32, "cpu")
+        with FlopCounterMode(display=False) as counter:
+            block(step, STYLES["model code"])
+        products = counter.get_total_flops() / 2           # torch does not count the attention of a CPU
+        assert Pace(1.0, 1.0, 0.0).seconds(sizes, step) == products
 
 
 def test_the_gain_is_the_median_of_the_rounds():

@@ -110,6 +110,27 @@ Features\t: fp asimd evtstrm aes bf16
 CPU implementer\t: 0x61
 CPU part\t: 0x032
 """
+N1 = """processor\t: {i}
+BogoMIPS\t: 243.75
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x3
+CPU part\t: 0xd0c
+CPU revision\t: 1
+"""
+N1_TEXT = "\n".join(N1.format(i=i) for i in range(2))
+BIG_LITTLE = """processor\t: 0
+model name\t: ARMv8 Processor rev 0 (v8l)
+Features\t: fp asimd asimddp
+CPU implementer\t: 0x41
+CPU part\t: 0xd05
+
+processor\t: 1
+Features\t: fp asimd asimddp asimdhp i8mm
+CPU implementer\t: 0x41
+CPU part\t: 0xd0b
+"""
 RISCV = """processor\t: 0
 hart\t\t: 1
 isa\t\t: rv64imafdc
@@ -345,16 +366,29 @@ class TestCPU:
                                  ("avx2", "avx512f", "avx512_bf16", "avx512_vnni"), True, 4)),
         (XEON_TEXT, hardware.CPU("Intel(R) Xeon(R) Processor", "intel", CPU_ISA[:9], True, 1)),
         ("\n".join(GRAVITON.format(i=i) for i in range(3)),
-         hardware.CPU("arm 0x41/0xd40", "arm", ("neon", "sve"), True, 3)),
-        (RASPBERRY, hardware.CPU("arm 0x41/0xd08", "arm", ("neon",), False, 1)),
-        (ASAHI, hardware.CPU("arm 0x61/0x032", "apple", ("neon",), True, 1)),
+         hardware.CPU("Neoverse-V1", "arm", ("neon", "fp16", "dotprod", "bf16", "i8mm", "sve"), True, 3)),
+        (N1_TEXT, hardware.CPU("Neoverse-N1", "arm", ("neon", "fp16", "dotprod"), False, 2)),
+        (RASPBERRY, hardware.CPU("Cortex-A72", "arm", ("neon",), False, 1)),
+        (ASAHI, hardware.CPU("Apple M2 Blizzard", "apple", ("neon", "bf16"), True, 1)),
+        (BIG_LITTLE, hardware.CPU("Cortex-A55 + Cortex-A76", "arm", ("neon", "dotprod"), False, 2)),
+        (RASPBERRY.replace("0xd08", "0xfff"), hardware.CPU("ARM core 0x41/0xfff", "arm", ("neon",), False, 1)),
+        (RASPBERRY.replace("0x41", "0xee"), hardware.CPU("ARM core 0xee/0xd08", "arm", ("neon",), False, 1)),
         (RISCV, hardware.CPU("", "unknown", (), False, 1)),
         ("", hardware.CPU("", "unknown", (), False, 0)),
         ("garbage\n\n: : :\n", hardware.CPU("", "unknown", (), False, 0)),
-    ], ids=["epyc", "xeon", "graviton3", "raspberry", "asahi", "riscv", "empty", "garbage"])
+    ], ids=["epyc", "xeon", "graviton3", "neoverse-n1", "raspberry", "asahi", "two kinds of cores", "unknown part",
+            "unknown implementer", "riscv", "empty", "garbage"])
     def test_cpuinfo(self, text, expected):
         assert hardware.parse_cpuinfo(text) == expected
         assert hardware.cpu_device(expected, 0, {}).name
+
+    def test_the_signature_of_a_core_is_the_same_on_every_boot(self):
+        clock = N1_TEXT.replace("243.75", "50.00")
+        small = hardware.cpu_device(hardware.parse_cpuinfo(N1_TEXT), 8 << 30, {"torch_version": "2.13.0"})
+        assert small.signature == hardware.cpu_device(
+            hardware.parse_cpuinfo(clock), 16 << 30, {"torch_version": "2.13.0"}).signature
+        other = hardware.cpu_device(hardware.parse_cpuinfo(N1_TEXT.replace("0xd0c", "0xd49")), 0, {})
+        assert (other.name, other.signature == small.signature) == ("Neoverse-N2", False)
 
     def test_hyperthreads_are_not_cores(self):
         one = XEON_TEXT.replace("core id\t\t: 0", "core id\t\t: 1")

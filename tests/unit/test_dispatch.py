@@ -257,11 +257,19 @@ def test_a_kernel_that_says_the_call_is_invalid_is_believed(call):
 # out of memory: the next one serves, nothing trips
 
 OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError("no more"),
-                 RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
-                 RuntimeError("CUDA error: out of memory")]
+                 *map(RuntimeError, (
+                     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                     "tried to allocate 281474976710656 bytes. Error code 12 (Cannot allocate memory)",
+                     "[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: you tried to "
+                     "allocate 281474976710656 bytes.",
+                     "Could not allocate memory to change Tensor SizesAndStrides!", "std::bad_alloc",
+                     "failed to allocate 4096 bytes for packed weights",
+                     "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)",
+                     "unable to mmap 64 bytes from file </x>: Cannot allocate memory (12)",
+                     "CUDA error: out of memory"))]
 
 
-@pytest.mark.parametrize("fault", OUT_OF_MEMORY, ids=lambda e: str(e)[:20])
+@pytest.mark.parametrize("fault", OUT_OF_MEMORY, ids=lambda e: str(e)[-40:])
 def test_out_of_memory_walks_down_and_trips_nothing(call, pair, happened, fault):
     first, second = pair
     first.fault = fault
@@ -306,6 +314,13 @@ def test_a_sticky_fault_in_a_fallback_is_one_too(call, pair):
     with pytest.raises(lz.DeviceLost):
         call(rows())
     assert health_of("fake.second").state == "disabled" and health_of("fake.first") is None
+
+
+def test_what_torch_says_here_when_memory_is_out():
+    """Of the machine that runs this, whatever its allocator."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.int8)
+    assert faults.classify(raised.value) == "memory", str(raised.value)
 
 
 @pytest.mark.parametrize(("error", "kind"), [

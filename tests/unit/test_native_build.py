@@ -88,12 +88,27 @@ def test_the_library_is_kept_under_all_it_depends_on(folder):
     assert not folder.exists(), "asking creates nothing"
 
 
+def test_a_change_of_any_source_names_another_library(folder, tmp_path, monkeypatch):
+    """A header that is not in the hash would leave a library of older code in use."""
+    included = {line.split('"')[1] for path in (native.SOURCE, *native.HEADERS)
+                for line in path.read_text().splitlines() if line.startswith('#include "')}
+    assert included and included <= {path.name for path in native.HEADERS}
+    seen = {native.library_path()}
+    for path in (native.SOURCE, *native.HEADERS):
+        changed = tmp_path / path.name
+        changed.write_text(path.read_text() + "// changed\n")
+        monkeypatch.setattr(native, "SOURCE", changed if path == native.SOURCE else native.SOURCE)
+        monkeypatch.setattr(native, "HEADERS", tuple(changed if h == path else h for h in native.HEADERS))
+        seen.add(native.library_path())
+    assert len(seen) == 2 + len(native.HEADERS)
+
+
 # cannot be built
 
 def test_a_missing_compiler_says_what_to_do(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler \(g\+\+ or clang\+\+\).*set CXX.*works without it"):
-        native.build()
+        native.build_fast_path()
     assert not folder.exists()
     still_works()
 
@@ -101,7 +116,7 @@ def test_a_missing_compiler_says_what_to_do(folder, monkeypatch):
 def test_a_compiler_that_is_not_there_is_named(folder, monkeypatch):
     monkeypatch.setenv("CXX", "/no/such/g++")
     with pytest.raises(ConfigError, match=r"'/no/such/g\+\+' cannot be run: .*unset CXX.*works without"):
-        native.build()
+        native.build_fast_path()
     still_works()
 
 
@@ -110,7 +125,7 @@ def test_a_compile_error_is_shown(folder, tmp_path, monkeypatch):
                                      "echo note: nothing >&2; echo 'x.cpp:7: error: no such header' >&2; exit 1"))
     said = []
     with pytest.raises(ConfigError) as caught:
-        native.build(say=said.append)
+        native.build_fast_path(say=said.append)
     text = str(caught.value)
     assert "did not compile; LayerZero works without it" in text and "x.cpp:7: error: no such header" in text
     assert "note: nothing" not in text and f"command: {tmp_path / 'cxx'} -O3" in text
@@ -124,7 +139,7 @@ def test_a_compiler_may_come_with_arguments(folder, tmp_path, monkeypatch):
     cxx = script(tmp_path / "cxx", f'echo "$@" > {record}; exit 1')
     monkeypatch.setenv("CXX", f"{cxx} --first 'second one'")
     with pytest.raises(ConfigError):
-        native.build()
+        native.build_fast_path()
     assert record.read_text().startswith("--first second one -O3") and str(native.SOURCE) in record.read_text()
 
 
@@ -132,8 +147,29 @@ def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"cannot write .*LAYERZERO_CACHE_DIR"):
-        native.build()
+        native.build_fast_path()
     still_works()
+
+
+def test_one_part_that_does_not_compile_keeps_the_other_from_nothing(folder, tmp_path, monkeypatch):
+    cxx = script(tmp_path / "cxx", """
+case "$*" in
+  *fastpath.cpp*) echo 'fastpath.cpp:7: error: no such header' >&2; exit 1 ;;
+esac
+while [ "$1" != -o ]; do shift; done
+echo made > "$2" """)
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(ConfigError, match=r"fastpath\.cpp:7: error: no such header"):
+        native.build()
+    assert [p.name for p in folder.rglob("*.so")] == ["kernels.so"]
+
+
+def test_what_stops_both_parts_is_told_of_both(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", "echo 'error: no disk' >&2; exit 1"))
+    with pytest.raises(ConfigError) as caught:
+        native.build()
+    assert "the native fast path did not compile" in str(caught.value)
+    assert "the CPU kernels did not compile" in str(caught.value)
 
 
 # built, and broken
@@ -189,10 +225,11 @@ from layerzero.runtime import native
 assert native.status().text.startswith("not built")
 said = []
 path = native.build(say=said.append)
-assert path.exists() and len(said) == 1, said
+assert path.exists() and len(said) == 4, said
+assert {line.split()[1] for line in said[:2]} == {"fastpath.cpp", "kernels.cpp"}, "at the same time"
 assert native.status().ok, "usable at once"
 stamp = path.stat().st_mtime_ns
-assert native.build(say=said.append) == path and path.stat().st_mtime_ns == stamp and len(said) == 1, "built once"
+assert native.build(say=said.append) == path and path.stat().st_mtime_ns == stamp and len(said) == 4, "built once"
 print([p.name for p in path.parent.iterdir()])
 """
     assert process(code, LAYERZERO_CACHE_DIR=str(tmp_path)) == "['fastpath.so']"

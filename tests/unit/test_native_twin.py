@@ -6,7 +6,6 @@ import enum
 import gc
 import itertools
 import random
-import shutil
 import sys
 import traceback
 
@@ -14,66 +13,22 @@ import numpy as np
 import pytest
 import synthetic
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, only, qkv, register, rows
+from helpers import ATTENTION, RMS_NORM, Fake, only, outcome, qkv, register, rows, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_calls import MAKERS, neighbour, register_synthetic, synthetic_sweeps
+from random_calls import MAKERS, neighbour, synthetic_sweeps
 
 import layerzero as lz
-from layerzero.runtime import dispatch, native
 from layerzero.runtime import world as worlds
-from layerzero.runtime.inspection import dispatcher_of
 from layerzero.spec.errors import InvalidCall, KernelFailed
 
 steady = settings(deadline=None, max_examples=60, derandomize=True,
                   suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
-@pytest.fixture(scope="session")
-def compiled():
-    """The native module, built now if it is not there and a compiler is."""
-    if native.module() is None and native.wanted() and (shutil.which("g++") or shutil.which("clang++")):
-        native.build()
-    if native.module() is None:
-        pytest.skip(f"there is no native path here: {native.status().text}")
-    for name, found in list(dispatch.dispatchers.items()):
-        if found.native is None:               # made before it was built
-            dispatch.dispatchers[name] = dispatch.Dispatcher(found.op)
-
-
-@pytest.fixture
-def both(compiled, world):
-    """The dispatcher of an op: `both("attention").public` is native, `.twin` is Python."""
-    def find(name):
-        if name == "synthetic" and name not in worlds.current().catalog.ops:
-            register_synthetic()
-        found = dispatcher_of(name)
-        found._ready()
-        assert found.native is not None and found.public is not found.twin
-        return found
-
-    return find
-
-
 def keys_of(found, call):
     args, kwargs = call
     return found.key_of(*found.bound(args, kwargs)), found.native.compiled.key(*args, **kwargs)
-
-
-def outcome(fn, call):
-    try:
-        return "returned", fn(*call[0], **call[1])
-    except Exception as e:
-        return "raised", type(e), str(e)
-
-
-def same(a, b):
-    if a[0] != b[0] or a[0] == "raised":
-        return a == b
-    pairs = zip(a[1], b[1]) if isinstance(a[1], tuple) else [(a[1], b[1])]
-    return type(a[1]) is type(b[1]) and all(
-        x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x,
-        y in pairs)
 
 
 def shuffled(rng, found, call):
@@ -432,11 +387,11 @@ def test_an_entry_of_another_epoch_is_refused(both):
     found.twin(x)
     entry = found.cache.table[found.key_of(*values)]
     epoch = worlds.current().epoch
-    assert not found.native.put(entry, epoch - 1, values, False)
-    assert not found.native.put(entry, epoch + 1, values, False)
+    assert not found.native.put(entry, epoch - 1, values, False, None)
+    assert not found.native.put(entry, epoch + 1, values, False, None)
     assert found.native.compiled.lookup(x) is None
-    assert found.native.put(entry, epoch, values, False)
-    assert not found.native.put(entry, epoch, values, False), "it is there already"
+    assert found.native.put(entry, epoch, values, False, None)
+    assert not found.native.put(entry, epoch, values, False, None), "it is there already"
     assert found.native.compiled.lookup(x) is entry
     lz.clear_cache()
     assert found.native.compiled.lookup(x) is None and found.native.compiled.size() == 0
@@ -531,7 +486,7 @@ def test_keys_lookups_and_refusals_leak_no_references(both):
         found.native.compiled.key(x, y)
         found.native.compiled.lookup(x, y)
         found.native.compiled.key(x, "y")
-        found.native.put(entry, worlds.current().epoch, values, False)
+        found.native.put(entry, worlds.current().epoch, values, False, None)
         found.native.collect()
     assert [sys.getrefcount(o) for o in watched] == before
 

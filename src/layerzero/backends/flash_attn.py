@@ -256,11 +256,14 @@ def _open_window(left: int, right: int) -> tuple[int | None, int | None]:
 BSHD = ("bshd",)
 NHD = ("NHD",)
 # By a module that only version 2 has: version 4 brings a package of the same name.
-_V2: dict[str, Any] = {"package": "flash_attn.flash_attn_interface", "distribution": "flash-attn",
+_V2: dict[str, Any] = {"sdpa_backend": "FLASH_ATTENTION",
+                       "package": "flash_attn.flash_attn_interface", "distribution": "flash-attn",
                        "version": ">=2.5,<3", "prior": 12.0, "overhead_us": 10.0, "traceable": False, "untested": True}
-_V3: dict[str, Any] = {"package": "flash_attn_interface", "distribution": "flash_attn_3", "prior": 20.0,
+_V3: dict[str, Any] = {"sdpa_backend": "FLASH_ATTENTION",
+                       "package": "flash_attn_interface", "distribution": "flash_attn_3", "prior": 20.0,
                        "overhead_us": 10.0, "traceable": False, "untested": True}
-_V4: dict[str, Any] = {"package": "flash_attn.cute", "distribution": "flash-attn-4", "prior": 22.0,
+_V4: dict[str, Any] = {"sdpa_backend": "FLASH_ATTENTION",
+                       "package": "flash_attn.cute", "distribution": "flash-attn-4", "prior": 22.0,
                        "overhead_us": 30.0, "traceable": False, "jit": True,
                        "deterministic_backward": False}
 

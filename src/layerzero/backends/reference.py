@@ -41,6 +41,8 @@ def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
 
 def _kernel(op: Op) -> Kernel:
     fields: dict[str, Any] = {"overhead_us": 20.0, "variants": tuple(op.patterns) if op.variant else ()}
+    if op.sdpa_switches:
+        fields["sdpa_backend"] = "MATH"        # the formula, step by step, is what torch calls its math implementation
     if op.name in ON_THE_HOST:
         fields.update(overhead_us=50.0, graph_safe=False, traceable=False, note="reads lengths on the host")
     return Kernel(f"reference.{op.name}", op, _loader(op), **{**fields, **KNOWN.get(op.name, {})})

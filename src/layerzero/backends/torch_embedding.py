@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from ..ops.embedding import OP as embedding
-from ..spec.kernel import Kernel
+from ..spec.kernel import Direct, Kernel, direct
 from ..spec.reason import Code
 from ..spec.rules import absent, any_of, off
 
 
-def _embedding() -> Callable[..., Any]:
-    def run(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0) -> Tensor:
+def _embedding() -> Direct:
+    def general(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0) -> Tensor:
         padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
         rows = torch.embedding(weight, ids, padding)
         return rows if scale == 1.0 else rows.mul_(scale)
 
-    return run
+    return direct(torch.embedding, "weight", "ids", otherwise=general)
 
 
 def _index_select() -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.attention import OP as attention
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ..spec.rules import Condition, absent, at_least, device, differs, dtypes, equals, off, when
+from ..spec.rules import Condition, absent, at_least, cpu_isa, device, differs, dtypes, equals, off, when
 
 _serial = count()
 BLOCK = 128                # of the block mask: below one block there is nothing to skip
@@ -120,6 +120,7 @@ RULES: tuple[Condition, ...] = (
     absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
     differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
     when(ON_CPU, off("return_lse", Code.LSE_UNSUPPORTED)), when(ON_CPU, off("grad", Code.BACKWARD_UNSUPPORTED)),
+    when(ON_CPU, cpu_isa("avx2")),             # Inductor compiles it for no other CPU
 )
 
 KERNELS = (

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..ops.linear import OP as linear
 from ..ops.mlp import OP as mlp
 from ..ops.moe_formulas import GATED, PLAIN, activate, gated
-from ..spec.kernel import Kernel
+from ..spec.kernel import Direct, Kernel, direct
 from ..spec.reason import Code
 from ..spec.rules import (
     Condition,
@@ -44,12 +44,12 @@ POST_OPS = {None: ("none", ""), "relu": ("relu", ""), "silu": ("swish", ""), "ge
 _PACKED_ROWS = 32          # the number of rows a weight is arranged for; it serves others nearly as well
 
 
-def _linear() -> Callable[..., Any]:
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+def _linear() -> Direct:
+    def activated(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
         out = F.linear(x, weight, bias)
         return out if activation is None else activate(out, activation)
 
-    return run
+    return direct(F.linear, "x", "weight", "bias", otherwise=activated)
 
 
 def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[Tensor], Tensor]]:

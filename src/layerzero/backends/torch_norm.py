@@ -13,7 +13,7 @@ from ..ops.formulas import FLOATS
 from ..ops.group_norm import OP as group_norm
 from ..ops.layer_norm import OP as layer_norm
 from ..ops.rms_norm import OP as rms_norm
-from ..spec.kernel import Direct, Kernel, direct
+from ..spec.kernel import Direct, Kernel, LastSize, direct
 from ..spec.reason import Code
 from ..spec.rules import Condition, When, any_of, contiguous, device, differs, dtypes, equals, one_of, present, when
 
@@ -22,25 +22,21 @@ WEIGHT_LIKE_INPUT: tuple[Condition, ...] = tuple(
     when(equals("dtype", d), one_of("weight.dtype", None, d, code=Code.DTYPE_UNSUPPORTED)) for d in FLOATS)
 
 
-def _rms_norm() -> Callable[..., Any]:
-    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+def _rms_norm() -> Direct:
+    def with_offset(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
         if weight is None or offset == 0.0:
             return torch.rms_norm(x, x.shape[-1:], weight, eps)
         wide = torch.promote_types(x.dtype, torch.float32)     # a weight near 0 plus 1 would be rounded in a half type
         return torch.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide) + offset, eps).to(x.dtype)
 
-    return run
+    return direct(torch.rms_norm, "x", LastSize("x"), "weight", "eps", otherwise=with_offset)
 
 
-def _fused_rms_norm() -> Callable[..., Any]:
+def _fused_rms_norm() -> Direct:
     fused: Callable[..., Any] | None = getattr(torch, "_fused_rms_norm", None)
     if fused is None:
         raise ImportError(f"torch._fused_rms_norm (torch {torch.__version__})")
-
-    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-        return fused(x, x.shape[-1:], weight, eps)[0]  # type: ignore[no-any-return]
-
-    return run
+    return direct(fused, "x", LastSize("x"), "weight", "eps", item=0)
 
 
 def _add_rms_norm() -> Callable[..., Any]:
@@ -51,11 +47,8 @@ def _add_rms_norm() -> Callable[..., Any]:
     return run
 
 
-def _layer_norm() -> Callable[..., Any]:
-    def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-    return run
+def _layer_norm() -> Direct:
+    return direct(torch.layer_norm, "x", LastSize("x"), "weight", "bias", "eps")
 
 
 def _group_norm() -> Direct:

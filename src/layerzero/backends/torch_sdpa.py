@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops.attention import OP as attention
 from ..ops.formulas import FLOATS, position_terms
-from ..spec.kernel import Const, Direct, Kernel, direct
+from ..spec.kernel import SDPA, SDPA_BACKENDS, ByFact, Const, Direct, Kernel, direct
 from ..spec.reason import Code
 from ..spec.rules import (
     Condition,
@@ -43,6 +43,7 @@ from ..spec.rules import (
 
 HALF = ("float16", "bfloat16")
 NONE = Const(None)
+FLASH, EFFICIENT, MATH, CUDNN = SDPA_BACKENDS  # which of torch's implementations a kernel is
 
 # What a kernel that has never heard of a parameter must ask for.
 NO_SOFTCAP = equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
@@ -82,9 +83,13 @@ def _entry(name: str) -> Callable[..., Any]:
     return found
 
 
+# torch looks for the groups where they are allowed: 1.4 us on a Neoverse-N1.
+GROUPS = ByFact("group", 1, False, True)
+
+
 def _sdpa() -> Direct:
     return direct(torch.nn.functional.scaled_dot_product_attention, "query", "key", "value", "attn_mask", "dropout_p",
-                  "is_causal", scale="scale", enable_gqa=Const(True))
+                  "is_causal", scale="scale", enable_gqa=GROUPS)
 
 
 def _sdpa_bias() -> Callable[..., Any]:
@@ -103,7 +108,7 @@ def _sdpa_bias() -> Callable[..., Any]:
 
 def _math() -> Direct:
     return direct(_entry("_scaled_dot_product_attention_math"), "query", "key", "value", "attn_mask", "dropout_p",
-                  "is_causal", scale="scale", enable_gqa=Const(True), item=0)
+                  "is_causal", scale="scale", enable_gqa=GROUPS, item=0)
 
 
 # CPU
@@ -303,63 +308,81 @@ BHSD = ("bhsd",)
 KV_ONCE = "reads keys and values once for all query heads that share them"
 
 KERNELS = (
-    Kernel("torch.sdpa", attention, _sdpa, prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
+    Kernel("torch.sdpa", attention, _sdpa, sdpa_backend=SDPA,
+           prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
         HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CUDA, NO_BOOL_FOR_CUDNN),
         note="torch's default choice, against which everything is compared; with cuDNN a bool mask that hides a whole "
              "row gives the mean of all values"),
-    Kernel("torch.sdpa_bias", attention, _sdpa_bias, prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True,
+    Kernel("torch.sdpa_bias", attention, _sdpa_bias, sdpa_backend=SDPA,
+           prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True,
            workspace="2 * itemsize * elements", requires=(
                HAS_HEADS, NO_SOFTCAP, NO_LSE, SLOPES_WITHOUT_GRAD, *SDPA_ON_CUDA, FOLDS_ANY)),
-    Kernel("torch.sdpa_math", attention, _math, prior=1.2, overhead_us=15.0, variants=BHSD,
+    Kernel("torch.sdpa_math", attention, _math, sdpa_backend=MATH,
+           prior=1.2, overhead_us=15.0, variants=BHSD,
            workspace="3 * max(itemsize, 4) * elements", requires=(
                HAS_HEADS, FLOAT_MASK, *NO_EXTRAS, NO_LSE, TOP_LEFT),
            note="adds a bool mask as 0 and 1; divides by zero with no KV head"),
-    Kernel("torch.sdpa_flash", attention, _flash, torch=">=2.9", prior=6.0, variants=BHSD, requires=(
+    Kernel("torch.sdpa_flash", attention, _flash, sdpa_backend=FLASH,
+           torch=">=2.9", prior=6.0, variants=BHSD, requires=(
         *CPU_FLASH, FLOAT_MASK, one_of("attn_mask.ndim", None, 2, 4, code=Code.MASK_BROADCAST_UNSUPPORTED),
         MASK_WITHOUT_GRAD, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT, CAUSAL_SCALE),
         note="takes fewer KV heads since torch 2.9; kills the process on an empty sequence; reads a last dimension "
              "with gaps as if it had none"),
-    Kernel("torch.sdpa_flash_lse", attention, _flash_lse, torch=">=2.9", prior=6.0, variants=BHSD, differentiable=False,
+    Kernel("torch.sdpa_flash_lse", attention, _flash_lse, sdpa_backend=FLASH,
+           torch=">=2.9", prior=6.0, variants=BHSD, differentiable=False,
            requires=(*CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, WITH_LSE, TOP_LEFT, CAUSAL_SCALE)),
-    Kernel("torch.sdpa_flash_decode", attention, _flash_decode, torch=">=2.9", prior=6.0, variants=BHSD,
+    Kernel("torch.sdpa_flash_decode", attention, _flash_decode, sdpa_backend=FLASH,
+           torch=">=2.9", prior=6.0, variants=BHSD,
            less_work="builds no mask", requires=(
         *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, on("is_causal"),
         equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED), BOTTOM_RIGHT)),
-    Kernel("torch.sdpa_flash_packed", attention, _flash_packed, prior=13.0, overhead_us=2.0, variants=BHSD,
+    Kernel("torch.sdpa_flash_packed", attention, _flash_packed, sdpa_backend=FLASH,
+           prior=13.0, overhead_us=2.0, variants=BHSD,
            less_work=KV_ONCE, requires=(
         *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, LSE_WITHOUT_GRAD, equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
         at_least("group", 2), BOTTOM_RIGHT)),
-    Kernel("torch.sdpa_flash_bias", attention, _flash_bias, torch=">=2.9", prior=4.0, overhead_us=15.0, variants=BHSD,
+    Kernel("torch.sdpa_flash_bias", attention, _flash_bias, sdpa_backend=FLASH,
+           torch=">=2.9", prior=4.0, overhead_us=15.0, variants=BHSD,
            workspace="2 * max(itemsize, 4) * seq_q * seq_k", requires=(
                *CPU_FLASH, NO_MASK, NO_ALIBI, LSE_WITHOUT_GRAD, FOLDS_SOMETHING)),
-    Kernel("torch.sdpa_flash_bias_heads", attention, _flash_bias, torch=">=2.9", prior=3.5, overhead_us=20.0,
+    Kernel("torch.sdpa_flash_bias_heads", attention, _flash_bias, sdpa_backend=FLASH,
+           torch=">=2.9", prior=3.5, overhead_us=20.0,
            variants=BHSD, workspace="2 * max(itemsize, 4) * elements", requires=(
                *CPU_FLASH, *FOLDS_WITHOUT_GRAD, FOLDS_PER_HEAD)),
-    Kernel("torch.sdpa_flash_cuda", attention, _flash_cuda, prior=12.0, variants=BHSD, requires=(
+    Kernel("torch.sdpa_flash_cuda", attention, _flash_cuda, sdpa_backend=FLASH,
+           prior=12.0, variants=BHSD, requires=(
         *CUDA_FLASH, *NO_WINDOW, NO_LSE, BOTTOM_RIGHT),
         note="aligns causality bottom-right, which is why torch refuses it unequal lengths"),
-    Kernel("torch.sdpa_flash_cuda_lse", attention, _flash_cuda_lse, prior=12.0, variants=BHSD, differentiable=False,
+    Kernel("torch.sdpa_flash_cuda_lse", attention, _flash_cuda_lse, sdpa_backend=FLASH,
+           prior=12.0, variants=BHSD, differentiable=False,
            requires=(*CUDA_FLASH, *NO_WINDOW, NO_DROPOUT, WITH_LSE, BOTTOM_RIGHT,
                      # a row that sees no key comes back as +inf
                      any_of(off("is_causal"), at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
-    Kernel("torch.sdpa_flash_window", attention, _flash_window, prior=12.0, overhead_us=2.0, variants=("bshd",),
+    Kernel("torch.sdpa_flash_window", attention, _flash_window, sdpa_backend=FLASH,
+           prior=12.0, overhead_us=2.0, variants=("bshd",),
            less_work="builds no mask and reads only the window",
            requires=(*CUDA_FLASH, NO_LSE, WINDOWED,
                      any_of(equals("causal_offset", 0),
                             one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
-    Kernel("torch.sdpa_efficient", attention, _efficient, prior=8.0, variants=BHSD, deterministic_backward=False,
+    Kernel("torch.sdpa_efficient", attention, _efficient, sdpa_backend=EFFICIENT,
+           prior=8.0, variants=BHSD, deterministic_backward=False,
            requires=(*CUDA_EFFICIENT, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT)),
-    Kernel("torch.sdpa_efficient_lse", attention, _efficient_lse, prior=8.0, overhead_us=1.0, variants=BHSD,
+    Kernel("torch.sdpa_efficient_lse", attention, _efficient_lse, sdpa_backend=EFFICIENT,
+           prior=8.0, overhead_us=1.0, variants=BHSD,
            differentiable=False, requires=(
                *CUDA_EFFICIENT, NO_DROPOUT, NO_MASK, NO_ALIBI, *NO_WINDOW, WITH_LSE, TOP_LEFT)),
-    Kernel("torch.sdpa_efficient_bias", attention, _efficient_bias, prior=5.0, overhead_us=20.0, variants=BHSD,
+    Kernel("torch.sdpa_efficient_bias", attention, _efficient_bias, sdpa_backend=EFFICIENT,
+           prior=5.0, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic_backward=False, requires=(
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
-    Kernel("torch.sdpa_cudnn", attention, _cudnn, prior=20.0, overhead_us=2.0, variants=BHSD, deterministic=False,
+    Kernel("torch.sdpa_cudnn", attention, _cudnn, sdpa_backend=CUDNN,
+           prior=20.0, overhead_us=2.0, variants=BHSD, deterministic=False,
            deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, prior=11.0, overhead_us=3.0, variants=BHSD,
+    Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, sdpa_backend=CUDNN,
+           prior=11.0, overhead_us=3.0, variants=BHSD,
            deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE), note=CUDNN_PLANS),
-    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, prior=4.5, overhead_us=20.0, variants=BHSD,
+    Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, sdpa_backend=CUDNN,
+           prior=4.5, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False, requires=(
                *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), note=CUDNN_PLANS),
 )

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.formulas import position_terms
 from ..ops.varlen_attention import OP as varlen_attention
-from ..spec.kernel import Kernel
+from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ..spec.rules import (
     Condition,
@@ -116,13 +116,16 @@ def per_sequence(
 ONE_LAUNCH = "one launch for all sequences, and no length is read on the host"
 
 KERNELS = (
-    Kernel("torch.varlen", varlen_attention, _varlen, torch=">=2.11", prior=12.0, overhead_us=20.0,
+    Kernel("torch.varlen", varlen_attention, _varlen, sdpa_backend="FLASH_ATTENTION",
+           torch=">=2.11", prior=12.0, overhead_us=20.0,
            less_work=ONE_LAUNCH, requires=(
         *FLASH, equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
         note="before torch 2.11 it had neither scale nor window"),
-    Kernel("torch.varlen_flash", varlen_attention, _varlen_flash, prior=12.0, overhead_us=2.0,
+    Kernel("torch.varlen_flash", varlen_attention, _varlen_flash, sdpa_backend="FLASH_ATTENTION",
+           prior=12.0, overhead_us=2.0,
            less_work=ONE_LAUNCH, requires=FLASH),
-    Kernel("torch.per_sequence", varlen_attention, _per_sequence, prior=3.0, overhead_us=50.0, baseline=True,
+    Kernel("torch.per_sequence", varlen_attention, _per_sequence, sdpa_backend=SDPA,
+           prior=3.0, overhead_us=50.0, baseline=True,
            graph_safe=False, traceable=False, note="reads the lengths on the host",
            requires=(at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP,
                      *(when(device("cuda"), when(multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))),

@@ -31,4 +31,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int,
               file: TextIO | None = None, line: str | None = None) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    first, _, _ = str(message).strip().partition("\n")     # torch adds a stack of C++ to some
+    print(f"warning: {first}", file=sys.stderr)

@@ -138,8 +138,9 @@ def config(as_json: Json = False) -> None:
 
 @app.command()
 def build(force: Annotated[bool, typer.Option("--force", help="compile even if it is built already")] = False) -> None:
-    """Compile the native call path for this Python and this torch."""
-    path = native.build(force=force, say=show.text)
+    """Compile the native call path for this Python and this torch, and our own CPU kernels for this processor."""
+    with show.working("compiling (once)") as say:
+        path = native.build(force=force, say=say)
     state = native.status()
     show.text(f"{path}\nnative fast path: {state.text}" + (f"\nhint: {state.hint}" if state.hint else ""))
     raise typer.Exit(0 if state.ok or not state.wanted else 1)
@@ -147,7 +148,8 @@ def build(force: Annotated[bool, typer.Option("--force", help="compile even if i
 
 @app.command()
 def demo(as_json: Json = False, device: DeviceKind = None,
-         seconds: Annotated[float, typer.Option(help="time to spend on each measurement")] = 0.8) -> None:
+         seconds: Annotated[float, typer.Option(help="the time for all of it; what does not fit is left out")] = 45.0,
+         ) -> None:
     """A decoder block through lz and through plain torch: who serves, why, is it equal, what is gained."""
     kind = _kind(device)
     if kind not in SIZES:

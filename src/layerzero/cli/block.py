@@ -16,18 +16,6 @@ EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class Sizes:
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-
-
-SIZES = {"cpu": Sizes(1024, 16, 4, 64, 2816), "cuda": Sizes(4096, 32, 8, 128, 14336)}    # the latter: Llama 3 8B
-
-
-@dataclass(frozen=True)
 class Step:
     """`tokens` new ones after `past` that are in the KV cache."""
 
@@ -36,7 +24,33 @@ class Step:
     past: int
 
 
-STEPS = (Step("prefill 512", 512, 0), Step("decode at 512", 1, 511), Step("decode at 4096", 1, 4095))
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    prompt: int = 512
+    context: int = 4096
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return (Step(f"prefill {self.prompt}", self.prompt, 0), Step(f"decode at {self.prompt}", 1, self.prompt - 1),
+                Step(f"decode at {self.context}", 1, self.context - 1))
+
+    @property
+    def parameters(self) -> int:
+        """Of the matrices: so many multiplications a token takes beside attention."""
+        return self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.ffn)
+
+
+# The largest that fits the machine is taken. That of cuda is Llama 3 8B.
+SIZES = {
+    "cpu": (Sizes(1024, 16, 4, 64, 2816), Sizes(512, 8, 2, 64, 1408, prompt=256, context=2048),
+            Sizes(256, 4, 1, 64, 704, prompt=64, context=1024), Sizes(128, 4, 1, 32, 352, prompt=16, context=256)),
+    "cuda": (Sizes(4096, 32, 8, 128, 14336), Sizes(1024, 16, 4, 64, 2816)),
+}
 
 
 class Operations(NamedTuple):
@@ -107,7 +121,8 @@ STYLE_NOTES = {
 class Block:
     """Weights, a KV cache and a rotary table; `__call__` runs one step in one of the styles."""
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str, context: int, seed: int = 0) -> None:
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str, seed: int = 0) -> None:
+        context = sizes.context
         self.sizes, self.dtype, self.device = sizes, dtype, device
         gen = torch.Generator("cpu").manual_seed(seed)
 
@@ -124,7 +139,7 @@ class Block:
             "o": weight(sizes.hidden, wide), "gate": weight(sizes.ffn, sizes.hidden),
             "up": weight(sizes.ffn, sizes.hidden), "down": weight(sizes.hidden, sizes.ffn)}
         self.cache = [rand(1, sizes.kv_heads, context, sizes.head_dim) for _ in range(2)]
-        self.x = rand(1, max(step.tokens for step in STEPS), sizes.hidden)
+        self.x = rand(1, sizes.prompt, sizes.hidden)
         angles = torch.outer(torch.arange(context), 1e4 ** (-torch.arange(0, sizes.head_dim, 2) / sizes.head_dim))
         self.cos, self.sin = (f(torch.cat((angles, angles), -1)).to(device, dtype) for f in (torch.cos, torch.sin))
 

@@ -1,28 +1,34 @@
-"""`lz demo`: one decoder block, three steps, two dtypes. Who serves each call and why, is it equal, what is gained."""
+"""`lz demo`: one decoder block, three steps, two dtypes. Who serves each call and why, is it equal, what is gained.
+
+Sizes are those that fit the machine; what does not fit into the time is left out, and said.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..runtime import inspection
 from ..spec.plan import Plan
 from ..tune.harness import Timings, in_turns
 from . import show
-from .block import EPS, SIZES, STEPS, STYLE_NOTES, STYLES, Block, Operations, Recorder, Sizes, Step
+from .block import EPS, SIZES, STYLE_NOTES, STYLES, Block, Operations, Recorder, Sizes, Step
+from .fit import Fit, LeftOut, fit, probe
 
 DTYPES = ("float32", "bfloat16")
 TIMES_TORCH = 2.0                              # how much larger than torch's our error may be
 OPS = Operations._fields
+MOST_SECONDS = 0.8                             # for one measurement; twice that for the block
+OF_SHARE = 0.1                                 # for one measurement, of the time there is for its row
 
 
 @dataclass(frozen=True)
@@ -64,20 +70,30 @@ class Row:
 def run(device: str, seconds: float, as_json: bool) -> int:
     """Print the demonstration; 1 if a result was not equal."""
     began = time.perf_counter()
-    sizes = SIZES[device]
+    end = began + seconds
     diagnosis = inspection.doctor()
     if device == "cpu":                        # threads wait for each other where other work takes a core
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    if not as_json:
-        _introduce(diagnosis, sizes, device)
-    with torch.no_grad(), _progress(len(DTYPES) * len(STEPS) * (len(OPS) + 1)) as advance:
-        rows = [row for dtype in DTYPES for row in _rows(dtype, sizes, device, seconds, advance)]
+    with torch.no_grad():
+        paces = {dtype: probe(device, getattr(torch, dtype)) for dtype in DTYPES}
+        chosen = fit(SIZES[device], paces, end - time.perf_counter())
+        if not as_json:
+            _introduce(diagnosis, chosen.sizes, device)
+        with _progress(len(chosen.rows) * (len(OPS) + 1)) as advance:
+            rows, stopped = _rows(chosen, device, end, advance)
+    left_out = (*chosen.left_out, *stopped)
     equal = all(row.equal for row in rows)
     if as_json:
-        show.as_json({"ok": equal, "machine": diagnosis.to_json(), "device": device, "sizes": dict(sizes.__dict__),
-                      "styles": STYLE_NOTES, "rows": [row.to_json() for row in rows]})
+        show.as_json({"ok": equal, "machine": diagnosis.to_json(), "device": device,
+                      "sizes": dict(chosen.sizes.__dict__), "styles": STYLE_NOTES,
+                      "rows": [row.to_json() for row in rows], "left_out": [dict(left.__dict__) for left in left_out]})
     else:
-        _report(rows)
+        if rows:
+            _report(rows)
+        if left_out:
+            show.heading(f"What could not be shown within {seconds:.0f} s (lz demo --seconds gives it more time)")
+            for left in left_out:
+                show.text(str(left))
         show.text(f"\n{time.perf_counter() - began:.0f} s in all. The same question for any call: "
                   "lz explain attention q=1x16x1x64 k=1x4x4096x64 v=1x4x4096x64")
     return 0 if equal else 1
@@ -85,16 +101,41 @@ def run(device: str, seconds: float, as_json: bool) -> int:
 
 # measuring
 
-def _rows(dtype: str, sizes: Sizes, device: str, seconds: float, advance: Callable[[str], None]) -> list[Row]:
-    block = Block(sizes, getattr(torch, dtype), device, max(s.past + s.tokens for s in STEPS))
-    exact = block.to(torch.float64)
-    return [_row(block, exact, dtype, step, seconds, advance) for step in STEPS]
+def _rows(chosen: Fit, device: str, end: float, advance: Callable[[str], None]) -> tuple[list[Row], list[LeftOut]]:
+    """Each row has an equal share of what is left until `end`; one that does not come to its end in it is left out."""
+    rows: list[Row] = []
+    left_out: list[LeftOut] = []
+    block, exact = None, None
+    for i, (dtype, step) in enumerate(chosen.rows):
+        if block is None or exact is None or block.dtype is not getattr(torch, dtype):
+            block = Block(chosen.sizes, getattr(torch, dtype), device)
+            exact = block.to(torch.float64)
+        share = (end - time.perf_counter()) / (len(chosen.rows) - i)
+        try:
+            rows.append(_row(block, exact, dtype, step, time.perf_counter() + share, advance))
+        except _OutOfTime:
+            left_out.append(LeftOut(dtype, step.name, f"its {max(share, 0.0):.1f} s were over before it was measured"))
+    return rows, left_out
 
 
-def _row(block: Block, exact: Block, dtype: str, step: Step, seconds: float, advance: Callable[[str], None]) -> Row:
+class _OutOfTime(Exception):
+    pass
+
+
+def _row(block: Block, exact: Block, dtype: str, step: Step, deadline: float, advance: Callable[[str], None]) -> Row:
+    seconds = min(MOST_SECONDS, OF_SHARE * (deadline - time.perf_counter()))
+
+    def timed(ways: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
+        found = in_turns(ways, seconds, block.device, deadline)
+        if found.rounds.keys() != ways.keys():
+            raise _OutOfTime
+        return found
+
     recorder = Recorder(STYLES["lz"])
     before = inspection.stats().calls
     for _ in range(3):                         # the first call chooses, the others are counted
+        if time.perf_counter() >= deadline:
+            raise _OutOfTime
         ours = block(step, recorder.operations)
     after = inspection.stats().calls
     ops = {}
@@ -103,10 +144,10 @@ def _row(block: Block, exact: Block, dtype: str, step: Step, seconds: float, adv
         ran = {k: n - before.get(name, {}).get(k, 0) for k, n in after[name].items()}
         ways = {style: _bound(do, name, args) for style, do in STYLES.items()}
         ops[name] = Served(_explained(name, args), tuple(k for k, n in ran.items() if n),
-                           in_turns(ways, seconds, block.device))
+                           timed(ways, seconds))
     advance(f"{dtype}, {step.name}: block")
     whole = {style: _stepping(block, step, do) for style, do in STYLES.items()}
-    timings = in_turns(whole, 2 * seconds, block.device)
+    timings = timed(whole, 2 * seconds)
     truth, theirs = exact(step, STYLES["torch"]), block(step, STYLES["torch"])
     return Row(dtype, step, ops, timings, _distance(theirs, truth), _distance(ours, truth))
 
@@ -136,8 +177,8 @@ def _progress(total: int) -> AbstractContextManager[Callable[[str], None]]:
     err = Console(file=sys.stderr)
     if not err.is_terminal:
         return nullcontext(lambda what: None)
-    return _Bar(Progress(TextColumn("{task.description:<40}"), BarColumn(), TimeElapsedColumn(), console=err,
-                         transient=True), total)
+    return _Bar(Progress(TextColumn("{task.description:<40}"), BarColumn(), TimeElapsedColumn(),
+                         TimeRemainingColumn(), console=err, transient=True), total)
 
 
 class _Bar(AbstractContextManager[Callable[[str], None]]):
@@ -167,11 +208,14 @@ def _introduce(diagnosis: inspection.Diagnosis, sizes: Sizes, device: str) -> No
 
 
 def _report(rows: Sequence[Row]) -> None:
-    show.heading(f"The place of each kernel in the plan for {', '.join(step.name for step in STEPS)}")
-    show.text("1 serves the call, the next one steps in if it fails, - cannot serve.")
+    dtypes = tuple(dict.fromkeys(row.dtype for row in rows))
+    steps = {dtype: ", ".join(row.step.name for row in rows if row.dtype == dtype) for dtype in dtypes}
+    show.heading("The place of each kernel in the plans")
+    show.text(f"For {'; '.join(f'{dtype}: {names}' for dtype, names in steps.items())}. "
+              "1 serves the call, the next one steps in if it fails, - cannot serve.")
     for op in OPS:
         show.heading(f"lz.{op}: who serves it, and why not the others")
-        show.table(("kernel", *DTYPES, "why"), _verdicts([(row.dtype, row.ops[op].plan) for row in rows]))
+        show.table(("kernel", *dtypes, "why"), _verdicts(dtypes, [(row.dtype, row.ops[op].plan) for row in rows]))
     show.heading("Is it equal? Error against the same block in float64")
     show.table(("dtype", "step", "torch", "lz", "verdict"),
                [(row.dtype, row.step.name, f"{row.torch_error:.1e}", f"{row.lz_error:.1e}",
@@ -202,9 +246,9 @@ def _gains(row: Row) -> list[tuple[str, ...]]:
 class _Standing:
     """How one kernel stands in all plans of an op."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Sequence[str]) -> None:
         self.rank = 99
-        self.places: dict[str, list[str]] = {dtype: [] for dtype in DTYPES}
+        self.places: dict[str, list[str]] = {dtype: [] for dtype in dtypes}
         self.times: list[float] = []           # expected, as a multiple of the chosen one's
         self.sources: set[str] = set()
         self.reasons: list[str] = []
@@ -216,9 +260,9 @@ class _Standing:
         return "; ".join(expected + list(dict.fromkeys(self.reasons)))
 
 
-def _verdicts(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, ...]]:
+def _verdicts(dtypes: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, ...]]:
     """One line per kernel: its place in each plan, and what speaks against it."""
-    found: dict[str, _Standing] = defaultdict(_Standing)
+    found: dict[str, _Standing] = defaultdict(lambda: _Standing(dtypes))
     for dtype, plan in plans:
         for place, step in enumerate(plan.steps, 1):
             standing = found[step.kernel]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..spec.device import Device
@@ -32,6 +34,19 @@ def heading(text: str) -> None:
 
 def text(line: str = "") -> None:
     print(line)
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Around work that reports in lines; on a terminal with a clock below them that shows it goes on."""
+    out = console()
+    if not out.is_terminal:
+        yield lambda line: print(line, flush=True)
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=out,
+                  transient=True) as bar:
+        bar.add_task(what, total=None)
+        yield lambda line: bar.console.print(line, markup=False)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:

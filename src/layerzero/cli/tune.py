@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..runtime import hardware
 from ..runtime.inspection import dispatcher_of
 from ..spec.call import Call
 from ..spec.errors import ConfigError
@@ -47,7 +48,8 @@ def tune(
     compiling: Annotated[bool, typer.Option(
         "--compile/--no-compile", help="also kernels that have to be compiled first")] = True,
     rounds: Annotated[int, typer.Option(help="the most samples of one kernel in one kind of call")] = tuner.ROUNDS,
-    dtype: Annotated[str, typer.Option(help="of the shapes, the cases or the model")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="of the shapes, the cases or the model; auto: bfloat16 "
+                                       "where the device computes in it, else float32")] = "bfloat16",
     device: DeviceKind = None,
     batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096,
     as_json: Json = False,
@@ -60,6 +62,8 @@ def tune(
     if len(asked) > 1:
         raise ConfigError(f"lz tune takes one of OP, --calls and --model, got {' and '.join(asked)}")
     check_calls_file(calls)
+    if dtype == "auto":
+        dtype = "bfloat16" if hardware.probe(device or hardware.main_kind()).supports_bf16 else "float32"
     if op is not None and words:
         found = _written(op, words, dtype)
     else:

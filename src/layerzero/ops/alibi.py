@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import CausalAlignmentWarning
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes
 from .formulas import FLOATS, position_terms
@@ -72,6 +72,7 @@ OP = Op(
     tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"slopes": "heads"}, returns=("heads seq_q seq_k",),
+    ranges={"seq_q": INT32, "seq_k": INT32},
     requires=(dtypes(*FLOATS), at_least("seq_q", 0, Code.VALUE_OUT_OF_RANGE),
               at_least("seq_k", 0, Code.VALUE_OUT_OF_RANGE)),
     flops="2 * heads * seq_q * seq_k", bytes="itemsize * heads * seq_q * seq_k", differentiable=("slopes",),

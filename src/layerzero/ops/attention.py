@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import AmbiguousLayoutWarning, CausalAlignmentWarning, InvalidCall, warn_caller
-from ..spec.op import Op, Redirect, Tolerance
+from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, at_most, dtypes, equals, off, on, one_of
 from .formulas import FLOATS, attend
@@ -267,6 +267,7 @@ OP = Op(
              "group_rest": "heads % kv_heads", "head_dim_gap": "head_dim - head_dim_v",
              "elements": "batch * heads * seq_q * seq_k"},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
+    ranges={"window_left": INT32, "window_right": INT32},
     requires=(
         dtypes(*FLOATS),
         equals("group_rest", 0, Code.HEADS_NOT_DIVISIBLE),
@@ -280,5 +281,5 @@ OP = Op(
     flops="2 * batch * heads * seq_q * seq_k * (head_dim + head_dim_v)",
     bytes="itemsize * batch * (head_dim + head_dim_v) * (heads * seq_q + kv_heads * seq_k)",
     differentiable=("query", "key", "value"), autocast="lower", canonical=canonical, extra_check=extra_check,
-    outputs="Tensor[]",
+    outputs="Tensor[]", nested=True, sdpa_switches=True,
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, one_of, present, when
 from .formulas import FLOATS
@@ -113,6 +113,7 @@ OP = Op(
     name="dequantize", family="quantization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6)}),
     shapes={"q": "*rows packed", "scales": "*scale_rows groups"}, exact=("packed", "block_size", "block_rows"),
+    ranges={"block_size": INT32, "block_rows": INT32, "size": INT32},
     requires=(
         *(when(one_of("format", f), dtypes(_stored(f), of="q.dtype")) for f in FORMATS),
         one_of("scales.dtype", *FLOATS, "float8_e8m0fnu", "float8_e4m3fn", code=Code.SCALE_LAYOUT_MISMATCH),

@@ -75,7 +75,7 @@ OP = Op(
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"ids": "*tokens", "weight": "vocab width"}, returns=("*tokens width",), main="weight",
-    exact=("vocab", "width", "padding_idx"),
+    exact=("vocab", "width", "padding_idx", "scale"),
     # The padding_idx is compared with the table by extra_check; here so that the key holds it.
     requires=(dtypes(*FLOATS), dtypes("int32", "int64", of="ids.dtype"), at_least("padding_idx", -(1 << 62))),
     flops="tokens * width", bytes="2 * itemsize * tokens * width", differentiable=("weight",), extra_check=extra_check,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Op, Redirect, Tolerance
+from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas import FLOATS
@@ -88,6 +88,7 @@ OP = Op(
     shapes={"x": "batch channels height width", "weight": "channels", "bias": "channels"},
     returns=("batch channels height width",), exact=("channels", "groups"),
     derived={"hidden": "channels * height * width // groups"},
+    ranges={"groups": INT32},
     requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
               one_of("bias.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
               at_least("groups", 1, Code.VALUE_OUT_OF_RANGE), at_least("channels", 1, Code.EMPTY_INPUT),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.op import Op, Redirect, Tolerance
+from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Condition, dtypes, equals, one_of, when
 from .formulas import FLOATS, position_terms
@@ -131,6 +131,7 @@ OP = Op(
     returns=("tokens heads head_dim_ckv", "tokens heads"), same_dtype=("q_nope", "q_pe"),
     derived={**DERIVED, "head_dim": "head_dim_ckv + head_dim_kpe"},
     exact=("heads", "head_dim_ckv", "head_dim_kpe", "page_size"),
+    ranges={"max_seqlen_q": INT32},
     requires=(dtypes(*FLOATS), *METADATA_RULES, *SAME_DTYPE),
     flops="2 * tokens * heads * seq_k * (2 * head_dim_ckv + head_dim_kpe)",
     bytes="itemsize * (tokens * heads * (2 * head_dim_ckv + head_dim_kpe) + batch * seq_k * head_dim)",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas import FLOATS
@@ -127,6 +127,7 @@ OP = Op(
             "topk_ids": "*rows slots", "topk_weights": "*rows slots", "logits": "*rows routed"},
     returns=("*rows hidden",), same_dtype=("x", "w_gate_up", "w_down"),
     exact=("hidden", "wide", "inner", "experts", "slots", "routed", "top_k"),
+    ranges={"top_k": INT32, "expert_offset": INT32, "capacity": INT32},
     requires=(
         dtypes(*FLOATS), at_least("experts", 1, Code.EMPTY_INPUT), at_least("inner", 1, Code.EMPTY_INPUT),
         one_of("topk_ids.dtype", None, "int32", "int64", code=Code.DTYPE_UNSUPPORTED),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas import FLOATS, random_rows
@@ -93,6 +93,7 @@ OP = Op(
     tolerance=Tolerance({"float32": (1e-5, 1e-6)}),
     shapes={"logits": "*rows experts", "e_score_correction_bias": "experts"},
     exact=("experts", "top_k", "n_group", "topk_group"),
+    ranges={"top_k": INT32, "n_group": INT32, "topk_group": INT32},
     requires=(
         dtypes(*FLOATS), at_least("top_k", 1, Code.VALUE_OUT_OF_RANGE),
         at_least("n_group", 1, Code.VALUE_OUT_OF_RANGE), at_least("topk_group", 1, Code.VALUE_OUT_OF_RANGE),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Adaptation, Op, Redirect, Tolerance
+from ..spec.op import INT32, Adaptation, Op, Redirect, Tolerance
 from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Condition, any_of, at_least, dtypes, equals, one_of, present, when
@@ -216,6 +216,7 @@ OP = Op(
     returns={"NHD": ("tokens heads head_dim_v", "tokens heads"), "HND": ("tokens heads head_dim_v", "tokens heads")},
     derived={**DERIVED, "group": "heads // kv_heads", "head_dim_gap": "head_dim - head_dim_v"},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v", "page_size"),
+    ranges={"window_left": INT32, "max_seqlen_q": INT32},
     requires=(
         dtypes(*FLOATS), at_least("kv_heads", 1, Code.EMPTY_INPUT), *METADATA_RULES,
         *_stored_as("key_cache", "key_scale"), *_stored_as("value_cache", "value_scale"),

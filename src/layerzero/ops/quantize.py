@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, at_least, dtypes, equals, on, one_of, when
 from .formulas import FLOATS, random_rows
@@ -147,6 +147,7 @@ OP = Op(
     # Codes and scales are equal to the reference's or wrong.
     tolerance=Tolerance({"float32": (0.0, 0.0)}),
     shapes={"x": "*rows width"}, exact=("block_size", "block_rows"),
+    ranges={"block_size": INT32, "block_rows": INT32},
     requires=(
         dtypes(*FLOATS), at_least("width", 1, Code.EMPTY_INPUT), at_least("block_size", 0, Code.VALUE_OUT_OF_RANGE),
         at_least("block_rows", 1, Code.VALUE_OUT_OF_RANGE),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, equals, one_of, present, when
 from .formulas import FLOATS, random_rows
@@ -114,6 +114,7 @@ OP = Op(
     returns=("*rows out_features",), same_dtype=("x", "bias"),
     derived={"shared_rows": "out_features - scale_rows"},
     exact=("in_features", "out_features", "packed", "scale_rows", "groups", "group_size"),
+    ranges={"group_size": INT32},
     requires=(
         dtypes(*FLOATS), at_least("group_size", 0, Code.VALUE_OUT_OF_RANGE),
         at_least("in_features", 1, Code.EMPTY_INPUT), at_least("out_features", 1, Code.EMPTY_INPUT),

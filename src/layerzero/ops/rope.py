@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import InvalidCall
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas import FLOATS
@@ -151,6 +151,7 @@ OP = Op(
     returns={"bhsd": ("*batch heads seq head_dim", "*batch kv_heads seq head_dim"),
              "bshd": ("*batch seq heads head_dim", "*batch seq kv_heads head_dim")},
     same_dtype=("q", "k"), exact=("head_dim", "half", "rotary_dim"),
+    ranges={"rotary_dim": INT32},
     requires=(
         dtypes(*FLOATS), one_of("q.ndim", 3, 4, code=Code.WRONG_NDIM), one_of("cos.ndim", 2, 3, code=Code.WRONG_NDIM),
         one_of("position_ids.ndim", None, 1, 2, code=Code.WRONG_NDIM),

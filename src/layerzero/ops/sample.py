@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import (
     Condition,
@@ -174,6 +174,7 @@ OP = Op(
     shapes={"logits": "batch vocab", "history": "batch seen", "token_counts": "batch vocab", "top_k_rows": "batch",
             **dict.fromkeys(FLOAT_ROWS, "batch"), "uniforms": "batch", "seed_rows": "batch"},
     returns=("batch", "batch"),
+    ranges={"top_k": INT32, "seed": SEED},
     requires=(
         dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),
         at_least("temperature", 0.0, Code.VALUE_OUT_OF_RANGE), at_least("top_k", 0, Code.VALUE_OUT_OF_RANGE),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.op import Op, Tolerance
+from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals, one_of
 from .formulas import FLOATS
@@ -109,6 +109,7 @@ OP = Op(
             "draft_probs": "batch drafted vocab", "uniforms": "batch positions", "seed_rows": "batch"},
     returns=("batch drafted", "batch", "batch"),
     derived={"target_positions_beyond_draft": "positions - drafted"},
+    ranges={"seed": SEED},
     requires=(
         dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),
         equals("target_positions_beyond_draft", 1, Code.DIM_MISMATCH),

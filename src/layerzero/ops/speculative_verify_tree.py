@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.op import Op, Tolerance
+from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals, one_of
 from .formulas import FLOATS
@@ -139,6 +139,7 @@ OP = Op(
             "draft_probs": "batch positions vocab", "uniforms": "batch positions", "seed_rows": "batch"},
     returns=("batch nodes", "batch nodes", "batch", "batch"),
     derived={"target_positions_beyond_nodes": "positions - nodes"},
+    ranges={"seed": SEED},
     requires=(
         dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),
         equals("target_positions_beyond_nodes", 1, Code.DIM_MISMATCH),

@@ -27,7 +27,7 @@ import torch
 
 from ..spec.errors import InvalidCall
 from ..spec.grid import bucket_top
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, present
 from .bpe_formulas import BytePairs, tiny_tokenizer
@@ -116,6 +116,7 @@ OP = Op(
     name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read,
     reads=(*FACTS, "texts", "characters", "padded", "truncated"), dtypes=("int64",),
+    ranges={"max_length": INT32, "pad_id": INT32, "pad_to_multiple_of": INT32},
     requires=(present("vocab_hash"), at_least("max_length", 1, Code.VALUE_OUT_OF_RANGE),
               at_least("pad_id", 0, Code.VALUE_OUT_OF_RANGE),
               at_least("pad_to_multiple_of", 1, Code.VALUE_OUT_OF_RANGE)),

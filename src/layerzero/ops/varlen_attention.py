@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
-from ..spec.op import Op, Tolerance
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, at_most, dtypes, equals
 from .formulas import FLOATS, attend
@@ -92,6 +92,7 @@ OP = Op(
              "head_dim_gap": "head_dim - head_dim_v",
              "seq_q": "max_seqlen_q", "seq_k": "max_seqlen_k"},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
+    ranges={"max_seqlen_q": INT32, "max_seqlen_k": INT32, "window_left": INT32, "window_right": INT32},
     requires=(
         dtypes(*FLOATS), equals("group_rest", 0, Code.HEADS_NOT_DIVISIBLE),
         at_least("boundaries", 1, Code.VALUE_OUT_OF_RANGE),
@@ -102,5 +103,5 @@ OP = Op(
     ),
     flops="2 * tokens_q * heads * max_seqlen_k * (head_dim + head_dim_v)",
     bytes="itemsize * (head_dim + head_dim_v) * (tokens_q * heads + tokens_k * kv_heads)",
-    differentiable=("query", "key", "value"), autocast="lower", extra_check=extra_check,
+    differentiable=("query", "key", "value"), autocast="lower", sdpa_switches=True, extra_check=extra_check,
 )

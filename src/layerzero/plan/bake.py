@@ -29,7 +29,7 @@ from ..runtime.inspection import dispatcher_of
 from ..runtime.tables import described
 from ..spec.errors import ConfigError
 from ..spec.event import PlanMissed
-from ..spec.kernel import Const, Direct, Kernel
+from ..spec.kernel import Const, Direct, Kernel, LastSize
 from ..spec.op import Op
 from ..spec.plan import Step
 from ..spec.reason import Code, Reason
@@ -116,8 +116,9 @@ def specialised(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
 
 def _with_defaults(call: Direct, given: list[str], fixed: Mapping[str, Any]) -> FunctionType | None:
     """Of a kernel that is a Python function of just these tensors: a copy with the rest as defaults, at no cost."""
-    fn = call.fn
-    if not isinstance(fn, FunctionType) or call.item is not None or call.first is not None:
+    fn, arguments = call.fn, (*call.args, *call.kwargs.values())
+    if not isinstance(fn, FunctionType) or call.item is not None or call.first is not None or any(
+            isinstance(argument, LastSize) for argument in arguments):
         return None
     if list(call.args[:len(given)]) != given or fn.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return None
@@ -154,6 +155,8 @@ def _written(op: Op, made: Binding, given: list[str], fixed: Mapping[str, Any]) 
     def argument(value: Any) -> str:
         if isinstance(value, Const):
             return constant(value.value)
+        if isinstance(value, LastSize):
+            return f"{value.param}.shape[-1:]"
         return str(value) if value in given else constant(fixed[value])
 
     if made.call is None:                      # the inputs are changed first: that is a Python function of its own
@@ -297,9 +300,10 @@ def _direct(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step, facts: Ma
     fixed = {n: v for n, v in values.items() if n not in given}
     call = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant else "", fixed).call
     arguments = () if call is None else (*call.args, *call.kwargs.values())
-    constants = [a.value if isinstance(a, Const) else fixed[a] for a in arguments
-                 if isinstance(a, Const) or a not in given]
-    if call is None or not hasattr(call.fn, "__name__") or not all(
+    sized = any(isinstance(a, LastSize) for a in arguments)    # a size is computed, which a node of the graph is not
+    constants = [] if sized else [a.value if isinstance(a, Const) else fixed[a] for a in arguments
+                                  if isinstance(a, Const) or a not in given]
+    if call is None or sized or not hasattr(call.fn, "__name__") or not all(
             v is None or type(v) in (bool, int, float, str, torch.dtype) for v in constants):
         return graph.call_function(specialised(op, kernel, step, facts, values), tuple(nodes[n] for n in given))
 

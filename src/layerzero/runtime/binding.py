@@ -9,7 +9,7 @@ from functools import lru_cache
 from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
 
-from ..spec.kernel import Const, Direct, Kernel, accepted_params
+from ..spec.kernel import Const, Direct, Kernel, LastSize, accepted_params
 from ..spec.op import Op
 from ..spec.plan import Transform
 
@@ -26,10 +26,14 @@ class Binding:
 
 def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms: Sequence[Transform],
          variant: str, fixed: Mapping[str, Any] = MappingProxyType({})) -> Binding:
-    """`fixed`: parameters that are at their defaults in every call this binding will serve."""
+    """`fixed`: parameters and sizes that have these values in every call this binding will serve."""
     accepted = accepted_params(kernel.id, op, loaded)
+    if isinstance(loaded, Direct) and loaded.otherwise is not None and not all(
+            name in loaded.params or _at_default(op, name, fixed) for name in accepted):
+        loaded = loaded.otherwise
+        accepted = accepted_params(kernel.id, op, loaded)
     if isinstance(loaded, Direct):
-        call = loaded
+        call = loaded.settled(fixed)
     else:
         by_position = [n for n in accepted if _positional(loaded, n)]
         call = Direct(loaded, tuple(by_position), {n: n for n in accepted if n not in by_position})
@@ -70,7 +74,8 @@ def lean(call: Direct, fixed: Mapping[str, Any]) -> Direct:
     order, defaults = own_defaults(call.fn)
 
     def idle(name: str, argument: Any) -> bool:
-        value = argument.value if isinstance(argument, Const) else fixed.get(argument, _UNKNOWN)
+        value = argument.value if isinstance(argument, Const) else (
+            _UNKNOWN if isinstance(argument, LastSize) else fixed.get(argument, _UNKNOWN))
         default = defaults.get(name, _UNKNOWN)
         return default is not _UNKNOWN and type(value) is type(default) and value == default
 
@@ -84,19 +89,22 @@ def lean(call: Direct, fixed: Mapping[str, Any]) -> Direct:
 _UNKNOWN: Any = object()
 
 
+def _at_default(op: Op, name: str, fixed: Mapping[str, Any]) -> bool:
+    value, param = fixed.get(name, _UNKNOWN), op.by_name[name]
+    return value is not _UNKNOWN and not param.required and type(value) is type(param.default) and bool(
+        value == param.default)
+
+
 @lru_cache(maxsize=None)
 def own_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
     """The parameters of a function in order, and the defaults of those that have one; of torch's, by its schema."""
-    import torch
-    if isinstance(fn, BuiltinFunctionType):
-        places = (torch, torch._C._nn, torch._C._VariableFunctions)
-        ours = any(getattr(place, fn.__name__, None) is fn for place in places)
-        packet = getattr(torch.ops.aten, fn.__name__, None) if ours else None
-        if packet is None or packet.overloads() != ["default"]:
-            return (), {}
-        arguments = packet.default._schema.arguments
+    found = operator(fn)
+    if found is not None and {*found._overloadpacket.overloads()} <= {"default", "out"}:
+        arguments = found._schema.arguments
         return (tuple(a.name for a in arguments if not a.kwarg_only),
                 {a.name: a.default_value for a in arguments if a.has_default_value()})
+    if isinstance(fn, BuiltinFunctionType):
+        return (), {}
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -105,12 +113,40 @@ def own_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, 
             {p.name: p.default for p in parameters if p.default is not p.empty})
 
 
+@lru_cache(maxsize=None)
+def operator(fn: Callable[..., Any]) -> Any:
+    """The ATen operator behind one of torch's built-in functions, or None; of several forms, the plain one."""
+    import torch
+    if not isinstance(fn, BuiltinFunctionType):
+        return None
+    places = (torch, torch._C._nn, torch._C._VariableFunctions)
+    ours = any(getattr(place, fn.__name__, None) is fn for place in places)
+    packet = getattr(torch.ops.aten, fn.__name__, None) if ours else None
+    return packet.default if packet is not None and "default" in packet.overloads() else None
+
+
+def operator_call(call: Direct) -> tuple[str, tuple[Any, ...]] | None:
+    """The same call as an ATen operator's name and all its arguments in order, defaults included; None: it is none."""
+    found = operator(call.fn)
+    if found is None:
+        return None
+    arguments = found._schema.arguments
+    by_position = [a.name for a in arguments if not a.kwarg_only]
+    given = {**dict(zip(by_position, call.args)), **call.kwargs}
+    given = {**{a.name: Const(a.default_value) for a in arguments if a.has_default_value()}, **given}
+    if len(call.args) > len(by_position) or given.keys() != {a.name for a in arguments}:
+        return None
+    return call.fn.__name__, tuple(given[a.name] for a in arguments)
+
+
 def _positional(fn: Callable[..., Any], name: str) -> bool:
     p = inspect.signature(fn).parameters[name]
     return p.kind is not p.KEYWORD_ONLY
 
 
 def _argument(value: Any, scope: dict[str, Any]) -> str:
+    if isinstance(value, LastSize):
+        return f"{value.param}.shape[-1:]"
     if not isinstance(value, Const):
         return str(value)
     name = f"CONST{len(scope)}"

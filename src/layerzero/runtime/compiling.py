@@ -26,6 +26,7 @@ from ..backends.cuda.compiler import outside_captures
 from ..select.engine import kind_to_compile
 from ..spec.event import CompileQueued, CompileSkipped, WarmedUp
 from ..spec.kernel import Kernel
+from ..spec.launch import LaunchRefused
 from ..spec.plan import Step
 from . import config, events, faults, health, jit, loading, sizes
 from . import world as worlds
@@ -87,7 +88,7 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
     except faults.FAULTS as e:
         fault = faults.classify(e)
         reason = faults.reason_of(e, fault)
-        if fault in ("kernel", "refused"):
+        if fault == "kernel" or isinstance(e, LaunchRefused):
             reason = compile_failed(kernel, e, facts)
         elif fault == "sticky":
             change_health(kernel.health, lambda old: health.disabled(reason))

@@ -70,9 +70,28 @@ def overriding(settings: Mapping[str, Any] | None = None, rules: tuple[PolicyRul
 def for_call(backend: str | None, policy: Any) -> Override | None:
     """The override of one call: the context's, and `backend=` and `policy=` above it."""
     outer = current.get()
-    context = outer.context if outer else None
     if backend is None and policy is None:
         return outer
+    said = policy
+    if type(policy) is dict:                   # by value: it may have changed, or be another that says the same
+        said = tuple([(name, type(value), value) for name, value in policy.items()])
+    try:
+        found = _of_calls.get((backend, said, outer))
+    except TypeError:                          # something in it has no hash
+        return _for_call(outer, backend, policy)
+    if found is None:
+        found = _for_call(outer, backend, policy)
+        if len(_of_calls) >= _MAX_INTERNED:
+            _of_calls.clear()
+        _of_calls[backend, said, outer] = found
+    return found
+
+
+_of_calls: dict[Any, Override] = {}            # what calls said, and in which context: what that came to
+
+
+def _for_call(outer: Override | None, backend: str | None, policy: Any) -> Override:
+    context = outer.context if outer else None
     settings: Mapping[str, Any] = {}
     rules: tuple[PolicyRule, ...] = ()
     if isinstance(policy, Layer):
@@ -86,7 +105,9 @@ def for_call(backend: str | None, policy: Any) -> Override | None:
             raise ConfigError(f"backend= must be a kernel id or backend name, got {backend!r}")
         pattern = backend if "." in backend or "*" in backend else f"{backend}.*"
         rules = (PolicyRule("lock", (pattern,), origin="backend="), *rules)
-    return intern(context, Layer("call", settings, rules))
+    found = intern(context, Layer("call", settings, rules))
+    assert found is not None
+    return found
 
 
 def after_fork() -> None:

@@ -22,7 +22,7 @@ from ..select.key import KeyProgram, fixed_by_key
 from ..select.predicates import compile_verdicts
 from ..spec.errors import InvalidCall, KernelFailed, LayerZeroError
 from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
-from ..spec.kernel import Kernel
+from ..spec.kernel import Direct, Kernel
 from ..spec.op import Adaptation, Op
 from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step, Transform
 from ..spec.reason import Code
@@ -43,6 +43,7 @@ from .incidents import (
     loaded,
     mark_unloadable,
     refusal,
+    switched_off,
 )
 from .world import World
 
@@ -76,7 +77,7 @@ class Dispatcher:
         self.now: tuple[World, OpCache] | None = None          # both at once: an entry belongs in its own world's cache
         self.ledger = Ledger()
         self._bindings: dict[Any, Binding] = {}
-        self.globals = hotpath.namespace(context.current.get, faults.FAULTS)
+        self.globals = hotpath.namespace(context.current.get, context.for_call, faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
         exec(hotpath.stub(op), self.globals)
         self.twin: FunctionType = self.globals["call"]
@@ -129,12 +130,13 @@ class Dispatcher:
 
     # miss
 
-    def miss(self, key: Any, values: tuple[Any, ...]) -> Any:
-        override = context.current.get()
+    def miss(self, key: Any, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
+        override = context.for_call(backend, policy)
+        learn(override)
         try:
             entry = self.obtain(key, values, override)
         except InvalidCall as e:
-            return self.mended(values, e, override)
+            return self.mended(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
@@ -151,21 +153,23 @@ class Dispatcher:
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
         """The native table does not know this call: serve it, and tell the table if it is an ordinary one."""
-        if kwargs.keys() & set(hotpath.EXTRAS):
-            return self.twin(*args, **kwargs)
-        values = self.bound(args, kwargs)
+        values, (backend, policy) = self.bound(args, kwargs), (kwargs.get(name) for name in hotpath.EXTRAS)
+        self._ready()
+        override = context.for_call(backend, policy)
+        learn(override)
         world, cache = self._here()
         key = self.key_of(*values)
         if key is None:
-            return self.slow(values, None, None)
-        override = context.current.get()
+            return self.slow(values, backend, policy)
+        key = (key[0], override, *key[2:])
         try:
             entry = cache.table.get(key) or self.obtain(key, values, override)
         except InvalidCall as e:
-            return self.mended(values, e, override)
+            return self.mended(values, e, override, backend, policy)
         entry.tick()
         if self.native is not None:            # refused if the world has changed meanwhile
-            self.native.put(entry, world.version(self.op.name), values, self.serves_captures(world, entry, override))
+            anywhere = self.serves_captures(world, entry, override)
+            self.native.put(entry, world.version(self.op.name), values, anywhere, override)
         return self.serve(entry, values)
 
     def serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
@@ -237,7 +241,9 @@ class Dispatcher:
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
         """Made once for all calls that want the same of it."""
         run, variant = loaded(kernel), facts[self.op.variant] if self.op.variant else ""
-        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant, tuple(fixed))
+        asked = run.facts if isinstance(run, Direct) else ()
+        fixed = {name: value for name, value in fixed.items() if name in self.op.by_name or name in asked}
+        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant, tuple(fixed.items()))
         found = self._bindings.get(key)
         if found is None:
             if len(self._bindings) > _MAX_BINDINGS:
@@ -328,7 +334,8 @@ class Dispatcher:
             raise mistake from fault
         world = worlds.current()
         failures: list[Failure] = []
-        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name, facts)
+        plain = facts["tensor_kind"] == "plain"        # what a subclass makes of a kernel is not the kernel's fault
+        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name, facts, plain)
         others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
         for kernel, step in sorted(others, key=lambda other: other[0].jit):    # what might compile comes last
             self.ledger.tried(kernel.id)
@@ -341,7 +348,7 @@ class Dispatcher:
             except faults.PASSED_ON:
                 raise
             except faults.FAULTS as next_fault:
-                blame(world, kernel, next_fault, failures, self.op.name, facts)
+                blame(world, kernel, next_fault, failures, self.op.name, facts, plain)
                 continue
             if kernel.health in worlds.current().health:
                 count_success(kernel)
@@ -349,6 +356,8 @@ class Dispatcher:
             self.count_faults(failures)
             events.emit(Fallback(self.op.name, failures[0].name, kernel.id, failures[0].reason))
             return out
+        if all(failure.reason.code is Code.SDPA_BACKEND_DISABLED for failure in failures):
+            raise switched_off(world, self.op, entry.plan, failures, context.current.get()) from fault
         if len(failures) == 1:                 # where several kernels fail on one call it is the call that is wrong
             self.count_faults(failures)
         lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
@@ -375,6 +384,7 @@ class Dispatcher:
         learn(override)
         named = dict(zip(self.names, values))
         tensors = reading.check_types(self.op, named)
+        reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
         first = next(iter(tensors.values()), None)
         lowered = self.lowered(named, first)
         if lowered is not None and first is not None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..spec.errors import InvalidCall
 from ..spec.expr import parse
-from ..spec.op import Op
+from ..spec.op import FINITE, INT64, Op
 from ..spec.reason import Code, Reason
-from .faults import capturing
+from .faults import capturing, sdpa_backends
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -34,7 +34,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = None) -> dict[str, Any]:
     """All facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming the argument."""
+    with torch._C.DisableTorchFunctionSubclass():      # a subclass may answer any question with any error
+        return _read(op, values, needed)
+
+
+def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> dict[str, Any]:
     tensors = check_types(op, values)
+    check_storage(op, tensors)
     facts: dict[str, Any] = {p.name: values[p.name] for p in op.params if p.kind in ("bool", "int", "float", "str")}
     if op.read is not None:
         facts.update(op.read(dict(values)))
@@ -65,6 +71,8 @@ def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = Non
     facts["grad"] = grad and any(t.requires_grad for t in tensors.values())
     facts["deterministic"] = torch.are_deterministic_algorithms_enabled()
     facts["graph"] = facts["device"] == "cuda" and capturing()
+    if op.sdpa_switches:
+        facts["sdpa_backends"] = sdpa_backends()
     return facts
 
 
@@ -86,7 +94,35 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
             raise InvalidCall.of(op.name, Reason(
                 Code.LAYOUT_UNKNOWN if p.name == op.variant else Code.VALUE_OUT_OF_RANGE,
                 tuple(c for c in p.choices if c), str(value), p.name))
+        elif p.kind in ("int", "float") and isinstance(value, (int, float)):     # a symbol has no value yet
+            low, high = op.limits[p.name]
+            unread = p.kind == "float" and isinstance(value, int) and not INT64[0] <= value <= INT64[1]
+            if unread or not low <= value <= high:
+                raise InvalidCall.of(op.name, Reason(
+                    Code.VALUE_OUT_OF_RANGE, in_range(low, high), shown(value), p.name))
     return tensors
+
+
+def in_range(low: float, high: float) -> str:
+    return "a finite float, or an int of 64 bits" if (low, high) == FINITE else f"between {low} and {high}"
+
+
+def shown(value: float) -> str:
+    """A number as text, if need be by its length: Python refuses to write out very long ones."""
+    if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
+        return f"an int of {value.bit_length()} bits"
+    return str(value)
+
+
+def check_storage(op: Op, tensors: Mapping[str, Tensor], may_be_nested: bool = False) -> None:
+    """Sizes and strides must be there to be read: sparse, nested and blocked layouts have none that a kernel knows."""
+    for name, t in tensors.items():
+        if type(t) in PLAIN_TYPES and t.layout is torch.strided and not t.is_nested:
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
+        if kind != "strided" and not (may_be_nested and kind == "nested"):
+            raise InvalidCall.of(op.name, Reason(Code.TENSOR_UNREADABLE, "a strided tensor", kind, name))
 
 
 def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],

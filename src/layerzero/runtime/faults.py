@@ -3,7 +3,8 @@
 caller   the arguments break the contract: raised at once, trips nothing
 memory   out of memory: the next kernel of the plan is tried, trips nothing
 kernel   the kernel's own fault: the next is tried, and it counts against the breaker
-refused  the kernel saw before its launch that the device cannot take it: the next is tried, trips nothing
+refused  the kernel saw before its launch that the device cannot take it, or torch that sdpa_kernel allows no
+         implementation which could: the next is tried, trips nothing
 capture  the kernel did what a CUDA graph cannot hold: the capture is lost, and it is not captured again
 lost     a capture that something else had spoilt before: nobody can serve in it, trips nothing
 timeout  the kernel gave up waiting: as kernel
@@ -18,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 
 from ..spec.errors import DeviceLost, InvalidCall
+from ..spec.kernel import SDPA_BACKENDS
 from ..spec.launch import LaunchRefused
 from ..spec.reason import Code, Reason
 
@@ -36,8 +38,13 @@ OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, Memory
 _STICKY = ("illegal memory access", "device-side assert triggered", "unspecified launch failure", "misaligned address",
            "illegal instruction", "an illegal address", "uncorrectable ecc", "the launch timed out and was terminated",
            "hardware stack error", "device lost")
-_MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
+# Torch's CPU allocator says "can't allocate memory" where it asks posix_memalign and "not enough memory" where it asks
+# mimalloc (its wheels for ARM) or Windows; C++'s own error comes through torch as its name; the rest is what XNNPACK,
+# QNNPACK, shared memory and mmap say.
+_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "failed to allocate", "could not allocate",
+           "unable to allocate", "cannot allocate memory", "bad_alloc")
 _CAPTURE = ("stream is capturing", "during cuda graph capture", "legacy stream depend", "cuda graph capture unless")
+_SWITCHED_OFF = ("no available kernel", "no viable backend for scaled_dot_product_attention")
 _CAPTURE_LOST = ("previous error during capture", "capture was invalidated", "capture invalidated")
 
 
@@ -45,7 +52,7 @@ def classify(error: BaseException) -> str:
     text = str(error).lower()
     if isinstance(error, InvalidCall):
         return "caller"
-    if isinstance(error, LaunchRefused):
+    if isinstance(error, LaunchRefused) or is_switched_off(error):
         return "refused"
     if isinstance(error, OUT_OF_MEMORY) or (isinstance(error, RuntimeError) and any(m in text for m in _MEMORY)):
         return "memory"
@@ -58,14 +65,34 @@ def classify(error: BaseException) -> str:
     return "kernel"
 
 
+def is_switched_off(error: BaseException) -> bool:
+    """Did scaled_dot_product_attention find no implementation that takes the call among those the caller allows?"""
+    return isinstance(error, RuntimeError) and any(m in str(error).lower() for m in _SWITCHED_OFF)
+
+
 def reason_of(error: BaseException, kind: str) -> Reason:
     if isinstance(error, LaunchRefused):
         return error.reasons[0]
+    if is_switched_off(error):
+        return Reason(Code.SDPA_BACKEND_DISABLED, "left to torch, which found nothing that takes this call",
+                      sdpa_backends() or "some of them")   # None: another thread has left the block meanwhile
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
     code = {"memory": Code.OUT_OF_MEMORY, "timeout": Code.KERNEL_TIMEOUT, "sticky": Code.DEVICE_FAULT,
             "capture": Code.CUDA_GRAPH_UNSAFE, "lost": Code.CUDA_GRAPH_UNSAFE}.get(kind, Code.KERNEL_FAILED)
     return Reason(code, f"its time limit ({text})" if kind == "timeout" else None, text)
+
+
+# In the order of SDPA_BACKENDS: is it switched on, for the whole process?
+SDPA_SWITCHES: tuple[Callable[[], bool], ...] = (
+    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled)
+
+
+def sdpa_backends() -> tuple[str, ...] | None:
+    """What torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp have left on; None: everything."""
+    left = tuple(name for name, is_on in zip(SDPA_BACKENDS, SDPA_SWITCHES) if is_on())
+    return None if len(left) == len(SDPA_BACKENDS) else left
 
 
 when_lost: list[Callable[[Reason], None]] = []     # told when a call finds the device context gone

@@ -24,6 +24,7 @@ import torch
 
 from ..spec.device import CPU_ISA, DEVICE_TYPES, GENERATIONS, Device, Table, generation_of, generation_of_arch
 from ..spec.errors import ConfigError
+from .arm_cores import core_name
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-xpu",
                         "triton-windows")
@@ -123,7 +124,8 @@ class CPU:
 
 
 _CPU_VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "0x61": "apple"}
-_ARM_ISA = {"asimd": "neon", "neon": "neon", "sve": "sve"}
+_ARM_ISA = {"asimd": "neon", "neon": "neon", "asimdhp": "fp16", "asimddp": "dotprod", "bf16": "bf16", "i8mm": "i8mm",
+            "sve": "sve", "sve2": "sve2", "sme": "sme"}           # Linux's words for them
 
 
 def parse_cpuinfo(text: str) -> CPU:
@@ -133,12 +135,15 @@ def parse_cpuinfo(text: str) -> CPU:
     first = next((b for b in blocks if "flags" in b or "Features" in b), blocks[0] if blocks else {})
     arm = "Features" in first
     flags = set(first.get("Features" if arm else "flags", "").split())
+    if arm:                                    # large and small cores: what all of them have, since any may run a call
+        flags.intersection_update(*(b["Features"].split() for b in blocks if "Features" in b))
     names = {_ARM_ISA[f] for f in flags if f in _ARM_ISA} if arm else flags
     vendor = first.get("CPU implementer" if arm else "vendor_id", "")
     cores = {(b["physical id"], b["core id"]) for b in blocks if "physical id" in b and "core id" in b}
-    part = f"arm {vendor}/{first.get('CPU part', '?')}" if arm else ""
+    parts = {(b["CPU implementer"], b["CPU part"]) for b in blocks if "CPU implementer" in b and "CPU part" in b}
+    name = " + ".join(sorted({core_name(*p) for p in parts})) if arm else ""
     return CPU(
-        name=first.get("model name", "") or part, vendor=_CPU_VENDORS.get(vendor, "arm" if arm else "unknown"),
+        name=name or first.get("model name", ""), vendor=_CPU_VENDORS.get(vendor, "arm" if arm else "unknown"),
         isa=tuple(i for i in CPU_ISA if i in names), bf16=bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}),
         cores=len(cores) or len(blocks))
 

@@ -18,11 +18,13 @@ from torch import Tensor
 from ..select.key import KeyProgram, NumberField
 from ..spec.expr import parse
 from ..spec.grid import bucket
-from ..spec.op import Op, Param
+from ..spec.op import INT64, Op, Param
 from .facts import TENSOR_READERS, alignment, dtype_name, stride_last
+from .faults import SDPA_SWITCHES, sdpa_backends
 
 BUCKETS = [bucket(n) for n in range(4097)]      # to the end of a bucket
 EXTRAS = ("backend", "policy")
+SDPA_ELEMENT = "None if SDPA_0() and SDPA_1() and SDPA_2() and SDPA_3() else SDPA_BACKENDS()"
 
 
 def signature(op: Op) -> inspect.Signature:
@@ -49,13 +51,14 @@ def source(program: KeyProgram, watch_capture: bool = False) -> str:
     op = program.op
     names = ", ".join(p.name for p in op.params)
     body = _key_lines(program, watch_capture)
+    here = "_override = OVERRIDE()"
     call = [
         f"def call({_declaration(op)}):",
         "    while True:",
-        "        if backend is not None or policy is not None: break",
+        f"        {here} if backend is None and policy is None else FOR_CALL(backend, policy)",
         *("        " + line for line in body),
         "        _entry = TABLE.get(KEY)",
-        f"        if _entry is None: return MISS(KEY, ({names},))",
+        f"        if _entry is None: return MISS(KEY, ({names},), backend, policy)",
         "        _entry.tick()",
         "        try:",
         f"            return _entry.run({names})",
@@ -65,6 +68,7 @@ def source(program: KeyProgram, watch_capture: bool = False) -> str:
         "",
         f"def key_of({names}):",
         "    while True:",
+        f"        {here}",
         *("        " + line for line in body),
         "        return KEY",
         "    return None",
@@ -88,7 +92,7 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     lines = ["if AUTOCAST() or LEVEL() is not None: break", *_scalar_checks(op)]
     lines += [f"if type({n}) is not TENSOR and type({n}) is not PARAMETER: break" for n in names]
     lines.append("try:")
-    key = [str(program.id), "OVERRIDE()", "DETERMINISTIC()"]
+    key = [str(program.id), "_override", "DETERMINISTIC()"]
     first = op.main_tensor
     if first:
         lines.append(f"    _dtype, _home = {first}.dtype, {first}.device")
@@ -130,6 +134,8 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     key += [p.name for p in op.params if p.kind == "bool"]
     key += [element for f in program.fields if f.fact not in op.by_name for element in _number_elements(f, op)]
     key += _scalars(program)
+    if op.sdpa_switches:
+        key.append(SDPA_ELEMENT)
     if watch_capture and first:
         key.append("_graph")
     lines.append("KEY = (" + ", ".join(key) + ",)")
@@ -150,6 +156,8 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
         dtype="DTYPE_NAME(_dtype)", itemsize="_dtype.itemsize", device="_home.type", tensor_kind="'plain'",
         grad=f"_grad and ({' or '.join(flags)})", deterministic="DETERMINISTIC()",
         graph="_home.type == 'cuda' and CAPTURING()")
+    if op.sdpa_switches:
+        known["sdpa_backends"] = SDPA_ELEMENT
     patterns = next(iter(op.patterns.values()))
     for p in op.params:
         if p.kind != "tensor":
@@ -181,7 +189,21 @@ def _scalar_checks(op: Op) -> list[str]:
         for n in (p.name for p in own if p.optional):
             whole = f" and type({n}) is not int" if kind == "float" else ""
             lines.append(f"if {n} is not None and type({n}) is not {exact}{whole}: break")
-    return lines
+    out_of_range = [_out_of_range(op.by_name[n], *limits) for n, limits in op.limits.items()]
+    return [*lines, f"if {' or '.join(out_of_range)}: break"] if out_of_range else lines
+
+
+def _out_of_range(p: Param, low: float, high: float) -> str:
+    """Mostly a number is the default, which is in its range: that is asked first. NaN is in none.
+
+    An int that stands for a float is handed to kernels as it is, and they read 64 bits of it.
+    """
+    within = f"not {low!r} <= {p.name} <= {high!r}"
+    if p.kind == "float":
+        within = f"({within} or (type({p.name}) is int and not {INT64[0]} <= {p.name} <= {INT64[1]}))"
+    if p.optional:
+        return f"{p.name} is not None and {within}"
+    return within if p.required else f"{p.name} != {p.default!r} and {within}"
 
 
 def _strides(names: list[str], wanted: dict[str, set[str]]) -> list[str]:
@@ -268,8 +290,8 @@ class _Binder:
 
     def lines(self, name: str, certain: bool) -> list[str]:
         tokens: tuple[str, ...] = self.patterns.get(name, ())
-        if not tokens:
-            return []
+        if not tokens:                          # its sizes, which a nested tensor does not have, are not asked for
+            return [f"if {name}.is_nested: break"]
         if tokens[0].startswith("~"):
             sizes = ", ".join(f"_d_{t[1:]}" for t in tokens)
             return [f"_s_{name} = SPREAD({name}.shape, ({sizes},))", f"if _s_{name} is None: break"]
@@ -321,8 +343,6 @@ def _number_elements(field: NumberField, op: Op) -> list[str]:
         return [x]
     tests = [f"{x} == {v!r}" for v in field.equals] + [f"{x} > {v!r}" for v in field.above]
     tests += [f"{x} % {v!r} == 0" for v in field.multiples]
-    if param and param.kind == "float":
-        tests.append(f"{x} != {x}")             # NaN fails every comparison, also those that a small number passes
     if not field.bucket:
         parts = tests
     elif not field.multiples and all(v >= len(BUCKETS) for v in (*field.equals, *field.above)):
@@ -401,14 +421,17 @@ def _spread_over(found: tuple[int, ...], axes: tuple[str, ...]) -> str:
     return ",".join([*missing, *(axis for axis, is_spread in zip(axes[len(missing):], found[1:]) if is_spread)])
 
 
-def namespace(override: Callable[[], Any], faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
+def namespace(override: Callable[[], Any], for_call: Callable[[str | None, Any], Any],
+              faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
     """The globals of a generated function. TABLE, MISS, SLOW and RECOVER are the dispatcher's to set."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
         "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket, "SPREAD": spread,
         "STRIDED": torch.strided, "STRIDE_LAST": _stride_last, "WHOLE": _whole, "ALIGNMENT": alignment,
-        "OVERRIDE": override, "FAULTS": faults, "DTYPE_NAME": dtype_name, "SPREAD_OVER": _spread_over,
+        "OVERRIDE": override, "FOR_CALL": for_call, "FAULTS": faults, "DTYPE_NAME": dtype_name,
+        "SPREAD_OVER": _spread_over,
         **{f"READ_{fact}": reader for fact, reader in TENSOR_READERS.items()},
+        **{f"SDPA_{i}": is_on for i, is_on in enumerate(SDPA_SWITCHES)}, "SDPA_BACKENDS": sdpa_backends,
         "AUTOCAST": torch._C._is_any_autocast_enabled, "LEVEL": torch._C._functorch.maybe_current_level,
         "GRAD": torch.is_grad_enabled, "DETERMINISTIC": torch._C._get_deterministic_algorithms,
         "CAPTURING": capturing, "NOT_PLAIN": (ValueError, RuntimeError, ZeroDivisionError),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ from ..select.engine import kind_to_compile
 from ..spec.errors import DeviceLost, KernelFailed, NamedKernelRefused, NoKernel
 from ..spec.event import BackendUnavailable, HealthChanged, KernelRefused
 from ..spec.kernel import Kernel
+from ..spec.launch import LaunchRefused
 from ..spec.op import Op
-from ..spec.plan import Plan
+from ..spec.plan import Plan, Rejected
 from ..spec.reason import Code, Reason
 from . import events, faults, health, loading
 from . import world as worlds
@@ -133,7 +135,7 @@ class Failure(NamedTuple):
 
 
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure], op: str,
-          facts: Mapping[str, Any] | None = None) -> None:
+          facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
     """Note what went wrong. Raises where nothing else could serve the call either; counts nothing yet."""
     if kernel is None:
         failures.append(Failure("(unregistered)", faults.reason_of(fault, "kernel")))
@@ -146,10 +148,10 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
                          "earlier kernel may have caused it (CUDA_LAUNCH_BLOCKING=1 tells).", [reason]) from fault
     if kind in ("capture", "lost"):
         raise _capture_lost(kernel, reason, op, kind == "capture") from fault
-    if kind == "refused" and facts is not None:
+    if isinstance(fault, LaunchRefused) and facts is not None:
         refuse(kernel, facts, reason)
     out = facts is not None and refused(kernel, facts)
-    counts = kind in ("kernel", "timeout") and not out and not isinstance(fault, ProbeBusy)
+    counts = counts and kind in ("kernel", "timeout") and not out and not isinstance(fault, ProbeBusy)
     failures.append(Failure(kernel.id, reason, kernel if counts else None))
 
 
@@ -224,6 +226,19 @@ def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> Kern
     worlds.publish(lambda w: w.but(), f"capture:{kernel.id}")
     return KernelFailed(f"lz.{op}: {kernel.id} cannot be captured in a CUDA graph ({reason.got}), and the capture "
                         "under way is lost; capture again: another kernel will be chosen", [reason])
+
+
+def switched_off(world: World, op: Op, plan: Plan, refused: Sequence[Failure],
+                 override: Override | None) -> NoKernel:
+    """The error for a call that everything sdpa_kernel allows has refused when it was called."""
+    reasons = [failure.reason for failure in refused]
+    told = tuple(Rejected(failure.name, (failure.reason,)) for failure in refused)
+    if plan.locked:
+        return NamedKernelRefused(f"lz.{op.name}: {refused[0].name} was asked for by {plan.locked} and cannot serve "
+                                  f"this call: {reasons[0]}", reasons)
+    rejected = world.plan(op, plan.facts, override, thorough=True).rejected
+    return NoKernel(f"lz.{op.name}: no kernel can serve this call\n{replace(plan, steps=(), rejected=told + rejected)}"
+                    f"\n  hint: {Code.SDPA_BACKEND_DISABLED.advice}", reasons)
 
 
 def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernel:

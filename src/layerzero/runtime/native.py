@@ -1,7 +1,7 @@
 """The native fast path: found if it was built for this torch and Python, never built in a user's call.
 
-`lz build` compiles `fastpath.cpp` against the installed torch (some 20 seconds) into the cache folder,
-under a name made of the versions and the source's hash. Without it everything works in pure Python.
+`lz build` compiles `fastpath.cpp` and its headers against the installed torch (some 20 seconds) into the cache folder,
+under a name made of the versions and the sources' hash. Without it everything works in pure Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,25 +27,31 @@ from typing import Any
 import torch
 
 from ..select.key import KeyProgram, NumberField
+from ..select.policy import Layer
 from ..spec.errors import ConfigError
 from ..spec.expr import parse
-from ..spec.kernel import Const, Direct
-from ..spec.op import Op, Param
+from ..spec.kernel import Const, Direct, LastSize
+from ..spec.op import INT64, Op, Param
 from . import context
+from .binding import operator_call
 from .cache import Entry
 from .config import cache_dir
+from .context import Override
 from .faults import FAULTS
 from .hotpath import signature
 
 SOURCE = Path(__file__).with_name("fastpath.cpp")
+HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
 SIZE, LITERAL, LEAD, SPREAD = range(4)
-MAX_TESTS = 46             # of one field: they share a word with its bucket and a bit for NaN
+PARAM, CONSTANT, LAST_SIZE = range(3)
+MAX_TESTS = 47             # of one field: they share a word with its bucket
 
 
 def library_path() -> Path:
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    text = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    digest = hashlib.sha256(text).hexdigest()[:12]
     tag = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}-{digest}"
     return cache_dir() / "native" / tag / "fastpath.so"
 
@@ -71,7 +79,7 @@ def module() -> Any:
         _problem.append(f"{type(e).__name__}: {e}")
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-    found.setup(torch.Tensor, torch.nn.Parameter, context.current, capturing, FAULTS)
+    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS)
     return found
 
 
@@ -97,13 +105,18 @@ def status() -> Status:
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Compile the fast path for this torch and Python, then our own CPU kernels; the path of the fast path.
+    """Compile the fast path for this torch and Python and our own CPU kernels, at the same time; the fast path's file.
 
-    Safe to run in parallel.
+    `say` is told when a part begins and when it is done, from the thread that waits for its compiler. One that does
+    not compile keeps the other from nothing. Safe to run in several processes at once.
     """
-    path = build_fast_path(force, say)
-    build_kernels(force, say)
-    return path
+    with ThreadPoolExecutor(2) as pool:
+        fast_path, kernels = (pool.submit(part, force, say) for part in (build_fast_path, build_kernels))
+    one, other = fast_path.exception(), kernels.exception()
+    if isinstance(one, ConfigError) and isinstance(other, ConfigError):
+        raise ConfigError(f"{one}\n{other}")
+    kernels.result()                           # raises what went wrong
+    return fast_path.result()
 
 
 def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
@@ -113,7 +126,7 @@ def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text:
     return kernels.build(force, say)
 
 
-def build_fast_path(force: bool, say: Callable[[str], None]) -> Path:
+def build_fast_path(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
     path = library_path()
     if path.exists() and not force:
         return path
@@ -126,7 +139,9 @@ def build_fast_path(force: bool, say: Callable[[str], None]) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             target = Path(folder) / path.name
             say(f"compiling {SOURCE.name} with {Path(compiler).name} for torch {torch.__version__}")
+            began = time.perf_counter()
             _compile(compile_command(compiler, target))
+            say(f"{SOURCE.name} took {time.perf_counter() - began:.0f} s")
             os.replace(target, path)           # in one step: another process sees all of it or nothing
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
@@ -173,22 +188,30 @@ class NativeDispatcher:
     def install(self, program: KeyProgram, epoch: int, limit: int) -> None:
         self.compiled.install(*encode(program), epoch, limit)
 
-    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool) -> bool:
-        """`anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is."""
+    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool, override: Override | None) -> bool:
+        """Tell the table what calls like these want; False if it cannot hold that.
+
+        `anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is.
+        """
         call = entry.binding.call or Direct(entry.run, tuple(self.index), {})
         constants: list[Any] = []
 
-        def source(argument: Any) -> int:
+        def source(argument: Any) -> tuple[int, int]:
             if isinstance(argument, Const):
                 constants.append(argument.value)
-                return -len(constants)
-            return self.index[argument]
+                return CONSTANT, len(constants) - 1
+            if isinstance(argument, LastSize):
+                return LAST_SIZE, self.index[argument.param]
+            return PARAM, self.index[argument]
 
         sources = tuple(source(a) for a in (*call.args, *call.kwargs.values()))
         keywords = tuple(map(sys.intern, call.kwargs)) or None
-        return bool(self.compiled.put(entry, epoch, values, call.fn, sources, tuple(constants), keywords,
-                                      len(call.args), -1 if call.item is None else call.item,
-                                      -1 if call.first is None else call.first, anywhere))
+        name, arguments = operator_call(call) or (None, ())
+        inputs = tuple(map(source, arguments))
+        return bool(self.compiled.put(
+            entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
+            -1 if call.item is None else call.item, -1 if call.first is None else call.first, anywhere, name,
+            inputs))
 
     def collect(self) -> None:
         self.compiled.collect()
@@ -223,7 +246,8 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
     params = tuple(
         (p.name, _KINDS.index(p.kind), int(p.optional), int(p.keyword_only), int(not p.required),
          None if p.required else p.default,
-         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices))
+         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices),
+         *_limits(op, p))
         for p in op.params)
     wanted_facts: dict[str, set[str]] = {}
     for tensor, fact in program.tensor_facts:
@@ -253,7 +277,13 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
         (*((slots[f.fact], -1) if f.fact in slots else (-1, index[f.fact])),
          int(f.exact), int(f.bucket), *tests) for f in program.fields for tests in _tests(f))
     return (params, tensors, derived, fields, index.get(op.variant, -1), len(variants), count,
-            index.get(op.main_tensor, -1), torch.version.cuda is not None)
+            index.get(op.main_tensor, -1), torch.version.cuda is not None, op.sdpa_switches)
+
+
+def _limits(op: Op, p: Param) -> tuple[float, float]:
+    """What an int or float must lie in; seeds beyond 64 signed bits are left to Python."""
+    low, high = op.limits.get(p.name, (0, 0))
+    return (low, min(high, INT64[1])) if p.kind == "int" else (low, high)
 
 
 def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]]:

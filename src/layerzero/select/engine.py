@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..perf.record import PerfView, Rates, kind_of, mode_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
-from ..spec.kernel import Kernel
+from ..spec.kernel import SDPA, Kernel
 from ..spec.launch import SHARED
 from ..spec.op import DEVICE_FACTS, Op
 from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Rejected, Step, Transform
@@ -225,6 +225,7 @@ class Demands(NamedTuple):
     jit: Callable[[Kernel], bool] | None       # is it warmed for this call? None: anything may compile
     tested: bool
     captures: Mapping[str, bool]               # which kernels a capture has shown to be safe, or not
+    sdpa_backends: Collection[str] | None      # what torch.nn.attention.sdpa_kernel allows; None: everything
     refused: Callable[[Kernel], Reason | None]     # was it found unable to serve this kind of call?
 
     @classmethod
@@ -236,7 +237,7 @@ class Demands(NamedTuple):
             around.certified if settings["require_certificates"] else None,
             None if named or settings["jit"] == "in_request" else lambda kernel: is_warm(kernel, facts, around.warmed),
             not (named or settings["allow_untested"]), around.captures() if graph else {},
-            partial(_refused, facts, around))
+            facts.get("sdpa_backends"), partial(_refused, facts, around))
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
@@ -246,7 +247,12 @@ class Demands(NamedTuple):
                     or (self.baseline and not kernel.baseline and kernel.backend != "reference")
                     or self.unproven(kernel)
                     or (kernel.jit and self.jit is not None and not self.jit(kernel))
-                    or (self.tested and kernel.untested) or self.refused(kernel) is not None)
+                    or (self.tested and kernel.untested)
+                    or self.switched_off(kernel) or self.refused(kernel) is not None)
+
+    def switched_off(self, kernel: Kernel) -> bool:
+        """Is it another implementation of attention than those the caller allows torch to use?"""
+        return self.sdpa_backends is not None and kernel.sdpa_backend not in (SDPA, *self.sdpa_backends)
 
     def unproven(self, kernel: Kernel) -> bool:
         """The reference needs no proof: it is what the others are compared with."""
@@ -274,10 +280,13 @@ class Demands(NamedTuple):
             (self.unproven(kernel), Code.UNCERTIFIED),
             (kernel.jit and self.jit is not None and not self.jit(kernel), Code.JIT_NOT_WARMED),
             (self.tested and kernel.untested, Code.UNTESTED_ON_HARDWARE))
-        found = [Reason(code, got=uncapturable if code is Code.CUDA_GRAPH_UNSAFE else None)
-                 for holds, code in told if holds]
+        reasons = [Reason(code, got=uncapturable if code is Code.CUDA_GRAPH_UNSAFE else None)
+                   for holds, code in told if holds]
+        if self.switched_off(kernel):
+            own = kernel.sdpa_backend or "none of torch's implementations"
+            reasons.append(Reason(Code.SDPA_BACKEND_DISABLED, own, tuple(self.sdpa_backends or ())))
         refused = self.refused(kernel)
-        return found if refused is None else [*found, refused]
+        return reasons if refused is None else [*reasons, refused]
 
 
 def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:

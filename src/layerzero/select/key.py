@@ -88,10 +88,14 @@ def compile_key(op: Op, leaves: Iterable[Rule], measured: Iterable[str] = ()) ->
 
 
 def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that are at their defaults in every call that shares this call's key."""
-    fields = {f.fact: f for f in program.fields}
-    fixed = {}
-    for p in program.op.params:
+    """What is the same in every call that shares this call's key: the parameters that are at their defaults, and sizes.
+
+    Of sizes, those the key keeps exactly and what is derived from nothing else.
+    """
+    op, fields = program.op, {f.fact: f for f in program.fields}
+    fixed = {name: facts[name] for name in op.dims if name in op.exact}
+    fixed.update({name: facts[name] for name, text in op.derived.items() if {*parse(text).names} <= {*op.exact}})
+    for p in op.params:
         if p.required:
             continue
         if p.kind == "tensor":

@@ -19,7 +19,8 @@ from .errors import SpecError
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "hpu", "mps")
 VENDORS = ("nvidia", "amd", "intel", "apple", "habana", "arm", "unknown")
 CPU_ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "avx_vnni",
-           "amx_tile", "amx_bf16", "amx_int8", "neon", "sve")
+           "amx_tile", "amx_bf16", "amx_int8",
+           "neon", "fp16", "dotprod", "bf16", "i8mm", "sve", "sve2", "sme")      # ARM: as compilers name them
 
 Row = TypeVar("Row")
 

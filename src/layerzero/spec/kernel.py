@@ -15,13 +15,18 @@ from .rules import Condition, Facts, condition_from_json
 
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
+# The implementations behind torch's scaled_dot_product_attention, as torch.nn.attention.SDPBackend names them.
+SDPA_BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
+SDPA = "SDPA"                                  # a kernel that calls scaled_dot_product_attention, which obeys by itself
+
 
 @dataclass(frozen=True)
 class Direct:
     """A call with no Python frame between the dispatcher and the library.
 
-    `args` and `kwargs` name the op's parameters, or hold a constant wrapped in `Const`. Of a tuple
-    result, `item` picks one element and `first` keeps the first few.
+    `args` and `kwargs` name the op's parameters, or hold a constant (`Const`, `ByFact`) or the `LastSize` of a tensor.
+    Of a tuple result, `item` picks one element and `first` keeps the first few. `otherwise` serves the calls in which
+    a parameter that only it takes is not at its default.
     """
 
     fn: Callable[..., Any]
@@ -29,6 +34,25 @@ class Direct:
     kwargs: Mapping[str, Any]
     item: int | None = None
     first: int | None = None
+    otherwise: Callable[..., Any] | None = None
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The op's parameters that it reads, each as often as it does."""
+        values = (*self.args, *self.kwargs.values())
+        return tuple(v.param if isinstance(v, LastSize) else v for v in values if not isinstance(v, (Const, ByFact)))
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """The facts that some constant depends on."""
+        return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
+
+    def settled(self, known: Mapping[str, Any]) -> Direct:
+        """The same call for calls of which so much is known: its constants chosen."""
+        def chosen(value: Any) -> Any:
+            return value.chosen(known) if isinstance(value, ByFact) else value
+
+        return replace(self, args=tuple(map(chosen, self.args)), kwargs={k: chosen(v) for k, v in self.kwargs.items()})
 
 
 @dataclass(frozen=True)
@@ -36,9 +60,29 @@ class Const:
     value: Any
 
 
+@dataclass(frozen=True)
+class ByFact:
+    """One constant where a fact is known to have this value, else another, which must be right for every call."""
+
+    fact: str
+    value: Any
+    then: Any
+    otherwise: Any
+
+    def chosen(self, known: Mapping[str, Any]) -> Const:
+        return Const(self.then if self.fact in known and known[self.fact] == self.value else self.otherwise)
+
+
+@dataclass(frozen=True)
+class LastSize:
+    """x.shape[-1:] of a tensor parameter: what torch's norms call normalized_shape."""
+
+    param: str
+
+
 def direct(fn: Callable[..., Any], *args: Any, item: int | None = None, first: int | None = None,
-           **kwargs: Any) -> Direct:
-    return Direct(fn, args, kwargs, item, first)
+           otherwise: Callable[..., Any] | None = None, **kwargs: Any) -> Direct:
+    return Direct(fn, args, kwargs, item, first, otherwise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +115,7 @@ class Kernel:
     less_work: str = ""                        # why it does less than the baseline by construction, in words
     less_work_when: tuple[Condition, ...] = () # where that is so; everywhere, if empty
     jit: bool = False                          # compiles on first use: never chosen unwarmed
+    sdpa_backend: str = ""                     # one of SDPA_BACKENDS, or SDPA; "": serves while none is switched off
     untested: bool = False                     # written from source, not run on the hardware it is for
     note: str = ""
     built: Callable[[], bool | Reason] | None = None     # is what it is compiled to there, or why can it not be made?
@@ -84,6 +129,9 @@ class Kernel:
         self.op.check_expression(self.shared_memory, f"kernel {self.id!r}: shared_memory")
         if self.prior <= 0:
             raise RegistrationError(f"kernel {self.id!r}: prior must be > 0, got {self.prior}")
+        if self.sdpa_backend not in ("", SDPA, *SDPA_BACKENDS):
+            raise RegistrationError(f"kernel {self.id!r}: sdpa_backend must be one of {', '.join(SDPA_BACKENDS)}, "
+                                    f"{SDPA}, or empty, got {self.sdpa_backend!r}")
 
     @property
     def backend(self) -> str:
@@ -122,13 +170,13 @@ class Kernel:
 
 _PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace", "shared_memory",
           "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
-          "less_work", "jit", "untested", "note")
+          "less_work", "jit", "sdpa_backend", "untested", "note")
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
     """Which of the op's parameters `run` takes; refuses one that wants something the op does not have."""
     if isinstance(run, Direct):
-        named = [a for a in (*run.args, *run.kwargs.values()) if not isinstance(a, Const)]
+        named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise) if run.otherwise is not None else ())]
     else:
         try:
             signature = inspect.signature(run)
@@ -150,4 +198,4 @@ def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) ->
     if unknown:
         raise RegistrationError(f"kernel {kernel_id!r} wants {', '.join(map(repr, unknown))}; "
                                 f"lz.{op.name} has {', '.join(op.by_name)}")
-    return tuple(named)
+    return tuple(dict.fromkeys(named))

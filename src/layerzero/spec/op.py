@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,13 @@ DEVICE_FACTS = frozenset({
     "supports_fp8", "supports_fp4", "torch_version", "cuda_version", "shared_per_block"})
 CALL_FACTS = frozenset({"dtype", "grad", "deterministic", "graph", "tensor_kind", "itemsize"})
 TENSOR_FACTS = ("dtype", "device", "stride_last", "contiguous", "alignment", "requires_grad", "ndim", "broadcast")
+
+# Numbers that a kernel can be handed: lengths and counts are 32 bits wide in most of them, torch's ints 64.
+Range = tuple[float, float]                    # both ends belong to it
+INT32: Range = (-2**31, 2**31 - 1)
+INT64: Range = (-2**63, 2**63 - 1)
+SEED: Range = (-2**63, 2**64 - 1)              # as torch.manual_seed: negative ones are taken modulo 2^64
+FINITE: Range = (-sys.float_info.max, sys.float_info.max)
 
 # What the members of a family cannot do without: an op of it that does not declare them is refused.
 FAMILY_FACTS: Mapping[str, tuple[str, ...]] = MappingProxyType({
@@ -105,6 +113,7 @@ class Op:
     main: str = ""                             # the tensor that gives dtype and device; the first if not said
     derived: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()                # sizes that validity or speed needs exactly
+    ranges: Mapping[str, Range] = field(default_factory=dict)  # of an int INT64, of a float FINITE, unless said here
     requires: tuple[Condition, ...] = ()       # the contract's own limits: breaking one is the caller's error
     flops: str = "0"
     bytes: str = "0"
@@ -117,6 +126,8 @@ class Op:
     read: Callable[[dict[str, Any]], dict[str, Any]] | None = None   # facts of an op whose arguments are not tensors
     reads: tuple[str, ...] = ()                # the names of those facts
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    nested: bool = False                       # `canonical` knows what to do with nested tensors
+    sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -129,6 +140,25 @@ class Op:
                 "name it in shapes, in derived, or as a parameter")
         for rule in self.requires:
             self.check_rule(rule, f"op {self.name!r}")
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        """A range belongs to a number, is wide enough for its default, and no wider than what torch reads."""
+        for name, (low, high) in self.ranges.items():
+            p = self.by_name.get(name)
+            if p is None or p.kind not in ("int", "float"):
+                raise SpecError(f"op {self.name!r}: ranges names {name!r}, which is no int or float parameter")
+            widest = SEED if p.kind == "int" else FINITE
+            if not widest[0] <= low <= high <= widest[1]:
+                raise SpecError(f"op {self.name!r}: the range of {name!r} must lie within {widest}, got {(low, high)}")
+            if not p.required and p.default is not None and not low <= p.default <= high:
+                raise SpecError(f"op {self.name!r}: the range of {name!r} is {(low, high)}, its default {p.default}")
+
+    @cached_property
+    def limits(self) -> Mapping[str, Range]:
+        """Of every number among the parameters: what it must lie in to be read at all. Rules may ask for less."""
+        return {p.name: self.ranges.get(p.name, INT64 if p.kind == "int" else FINITE)
+                for p in self.params if p.kind in ("int", "float")}
 
     def _check_names(self) -> None:
         """Every name in an expression, and every size kept exactly, must be one the call has."""
@@ -205,6 +235,8 @@ class Op:
             "requires": [r.to_json() for r in self.requires], "flops": self.flops, "bytes": self.bytes,
             "differentiable": list(self.differentiable), "autocast": self.autocast, "outputs": self.outputs,
             "main": self.main, "reads": list(self.reads), "dtypes": list(self.dtypes),
+            "nested": self.nested, "sdpa_switches": self.sdpa_switches,
+            "ranges": {k: list(v) for k, v in self.ranges.items()},
             "tolerance": self.tolerance.to_json(),
             "cases": [dict(c) for c in self.cases],
             "code": {n: import_path(getattr(self, n)) for n in _CALLABLES if getattr(self, n) is not None},
@@ -219,6 +251,8 @@ class Op:
             fields[k] = tuple(data[k])
         returns = data["returns"]
         fields["returns"] = {k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns)
+        fields.update({name: data.get(name, False) for name in ("nested", "sdpa_switches")})
+        fields["ranges"] = {k: (v[0], v[1]) for k, v in data.get("ranges", {}).items()}
         fields["requires"] = tuple(condition_from_json(r) for r in data["requires"])
         fields["tolerance"] = Tolerance.from_json(data["tolerance"])
         fields.update({n: resolve(path) for n, path in data["code"].items()})

@@ -126,6 +126,9 @@ class Code(str, Enum):
     JIT_NOT_WARMED = (
         "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
         "run lz warmup or lz tune for such calls, name it with backend=, or set jit: in_request")
+    SDPA_BACKEND_DISABLED = (
+        "SDPA_BACKEND_DISABLED", Category.MODE, "is {want}; torch.nn.attention.sdpa_kernel allows only {got}",
+        "leave that block, name more implementations in it, or undo torch.backends.cuda.enable_*_sdp(False)")
     # software
     NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed")
     NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet", "run: lz build")
@@ -171,6 +174,9 @@ class Code(str, Enum):
     OUT_OF_MEMORY = ("OUT_OF_MEMORY", Category.MEMORY, "ran out of memory: {got}")
     # the caller's own mistakes
     WRONG_TYPE = ("WRONG_TYPE", Category.CALLER, "{fact} must be {want}, got {got}")
+    TENSOR_UNREADABLE = (
+        "TENSOR_UNREADABLE", Category.CALLER, "{fact} must be {want}, got {got}",
+        "make it a plain tensor first: to_dense() of a sparse or mkldnn one, to_padded_tensor() of a nested one")
     WRONG_NDIM = ("WRONG_NDIM", Category.CALLER, "{fact} must have {want} dimensions, got {got}")
     DIM_MISMATCH = ("DIM_MISMATCH", Category.CALLER, "{fact} must be {want}, got {got}")
     MIXED_DEVICES = ("MIXED_DEVICES", Category.CALLER, "all tensors must be on {want}, {fact} is {got}",
@@ -250,6 +256,8 @@ _CODES: Mapping[str, Code] = {code.value: code for code in Code}
 
 
 def _text(value: Value) -> str:
+    if value == ():
+        return "none"
     if isinstance(value, tuple):
         return "one of " + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
     return str(value)

@@ -359,14 +359,14 @@ class Race:
             return None
 
 
-def in_turns(ways: Mapping[str, Way], seconds: float, device: str) -> Timings:
-    """Rounds for about `seconds`, with warm caches."""
-    race = Race(stopwatch(device))
+def in_turns(ways: Mapping[str, Way], seconds: float, device: str, deadline: float = math.inf) -> Timings:
+    """Rounds for about `seconds`, with warm caches; of those ways that were called twice before the deadline."""
+    race = Race(stopwatch(device), deadline=deadline)
     for name, way in ways.items():
         race.enter(name, way)
     end = time.perf_counter() + seconds
     for turn in range(MAX_ROUNDS):
-        if turn >= MIN_ROUNDS and time.perf_counter() > end:
+        if (turn and race.out_of_time) or (turn >= MIN_ROUNDS and time.perf_counter() > end):
             break
         race.run()
     return race.timings

@@ -57,7 +57,7 @@ def _attention_decode() -> Callable[..., Any]:
         out = empty((batch, heads, seq_q, dim_v), dtype=dtype)
         lse = empty((batch, heads, seq_q), dtype=torch.float32) if return_lse else None
         decode(dtype is bf16, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-               0 if lse is None else lse.data_ptr(), sizes, key_sizes, dim_v,
+               None if lse is None else lse.data_ptr(), sizes, key_sizes, dim_v,
                query.stride(), key.stride(), value.stride(),
                key_sizes[2] - seq_q if causal_align == "bottom_right" else 0, window_left,
                0 if is_causal else window_right, dim ** -0.5 if scale is None else scale, softcap, threads())
@@ -82,8 +82,8 @@ def _rms_norm() -> Callable[..., Any]:
         out = empty(shape, dtype=dtype)
         x, step = _rows(x)
         hidden = shape[-1]
-        norm(dtype is bf16, weight is not None and weight.dtype is bf16, x.data_ptr(), 0,
-             0 if weight is None else weight.data_ptr(), out.data_ptr(), 0, out.numel() // hidden, hidden, step, 0,
+        norm(dtype is bf16, weight is not None and weight.dtype is bf16, x.data_ptr(), None,
+             None if weight is None else weight.data_ptr(), out.data_ptr(), 0, out.numel() // hidden, hidden, step, 0,
              eps, offset, threads())
         return out
 
@@ -100,7 +100,7 @@ def _add_rms_norm() -> Callable[..., Any]:
         (x, step), (residual, residual_step) = _rows(x), _rows(residual)
         hidden = shape[-1]
         norm(dtype is bf16, weight is not None and weight.dtype is bf16, x.data_ptr(), residual.data_ptr(),
-             0 if weight is None else weight.data_ptr(), out.data_ptr(), total.data_ptr(), out.numel() // hidden,
+             None if weight is None else weight.data_ptr(), out.data_ptr(), total.data_ptr(), out.numel() // hidden,
              hidden, step, residual_step, eps, 0.0, threads())
         return out, total
 
@@ -116,12 +116,12 @@ def _rope() -> Callable[..., Any]:
         dtype = q.dtype
         to_q = empty(q.shape, dtype=dtype)
         to_k = None if k is None else empty(k.shape, dtype=dtype)
-        keys = (0, 0, None, None) if k is None or to_k is None else (
+        keys = (None, 0, None, None) if k is None or to_k is None else (
             k.data_ptr(), to_k.data_ptr(), k.shape, k.stride())
         positions, half = cos.shape[-2:]
         # A table of one batch serves all.
         cos_batch, sin_batch = (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0 for t in (cos, sin))
-        ids = (0, False, 0, 0) if position_ids is None else (
+        ids = (None, False, 0, 0) if position_ids is None else (
             position_ids.data_ptr(), position_ids.dtype is int64,
             position_ids.stride(0) if position_ids.dim() == 2 and position_ids.shape[0] > 1 else 0,
             position_ids.stride(-1))
@@ -143,8 +143,8 @@ def _linear_vector() -> Callable[..., Any]:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, inputs = weight.shape
         out = empty((*x.shape[:-1], rows), dtype=x.dtype)
-        product(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, inputs,
-                weight.stride(0), False, threads())
+        product(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+                out.data_ptr(), rows, inputs, weight.stride(0), False, threads())
         return out
 
     return run
@@ -157,9 +157,9 @@ def _mlp_vector() -> Callable[..., Any]:
             bias_down: Tensor | None = None) -> Tensor:
         (rows, inputs), (results, inner) = weight_in.shape, weight_down.shape
         between, out = empty((inner,), dtype=x.dtype), empty((*x.shape[:-1], results), dtype=x.dtype)
-        product(x.data_ptr(), weight_in.data_ptr(), 0 if bias_in is None else bias_in.data_ptr(), between.data_ptr(),
-                rows, inputs, weight_in.stride(0), True, threads())
-        product(between.data_ptr(), weight_down.data_ptr(), 0 if bias_down is None else bias_down.data_ptr(),
+        product(x.data_ptr(), weight_in.data_ptr(), None if bias_in is None else bias_in.data_ptr(),
+                between.data_ptr(), rows, inputs, weight_in.stride(0), True, threads())
+        product(between.data_ptr(), weight_down.data_ptr(), None if bias_down is None else bias_down.data_ptr(),
                 out.data_ptr(), results, inner, weight_down.stride(0), False, threads())
         return out
 
@@ -168,11 +168,10 @@ def _mlp_vector() -> Callable[..., Any]:
 
 def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "",
-            less_work: str = "", untested: bool = False) -> Kernel:
+            less_work: str = "") -> Kernel:
     return Kernel(f"native.{name or op.name}", op, load, (*OURS, *requires), package="layerzero.backends.native",
                   distribution="layerzero", prior=prior, overhead_us=overhead_us, variants=variants,
-                  differentiable=False, traceable=False, note=note, built=build.is_built, untested=untested,
-                  less_work=less_work)
+                  differentiable=False, traceable=False, note=note, built=build.is_built, less_work=less_work)
 
 
 WEIGHT: tuple[Condition, ...] = (
@@ -183,7 +182,8 @@ TABLES: tuple[Condition, ...] = (
 
 DECODE: tuple[Condition, ...] = (
     at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED), at_least("kv_heads", 1, Code.EMPTY_INPUT),
-    at_least("head_dim", 1, Code.EMPTY_INPUT), unit_stride("query"), unit_stride("key"), unit_stride("value"),
+    at_least("head_dim", 1, Code.EMPTY_INPUT), at_least("head_dim_v", 1, Code.EMPTY_INPUT),
+    unit_stride("query"), unit_stride("key"), unit_stride("value"),
     absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
     equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
 
@@ -216,6 +216,6 @@ KERNELS = (
     _kernel(rms_norm, _rms_norm, 12.0, 2.0, unit_stride("x"), *WEIGHT, less_work=ONE_PASS),
     _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, unit_stride("x"), unit_stride("residual"), *WEIGHT,
             less_work=ONE_PASS),
-    _kernel(rope, _rope, 12.0, 4.0, unit_stride("q"), unit_stride("k"), *TABLES, less_work=ONE_PASS, untested=True,
-            note="keeps the contract on one machine and ended the process on another: not chosen until understood"),
+    _kernel(rope, _rope, 12.0, 4.0, unit_stride("q"), unit_stride("k"), *TABLES, less_work=ONE_PASS,
+            note="a token's angles are read once for all its heads"),
 )

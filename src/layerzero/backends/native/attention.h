@@ -17,7 +17,8 @@ struct Strides { int64_t batch, head, row; };   // in elements; the last dimensi
 struct Attention {
   const void *query, *key, *value;
   void *out;                                    // (batch, heads, seq_q, head_dim_v), without gaps
-  float *lse;                                   // (batch, heads, seq_q), or null
+  float *lse;                                   // (batch, heads, seq_q)
+  bool has_lse;
   int64_t batch, heads, kv_heads, seq_q, seq_k, head_dim, head_dim_v;
   Strides q, k, v;
   int64_t offset, left, right;                  // the diagonal of row i is key i + offset; -1: no limit on that side
@@ -250,7 +251,7 @@ template <class T> struct Decoder {
         U::put(some, parts);
         std::memcpy(out + d, some, std::min<int64_t>(U::SIZE, a.head_dim_v - d) * sizeof(T));
       }
-      if (a.lse) a.lse[row] = total == 0.0f ? -INFINITY : top + std::log(total);
+      if (a.has_lse) a.lse[row] = total == 0.0f ? -INFINITY : top + std::log(total);
     }
   }
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -93,7 +94,10 @@ def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            say(f"compiling {SOURCE.name} with {Path(compiler).name} for this processor")
+            began = time.perf_counter()
             _compile(shlex.split(compiler), Path(folder), say)
+            say(f"{SOURCE.name} took {time.perf_counter() - began:.0f} s")
             os.replace(Path(folder) / path.name, path)     # in one step: another process sees all of it or nothing
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "

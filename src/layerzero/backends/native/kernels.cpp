@@ -44,6 +44,12 @@ struct Arguments {
   }
   int64_t whole() { return whole(next()); }
   void *address() { return (void *)(intptr_t)whole(); }
+  // An address, or None for what was not given. The address of a tensor without elements may be 0: it says nothing.
+  void *address(bool &given) {
+    PyObject *o = next();
+    given = ok && o && o != Py_None;
+    return given ? (void *)(intptr_t)whole(o) : nullptr;
+  }
   double real() {
     PyObject *o = next();
     double x = ok && o ? PyFloat_AsDouble(o) : 0.0;
@@ -77,7 +83,7 @@ PyObject *attention_decode(PyObject *, PyObject *const *args, Py_ssize_t count) 
   Attention a;
   bool half = in.whole();
   a.query = in.address(), a.key = in.address(), a.value = in.address();
-  a.out = in.address(), a.lse = (float *)in.address();
+  a.out = in.address(), a.lse = (float *)in.address(a.has_lse);
   int64_t q[4], k[4], qs[4], ks[4], vs[4];
   in.tuple(q), in.tuple(k);
   a.head_dim_v = in.whole();
@@ -103,7 +109,8 @@ PyObject *rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   Norm a;
   bool half = in.whole(), half_weight = in.whole();
-  a.x = in.address(), a.residual = in.address(), a.weight = in.address(), a.out = in.address(), a.total = in.address();
+  a.x = in.address(), a.residual = in.address(a.has_residual), a.weight = in.address(a.has_weight);
+  a.out = in.address(), a.total = in.address();
   a.rows = in.whole(), a.hidden = in.whole(), a.x_row = in.whole(), a.residual_row = in.whole();
   a.eps = float(in.real()), a.offset = float(in.real());
   a.threads = int(in.whole());
@@ -112,12 +119,12 @@ PyObject *rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
       a.rows * a.hidden > 65536, [&] { return FOR_DTYPES(run_norm, a, half, half_weight); }));
 }
 
-// shape and strides of (batch,) heads, tokens, dim in the order of `tokens_first`
+// Shape and strides of (batch,) heads, tokens, dim in the order of `tokens_first`; what is not given has no heads.
 void read_heads(Arguments &in, bool tokens_first, int64_t dims, Heads &h, int64_t &batch, int64_t &seq, int64_t &dim) {
-  h.from = in.address(), h.to = in.address();
-  if (!h.from) {
+  bool given;
+  h = {in.address(given), in.address()};
+  if (!given) {
     in.next(), in.next();
-    h.count = 0;
     return;
   }
   int64_t shape[4] = {1}, strides[4] = {0};
@@ -138,7 +145,7 @@ void read_heads(Arguments &in, bool tokens_first, int64_t dims, Heads &h, int64_
 // Returns None, or the first id that is not in the table.
 PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
-  Rope a;
+  Rope a = {};
   bool half = in.whole(), half_table = in.whole(), tokens_first = in.whole();
   a.interleaved = in.whole();
   int64_t dims = in.whole();
@@ -146,7 +153,7 @@ PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   read_heads(in, tokens_first, dims, a.key, a.batch, a.seq, a.dim);
   a.cos = in.address(), a.sin = in.address(), a.positions = in.whole(), a.half = in.whole();
   a.cos_batch = in.whole(), a.cos_row = in.whole(), a.sin_batch = in.whole(), a.sin_row = in.whole();
-  a.ids = in.address(), a.wide_ids = in.whole(), a.ids_batch = in.whole(), a.ids_token = in.whole();
+  a.ids = in.address(a.has_ids), a.wide_ids = in.whole(), a.ids_batch = in.whole(), a.ids_token = in.whole();
   a.threads = int(in.whole());
   if (!in.ok) return nullptr;
   int64_t lost = a.astray();
@@ -158,7 +165,7 @@ PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
 PyObject *product(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   Product a;
-  a.x = (const bf16 *)in.address(), a.weight = (const bf16 *)in.address(), a.bias = (const bf16 *)in.address();
+  a.x = (const bf16 *)in.address(), a.weight = (const bf16 *)in.address(), a.bias = (const bf16 *)in.address(a.has_bias);
   a.out = (bf16 *)in.address();
   a.rows = in.whole(), a.inputs = in.whole(), a.row = in.whole(), a.gated = in.whole();
   a.threads = int(in.whole());

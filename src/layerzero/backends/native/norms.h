@@ -6,7 +6,8 @@
 namespace lz {
 
 struct Norm {
-  const void *x, *residual, *weight;            // residual and weight may be null
+  const void *x, *residual, *weight;
+  bool has_residual, has_weight;
   void *out, *total;                            // without gaps; total: x + residual
   int64_t rows, hidden, x_row, residual_row;    // steps from row to row, in elements
   float eps, offset;                            // offset is added to the weight
@@ -25,7 +26,7 @@ template <class T> INLINE inline void give(T *p, vf v, int n) { n == W ? store(p
 template <class T, class P> void norm_row(const Norm &a, int64_t row) {
   const T *x = (const T *)a.x + row * a.x_row;
   T *out = (T *)a.out + row * a.hidden;
-  if (a.residual) {
+  if (a.has_residual) {
     const T *residual = (const T *)a.residual + row * a.residual_row;
     T *total = (T *)a.total + row * a.hidden;
     along(a.hidden, [&](int64_t d, int n) { give(total + d, take(x + d, n) + take(residual + d, n), n); });
@@ -39,7 +40,7 @@ template <class T, class P> void norm_row(const Norm &a, int64_t row) {
   float mean = sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(a.hidden);
   float inverse = 1.0f / std::sqrt(mean + a.eps);
   const P *weight = (const P *)a.weight;
-  if (weight)
+  if (a.has_weight)
     along(a.hidden, [&](int64_t d, int n) {
       give(out + d, take(x + d, n) * inverse * (take(weight + d, n) + a.offset), n);
     });

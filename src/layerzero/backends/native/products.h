@@ -10,9 +10,10 @@
 namespace lz {
 
 struct Product {
-  const bf16 *x, *weight, *bias;                // bias may be null
+  const bf16 *x, *weight, *bias;
   bf16 *out;
   int64_t rows, inputs, row;                    // of the weight; the step from row to row, in elements
+  bool has_bias;
   bool gated;                                   // out has half the rows: silu(first half) * second half
   int threads;
 };
@@ -49,7 +50,7 @@ template <int R> INLINE inline void dots(const Product &a, int64_t first, const 
   }
   each<R>([&](auto r) {
     to[r] = sum(sums[r][0] + sums[r][1]);
-    if (a.bias) to[r] += to_float(a.bias[first + r]);
+    if (a.has_bias) to[r] += to_float(a.bias[first + r]);
   });
 }
 

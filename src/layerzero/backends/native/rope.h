@@ -8,7 +8,7 @@
 namespace lz {
 
 struct Heads {
-  const void *from;                             // null: not given
+  const void *from;
   void *to;
   int64_t count;
   int64_t from_batch, from_head, from_token, to_batch, to_head, to_token;      // steps, in elements
@@ -20,16 +20,16 @@ struct Rope {
   int64_t batch, seq, dim, half;
   int64_t cos_batch, cos_row, sin_batch, sin_row;
   int64_t ids_batch, ids_token, positions;
-  bool wide_ids, interleaved;
+  bool has_ids, wide_ids, interleaved;
   int threads;
 
   int64_t position(int64_t b, int64_t s) const {
     int64_t at = b * ids_batch + s * ids_token;
-    return !ids ? s : wide_ids ? ((const int64_t *)ids)[at] : ((const int32_t *)ids)[at];
+    return !has_ids ? s : wide_ids ? ((const int64_t *)ids)[at] : ((const int32_t *)ids)[at];
   }
   // The first token whose id is not in the table, or -1.
   int64_t astray() const {
-    if (ids)
+    if (has_ids)
       for (int64_t i = 0; i < batch * seq; i++) {
         int64_t id = position(i / seq, i % seq);
         if (id < 0 || id >= positions) return i;
@@ -66,7 +66,6 @@ inline void turn_neighbours(const T *__restrict x, T *__restrict out, const floa
 
 template <class T> void turn_heads(const Rope &a, const Heads &h, int64_t b, int64_t s, const float *cos,
                                    const float *sin) {
-  if (!h.from) return;
   for (int64_t i = 0; i < h.count; i++) {
     const T *x = (const T *)h.from + b * h.from_batch + i * h.from_head + s * h.from_token;
     T *out = (T *)h.to + b * h.to_batch + i * h.to_head + s * h.to_token;

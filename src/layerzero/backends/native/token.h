@@ -31,7 +31,7 @@ template <class T> bool run_token(const Token &t) {
     std::memcpy((T *)t.values + place, row + t.heads * t.dim + kept, kept * sizeof(T));
   }
   Attention a;
-  a.query = t.qkv, a.key = t.keys, a.value = t.values, a.out = t.out, a.lse = nullptr;
+  a.query = t.qkv, a.key = t.keys, a.value = t.values, a.out = t.out, a.has_lse = false;
   a.batch = t.batch, a.heads = t.heads, a.seq_q = 1, a.head_dim = a.head_dim_v = t.dim;
   a.kv_heads = t.kv_heads, a.seq_k = t.length + 1;
   a.q = {width, t.dim, 0}, a.k = a.v = {t.room_row, t.dim, kept};

@@ -1,0 +1,209 @@
+// Operators of ATen, called without Python's argument parser and without a frame of Python.
+//
+// What the key reader has looked at is plain tensors, numbers, bools and None: to turn these into what an operator
+// takes needs no parser. The types come from the operator's own signature in torch's headers, so that an operator
+// more is a name more in the list below. Whatever does not convert, and every call that a mode of torch wants to
+// see, goes through the function of Python as if this were not here.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include <ATen/ops/_scaled_dot_product_attention_math_ops.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_ops.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_ops.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_ops.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
+#include <ATen/ops/embedding_ops.h>
+#include <ATen/ops/group_norm_ops.h>
+#include <ATen/ops/layer_norm_ops.h>
+#include <ATen/ops/linear_ops.h>
+#include <ATen/ops/rms_norm_ops.h>
+#include <ATen/ops/scaled_dot_product_attention_ops.h>
+#if __has_include(<ATen/ops/_fused_rms_norm_ops.h>)     // since torch 2.9
+#include <ATen/ops/_fused_rms_norm_ops.h>
+#define LZ_FUSED_RMS_NORM(_) _(_fused_rms_norm)
+#else
+#define LZ_FUSED_RMS_NORM(_)
+#endif
+
+#define LZ_OPERATORS(_)                                                                                     \
+  _(scaled_dot_product_attention) _(_scaled_dot_product_attention_math)                                     \
+  _(_scaled_dot_product_flash_attention_for_cpu) _(_scaled_dot_product_flash_attention)                     \
+  _(_scaled_dot_product_efficient_attention) _(_scaled_dot_product_cudnn_attention) _(rms_norm)             \
+  _(layer_norm) _(group_norm) _(linear) _(embedding) LZ_FUSED_RMS_NORM(_)
+
+#include "call.h"
+
+namespace fastpath {
+
+// One argument: `read` takes it from the call, false where Python's parser must judge it; `get` hands it over.
+template <class T> struct Argument;
+
+// Tensors are held, while the GIL is: a second reference to what only Python held so far also counts for its Python
+// object (since torch 2.10), and to take it later, without the GIL, would take the GIL for each.
+template <> struct Argument<const at::Tensor &> {
+  at::Tensor value;
+  bool read(const Call &call, PyObject **values, Source source) {
+    PyObject *o = argument(call, values, source);
+    if (source.kind == Source::LAST_SIZE || !is_plain(o)) return false;
+    value = THPVariable_Unpack(o);
+    return true;
+  }
+  const at::Tensor &get() { return value; }
+};
+
+template <> struct Argument<const std::optional<at::Tensor> &> {
+  std::optional<at::Tensor> value;
+  bool read(const Call &call, PyObject **values, Source source) {
+    PyObject *o = argument(call, values, source);
+    if (o == Py_None) return true;
+    if (source.kind == Source::LAST_SIZE || !is_plain(o)) return false;
+    value = THPVariable_Unpack(o);
+    return true;
+  }
+  const std::optional<at::Tensor> &get() { return value; }
+};
+
+template <> struct Argument<double> {
+  double value = 0;
+  bool read(const Call &call, PyObject **values, Source source) {
+    PyObject *o = argument(call, values, source);
+    if (PyFloat_CheckExact(o)) value = PyFloat_AS_DOUBLE(o);
+    else if (PyLong_CheckExact(o)) value = PyLong_AsDouble(o);
+    else return false;
+    if (value != -1.0 || !PyErr_Occurred()) return true;
+    PyErr_Clear();
+    return false;
+  }
+  double get() { return value; }
+};
+
+template <> struct Argument<std::optional<double>> {
+  Argument<double> number;
+  bool given = false;
+  bool read(const Call &call, PyObject **values, Source source) {
+    given = argument(call, values, source) != Py_None;
+    return !given || number.read(call, values, source);
+  }
+  std::optional<double> get() { return given ? std::optional<double>(number.value) : std::nullopt; }
+};
+
+template <> struct Argument<bool> {
+  bool value = false;
+  bool read(const Call &call, PyObject **values, Source source) {
+    PyObject *o = argument(call, values, source);
+    value = o == Py_True;
+    return value || o == Py_False;
+  }
+  bool get() { return value; }
+};
+
+template <> struct Argument<int64_t> {
+  int64_t value = 0;
+  bool read(const Call &call, PyObject **values, Source source) {
+    PyObject *o = argument(call, values, source);
+    if (!PyLong_CheckExact(o)) return false;
+    value = PyLong_AsLongLong(o);
+    if (value != -1 || !PyErr_Occurred()) return true;
+    PyErr_Clear();
+    return false;
+  }
+  int64_t get() { return value; }
+};
+
+template <> struct Argument<c10::SymInt> : Argument<int64_t> {
+  c10::SymInt get() { return value; }
+};
+
+template <class T> struct Argument<c10::ArrayRef<T>> {       // a shape: of int64_t or SymInt
+  T value = 0;
+  bool read(const Call &call, PyObject **values, Source source) {
+    if (source.kind != Source::LAST_SIZE || !is_plain(values[source.index])) return false;
+    const at::Tensor &tensor = THPVariable_Unpack(values[source.index]);
+    if (!tensor.dim()) return false;
+    value = tensor.sizes().back();
+    return true;
+  }
+  c10::ArrayRef<T> get() { return {&value, 1}; }
+};
+
+// The result, or of a tuple the part that is wanted.
+inline PyObject *wrap(at::Tensor &&out, Py_ssize_t, Py_ssize_t) { return THPVariable_Wrap(std::move(out)); }
+
+inline PyObject *wrap_element(at::Tensor &&out) { return THPVariable_Wrap(std::move(out)); }
+template <class T> PyObject *wrap_element(T &&) {
+  PyErr_SetString(PyExc_TypeError, "only tensors are taken from the result of an ATen operator");
+  return nullptr;
+}
+
+template <class... T> PyObject *wrap(std::tuple<T...> &&out, Py_ssize_t item, Py_ssize_t first) {
+  return [&]<size_t... I>(std::index_sequence<I...>) -> PyObject * {
+    PyObject *found = item >= 0 ? nullptr : PyTuple_New(first);
+    if (item >= 0) {
+      ((item == (Py_ssize_t)I ? (void)(found = wrap_element(std::move(std::get<I>(out)))) : (void)0), ...);
+      return found;
+    }
+    bool complete = found;
+    auto put = [&](Py_ssize_t i, PyObject *element) {
+      if (element) PyTuple_SET_ITEM(found, i, element);
+      else complete = false;
+    };
+    ((complete && (Py_ssize_t)I < first ? put(I, wrap_element(std::move(std::get<I>(out)))) : (void)0), ...);
+    if (!complete) Py_CLEAR(found);
+    return found;
+  }(std::index_sequence_for<T...>{});
+}
+
+template <class T> struct Results { static constexpr Py_ssize_t count = 0; };         // 0: no tuple
+template <class... T> struct Results<std::tuple<T...>> { static constexpr Py_ssize_t count = sizeof...(T); };
+
+template <class Op, class Schema = typename Op::schema> struct Operator;
+
+template <class Op, class R, class... A> struct Operator<Op, R(A...)> {
+  static constexpr size_t arity = sizeof...(A);
+  static constexpr Py_ssize_t results = Results<R>::count;
+
+  static PyObject *invoke(const Call &call, PyObject **values) {
+    if (at::impl::torch_function_mode_enabled()) return call_python(call, values);
+    HANDLE_TH_ERRORS
+    std::tuple<Argument<A>...> arguments;
+    bool converts = [&]<size_t... I>(std::index_sequence<I...>) {
+      return (std::get<I>(arguments).read(call, values, call.inputs[I]) && ...);
+    }(std::index_sequence_for<A...>{});
+    if (!converts) return call_python(call, values);
+    Py_ssize_t item = call.item, first = call.first;
+    R out = std::apply([](auto &...each) {
+      pybind11::gil_scoped_release no_gil;      // `call` may be gone from here on
+      return Op::call(each.get()...);
+    }, arguments);
+    return wrap(std::move(out), item, first);
+    END_HANDLE_TH_ERRORS
+  }
+};
+
+// Makes it a call of the ATen operator of this name. False where Python must make it: the operator is not in the
+// list, or its result is a tuple of which something else is wanted than tensors from its beginning.
+inline bool call_operator(std::string_view name, Call *call) {
+#define LZ_OPERATOR(op)                                                                                     \
+  if (name == #op) {                                                                                        \
+    using Found = Operator<at::_ops::op>;                                                                   \
+    bool fits = Found::results ? (call->item >= 0 ? call->item < Found::results                             \
+                                                  : call->first >= 0 && call->first <= Found::results)      \
+                               : call->item < 0 && call->first < 0;                                         \
+    if (!fits || call->inputs.size() != Found::arity) return false;                                         \
+    call->invoke = Found::invoke;                                                                           \
+    call->kind = at::_ops::op::name;                                                                        \
+    return true;                                                                                            \
+  }
+  LZ_OPERATORS(LZ_OPERATOR)
+#undef LZ_OPERATOR
+  return false;
+}
+
+}  // namespace fastpath

@@ -1,0 +1,72 @@
+// What a table entry calls, and how.
+//
+// `invoke` is the kind of the call: call_python here, an ATen operator in aten.h. Another kind is another function
+// of this type, in a header of its own, that `put` chooses when an entry is stored.
+#pragma once
+
+#include "key.h"
+
+namespace fastpath {
+
+struct Call;
+using Invoke = PyObject *(*)(const Call &call, PyObject **values);
+
+struct Source {                                 // where an argument comes from
+  enum Kind { PARAM, CONSTANT, LAST_SIZE } kind;      // LAST_SIZE: of a tensor parameter, as a shape of one number
+  int index;                                    // a parameter or a constant
+};
+
+struct Call {
+  Invoke invoke = nullptr;
+  const char *kind = "python";                  // what it is, for people
+  PyObject *fn = nullptr, *keywords = nullptr;  // the function of Python, and the names of its last arguments
+  Py_ssize_t positional = 0;
+  std::vector<Source> sources;                  // of its arguments
+  std::vector<Source> inputs;                   // of what another `invoke` takes, in its own order
+  std::vector<PyObject *> constants;
+  Py_ssize_t item = -1, first = -1;             // of a tuple: the one element, or how many of the first
+};
+
+inline PyObject *argument(const Call &call, PyObject **values, Source source) {      // a borrowed reference
+  return source.kind == Source::CONSTANT ? call.constants[source.index] : values[source.index];
+}
+
+// x.shape[-1:], as Python has it: while torch traces, sizes are more than numbers. A new reference.
+inline PyObject *last_size(PyObject *tensor) {
+  PyObject *shape = PyObject_GetAttrString(tensor, "shape");
+  Py_ssize_t n = shape ? PySequence_Size(shape) : -1;
+  PyObject *out = n < 0 ? nullptr : PySequence_GetSlice(shape, n ? n - 1 : 0, n);
+  Py_XDECREF(shape);
+  return out;
+}
+
+// Through Python's calling convention.
+//
+// The slot, and `call` with it, may be dropped while the kernel runs, by a new world in another thread: what is
+// needed after the call is taken before it. The function and the constants live as long as the entry, which
+// `dispatch` holds. The same goes for every other kind of call.
+inline PyObject *call_python(const Call &call, PyObject **values) {
+  PyObject *stack[2 * MAX_PARAMS + 1], **argv = stack + 1, *shapes[MAX_PARAMS];
+  Py_ssize_t item = call.item, first = call.first;
+  int made = 0;
+  PyObject *keywords = Py_XNewRef(call.keywords), *out = nullptr;
+  bool complete = true;
+  for (size_t i = 0; complete && i < call.sources.size(); i++) {
+    Source source = call.sources[i];
+    argv[i] = argument(call, values, source);
+    if (source.kind == Source::LAST_SIZE) {
+      argv[i] = last_size(argv[i]);
+      if ((complete = argv[i])) shapes[made++] = argv[i];
+    }
+  }
+  if (complete)
+    out = PyObject_Vectorcall(call.fn, argv, call.positional | PY_VECTORCALL_ARGUMENTS_OFFSET, keywords);
+  while (made) Py_DECREF(shapes[--made]);
+  Py_XDECREF(keywords);
+  if (!out || (item < 0 && first < 0)) return out;
+  PyObject *part = item >= 0 ? PySequence_GetItem(out, item) : PySequence_GetSlice(out, 0, first);
+  Py_DECREF(out);
+  return part;
+}
+
+}  // namespace fastpath

@@ -23,9 +23,11 @@ def _gpu(name: str, sm: int, generation: str, cores: int) -> Device:
                   supports_bf16=True, torch_version="2.13.0", runtime_version="13.0")
 
 
-# A CPU with all that any rule asks for, so that the limits of every kernel are tested on every machine; then this one.
+# CPUs with all that any rule asks for and with next to nothing, so that the limits of every kernel are tested on every
+# machine; and this one.
 DEVICES = (_gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5), _gpu("A100", 80, "ampere", 3),
-           Device("cpu", 0, "every ISA", "intel", isa=CPU_ISA, torch_version="2.13.0"), probe("cpu"))
+           Device("cpu", 0, "every ISA", "intel", isa=CPU_ISA, torch_version="2.13.0"), probe("cpu"),
+           Device("cpu", 0, "AVX2 alone", "intel", isa=("avx2",), torch_version="2.13.0"))
 
 
 def steps(leaf: Rule) -> tuple[Any, Any]:

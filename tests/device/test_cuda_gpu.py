@@ -124,7 +124,7 @@ def wanted(blocks: int, cluster: int, add: int = 0) -> Tensor:
 
 def launched(kernel: compiler.Compiled, blocks: int, add: int = 0, device: str = "cuda") -> Tensor:
     out = torch.full((blocks * 32,), -1, dtype=torch.int32, device=device)
-    kernel.launch((blocks, 1, 1), PARAMS.pack(out.data_ptr(), out.numel(), add))
+    kernel.launch((blocks, 1, 1), PARAMS, out, out.numel(), add)
     return out
 
 
@@ -142,7 +142,7 @@ def test_more_than_the_device_has_is_refused_before_the_launch(ranks: str) -> No
     kernel = made(ranks, 1)
     out = torch.zeros(32, dtype=torch.int32, device="cuda")
     with pytest.raises(LaunchRefused, match="grid y"):
-        kernel.launch((1, 70000, 1), PARAMS.pack(out.data_ptr(), 32, 0))
+        kernel.launch((1, 70000, 1), PARAMS, out, 32, 0)
     assert torch.equal(launched(kernel, 2), wanted(2, 1))                      # nothing is broken
 
 

@@ -8,9 +8,10 @@ from helpers import world
 
 import layerzero as lz
 from layerzero.runtime import world as worlds
+from layerzero.runtime.inspection import dispatcher_of
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.device import Device
-from layerzero.tune.harness import CudaWatch, GraphWatch, Race, cache_bytes, stopwatch
+from layerzero.tune.harness import ColdWatch, GraphWatch, Race, WallWatch, cache_bytes, stopwatch
 from layerzero.tune.rates import measure_rates
 from layerzero.tune.tuner import tune
 
@@ -33,18 +34,19 @@ def uncompiled() -> None:
     lz.configure(perfdb="off", rules=(lz.PolicyRule.of("deny", jit),))
 
 
-@pytest.mark.parametrize("flush", [True, False])
-def test_much_more_work_takes_longer(flush):
+@pytest.mark.parametrize("cold", [True, False])
+def test_much_more_work_takes_longer(cold):
     small, large = torch.randn(64, 64, device="cuda"), torch.randn(8192, 8192, device="cuda")
-    race = Race(stopwatch("cuda", flush))
+    race = Race(stopwatch("cuda", cold=cold))
     race.enter("small", lambda: small @ small)
     race.enter("large", lambda: large @ large)
     race.run(10)
     assert race.timings.beats("small", "large", margin=4.0) == 1.0
 
 
-def test_the_watch_of_a_gpu_uses_its_events_and_knows_its_cache():
-    assert isinstance(stopwatch("cuda"), CudaWatch)
+def test_the_watch_of_a_gpu_is_that_of_the_mode_and_knows_its_cache():
+    assert isinstance(stopwatch("cuda"), WallWatch) and isinstance(stopwatch("cuda", cold=True), ColdWatch)
+    assert isinstance(stopwatch("cuda", "captured"), GraphWatch)
     assert 1 << 20 <= cache_bytes("cuda") < 1 << 32
 
 
@@ -82,7 +84,7 @@ def test_a_watch_of_graphs_says_what_cannot_be_captured_and_goes_on():
 
 
 def test_the_rates_are_those_of_a_gpu():
-    rates = measure_rates("cuda")
+    rates = measure_rates("cuda").rates
     assert rates.flops_per_us > 1e6 and rates.bytes_per_us > 1e4       # 1 TFLOP/s and 10 GB/s: any GPU has more
 
 
@@ -90,22 +92,41 @@ def test_what_was_measured_decides():
     uncompiled()
     calls = [norm(1), norm(4096), attention(1, 4096), attention(1024, 1024)]
     report = tune(calls, device="cuda", rounds=20)
-    assert not report.skipped and len(report.tuned) == 4
+    assert not report.skipped and sorted(t.mode for t in report.tuned) == ["captured"] * 4 + ["eager"] * 4
     for found in report.tuned:
         assert len(found.kernels) > 1, found.failed
-        assert {m.place for m in found.measurements} == {worlds.current().place("cuda")}
+        assert {(m.place, m.mode) for m in found.measurements} == {(worlds.current().place("cuda"), found.mode)}
         assert found.chosen in (found.best, *found.tied)
         assert found.roofline is not None and found.roofline > 0
     q, k = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.bfloat16), torch.randn(
         1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16)
     plan = lz.explain("attention", q, k, k)
     assert plan.steps[0].score.source == "measured"
-    assert len(tune(calls, device="cuda").already) == len(calls)
+    assert len(tune(calls, device="cuda").already) == 2 * len(calls)
+
+
+@pytest.mark.parametrize(("tuned", "other"), [("captured", "eager"), ("eager", "captured")])
+def test_what_was_measured_in_one_mode_does_not_decide_the_other(tuned, other):
+    uncompiled()
+    call = norm(64)
+    before = facts_in(other, call)
+    tune([call], device="cuda", mode=tuned, rounds=20)
+    after = facts_in(other, call)
+    assert before.kernel == after.kernel == "torch.rms_norm" and after.steps[0].score.source == "default"
+    assert facts_in(tuned, call).steps[0].score.source == "measured"
+
+
+def facts_in(mode, call):
+    """The plan for the call in this mode."""
+    found = dispatcher_of("rms_norm")
+    shapes = (torch.randn(a.shape, dtype=getattr(torch, a.dtype), device="cuda") for a in call.arguments.values())
+    facts = {**found.facts(found.bound(tuple(shapes), {})), "graph": mode == "captured"}
+    return worlds.current().plan(found.op, facts)
 
 
 def test_a_gradient_is_timed_on_a_gpu():
     uncompiled()
-    found = tune([attention(256, 256, grad=True)], device="cuda", rounds=10).tuned[0]
+    found = tune([attention(256, 256, grad=True)], device="cuda", mode="eager", rounds=10).tuned[0]
     assert "grad" in found.family and found.winner.summary.median > 0
 
 

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <vector>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -140,6 +141,8 @@ static bool run_cluster(std::vector<Fiber>& fibers) {
 extern "C" int lz_emulate(void (*kernel)(const void*), int x, int y, int z, int threads, int shared_bytes, int cluster,
                           const void* given) {
     using namespace emulator;
+    static std::mutex one;                         // launch at a time, whatever the threads
+    const std::lock_guard<std::mutex> alone(one);
     size_x = x; cluster_blocks = cluster;
     entry = kernel; params = given; outcome = FINE;
     static int launches = 0;
@@ -184,6 +187,27 @@ extern "C" int lz_emulate(void (*kernel)(const void*), int x, int y, int z, int 
     for (Block& block : blocks) free(block.shared);
     munmap(stacks, many * STACK);
     return outcome;
+}
+
+// As cuLaunchKernelEx is called. 1: an invalid value, as the driver says it; 719: a launch that failed.
+namespace emulator {
+
+struct LaunchConfig {
+    u32 grid[3], block[3], shared;
+    void* stream;
+    const u32* attributes;                         // of 18 words: the id, nothing, then the value
+    u32 attribute_count;
+};
+
+}  // namespace emulator
+
+extern "C" int lz_launch(const emulator::LaunchConfig* config, void (*kernel)(const void*), void** given, void** extra) {
+    int cluster = 1;
+    for (u32 n = 0; n < config->attribute_count; ++n)
+        if (config->attributes[18 * n] == 4) cluster = config->attributes[18 * n + 2];
+    if (extra || config->grid[1] > 65535 || config->grid[2] > 65535 || config->grid[0] % cluster) return 1;
+    return lz_emulate(kernel, config->grid[0], config->grid[1], config->grid[2], config->block[0], config->shared, cluster,
+                      given[0]) ? 719 : 0;
 }
 
 // Who am I

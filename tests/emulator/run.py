@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from layerzero.backends.cuda import HARDWARE, KERNELS
+from layerzero.backends.cuda import HARDWARE, KERNELS, compiler
 from layerzero.spec.kernel import Kernel as Declared
 from layerzero.verify.contract import check_case
 
@@ -64,16 +64,24 @@ def built(source: Path | str, **macros: int) -> Emulated:
     return _built(SOURCES / source, tuple(sorted(macros.items())))
 
 
-class Kernel:
+class Kernel(compiler.Compiled):
     """What backends.cuda.compiler.kernel gives, for tensors on the CPU."""
 
     def __init__(self, source: str, name: str, macros: tuple[tuple[str, int], ...], threads: int, shared: int = 0,
                  cluster: int = 1) -> None:
-        self.emulated, self.name = built(source, **dict(macros)), name
-        self.threads, self.shared, self.cluster = threads, shared, cluster
+        super().__init__(source, name, macros, threads, shared, cluster)
+        self.emulated = built(source, **dict(macros))
 
-    def launch(self, grid: tuple[int, int, int], params: bytes) -> None:
+    def start(self, grid: tuple[int, int, int], params: bytes) -> int:
         self.emulated.launch(self.name, grid, self.threads, params, self.shared, self.cluster)
+        return -1
+
+    def handle(self, device: int) -> tuple[int, int]:
+        """A launch of the driver's signature, which runs the emulator."""
+        library = self.emulated.library
+        call, function = (ctypes.cast(f, ctypes.c_void_p).value for f in (library.lz_launch, library[self.name]))
+        assert call and function
+        return call, function
 
 
 def on_cpu(name: str) -> Declared:

@@ -19,6 +19,7 @@ from layerzero.cli.generate import generate  # noqa: E402
 from layerzero.cli.ladder import TEXT, ladder  # noqa: E402
 from layerzero.integrations.gguf_model import Generation, halves, packaged_model, pairs, read_gguf  # noqa: E402
 from layerzero.integrations.llama_peer import as_transformers, stages_of  # noqa: E402
+from layerzero.runtime.hardware import probe  # noqa: E402
 from layerzero.spec.errors import ConfigError, DataError  # noqa: E402
 from layerzero.verify.ladder import Model, climb  # noqa: E402
 
@@ -80,7 +81,11 @@ def test_parity_with_transformers(model, stages, level):
 
 
 def test_sixteen_bits_are_as_good_as_eager(model):
-    [rung] = climb(4, model=described(model), dtypes=["bfloat16"])
+    """All of it where the CPU computes in bfloat16; else, where torch takes a hundred times as long, its beginning."""
+    whole = described(model)
+    if not probe("cpu").supports_bf16:
+        whole = described(model, layers=2)._replace(tokens=whole.tokens[:, :4])
+    [rung] = climb(4, model=whole, dtypes=["bfloat16"])
     assert rung.passed, rung
 
 

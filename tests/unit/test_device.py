@@ -394,6 +394,15 @@ class TestCPU:
         one = XEON_TEXT.replace("core id\t\t: 0", "core id\t\t: 1")
         assert hardware.parse_cpuinfo("\n".join(2 * [XEON_TEXT, one])).cores == 2
 
+    @pytest.mark.parametrize("text,bf16,fp16", [
+        (EPYC_TEXT, True, False), (XEON_TEXT, True, True), (GRAVITON.format(i=0), True, False),
+        (N1_TEXT, False, False),
+        (RASPBERRY, False, False), (XEON_TEXT.replace("avx512", "avx2"), True, False),      # amx_bf16
+        (XEON_TEXT.replace("avx512", "avx2").replace("amx_bf16", ""), False, False)])
+    def test_which_matmuls_torch_has_instructions_for(self, text, bf16, fp16):
+        facts = hardware.cpu_device(hardware.parse_cpuinfo(text), 0, {}).facts()
+        assert (facts["fast_bf16_matmul"], facts["fast_fp16_matmul"]) == (bf16, fp16)
+
     @pytest.mark.parametrize("machine,name,capability,vendor,isa", [
         ("arm64", "Apple M3 Max", "DEFAULT", "apple", ("neon",)),
         ("AMD64", "Intel64 Family 6 Model 85 Stepping 7, GenuineIntel", "AVX512", "intel", ("avx2", "avx512f")),

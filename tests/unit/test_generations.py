@@ -67,7 +67,7 @@ def test_on_blackwell_version_4_is_preferred_where_it_is_there(sm):
     plan = routed(nvidia(sm), FLASH, **LENIENT)
     assert order(plan) == [V4, V2]
     assert plan.steps[1].note == "untested on hardware"
-    assert routed(nvidia(sm), given=facts(seq=32768), **LENIENT).kernel == V4      # also among torch's own
+    assert order(routed(nvidia(sm), given=facts(seq=32768), **LENIENT))[:2] == ["torch.sdpa", V4]
 
 
 @pytest.mark.parametrize(("settings", "kernel", "code"), [
@@ -90,7 +90,7 @@ def test_who_may_serve_where(sm, want):
 
 def test_on_turing_half_precision_is_still_served():
     plan = routed(nvidia(75), given=facts(dtype=torch.float16))
-    assert plan.kernel == "torch.sdpa_efficient"
+    assert order(plan)[:2] == ["torch.sdpa", "torch.sdpa_efficient"]
     for kernel in ("torch.sdpa_flash_cuda", "torch.sdpa_cudnn", V2):
         assert Code.SM_TOO_OLD in [r.code for r in plan.why_not(kernel)]
 

@@ -14,7 +14,8 @@ from ..spec.errors import ConfigError
 CATALOG = (
     "native",
     "torch_sdpa", "torch_varlen", "torch_flex", "torch_paged", "torch_norm", "torch_positions",
-    "torch_embedding", "torch_loss", "torch_sampling", "torch_linear", "torch_quant", "torch_moe", "torch_compiled",
+    "torch_embedding", "torch_loss", "torch_sampling", "torch_linear", "torch_upcast", "torch_quant",
+    "torch_moe", "torch_compiled",
     "cuda", "triton", "zentorch", "ipex",
     "hf_tokenizers", "tiktoken", "sentencepiece", "flash_attn",
     "flashinfer", "liger", "quack", "xformers", "reference",

@@ -36,12 +36,15 @@ class PackedWeights:
     """Readers take no lock; packing is done by one thread at a time."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = _default_limit() if limit is None else limit       # bytes of weights that may be packed
+        self.limit = _default_limit() if limit is None else limit       # bytes of copies that may be kept
         self._entries: dict[Signature, _Entry] = {}
         self._packing = threading.RLock()      # a freed storage may call back while this thread packs
 
-    def get(self, kind: str, pack: Callable[..., Any], *tensors: Tensor) -> Any | None:
-        """`pack(*tensors)`, remembered under `kind`; None for weights that must not be packed."""
+    def get(self, kind: str, pack: Callable[..., Any], *tensors: Tensor, growth: int = 1) -> Any | None:
+        """`pack(*tensors)`, remembered under `kind`; None for weights that must not be packed.
+
+        What is kept takes `growth` times the bytes of the tensors.
+        """
         try:
             versions = tuple([t._version for t in tensors])
         except RuntimeError:                   # an inference tensor: nobody could tell that it changed
@@ -50,16 +53,17 @@ class PackedWeights:
         entry = self._entries.get(key)
         if entry is not None and entry.versions == versions and _same_owners(entry, tensors):
             return entry.packed
-        return self._add(key, pack, tensors)
+        return self._add(key, pack, tensors, growth)
 
-    def _add(self, key: Signature, pack: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Any | None:
+    def _add(self, key: Signature, pack: Callable[..., Any], tensors: tuple[Tensor, ...],
+             growth: int) -> Any | None:
         with self._packing:
             versions = tuple([t._version for t in tensors])
             entry = self._entries.get(key)
             if entry is not None and entry.versions == versions and _same_owners(entry, tensors):
                 return entry.packed            # another thread was first
             self._entries.pop(key, None)
-            nbytes = sum(t.nbytes for t in tensors)
+            nbytes = growth * sum(t.nbytes for t in tensors)
             if nbytes + self.nbytes > self.limit:
                 return None
             packed = pack(*tensors)

@@ -97,7 +97,8 @@ KERNELS = (
            graph_safe=False, traceable=False, differentiable=False, baseline=True, note="one text after another"),
     Kernel("sentencepiece.encode_batch", tokenize, _encode_batch,
            (OURS, LITERAL, at_least("texts", 2), one_of("return_offsets", False)), "sentencepiece", overhead_us=35.0,
-           graph_safe=False, traceable=False, differentiable=False, note="several texts on several threads"),
+           graph_safe=False, traceable=False, differentiable=False,
+           less_work="one call for all texts", note="several texts on several threads"),
     Kernel("sentencepiece.decode", detokenize, _decode, (OURS, on("skip_special_tokens")), "sentencepiece",
            overhead_us=30.0, graph_safe=False, traceable=False, differentiable=False, baseline=True),
 )

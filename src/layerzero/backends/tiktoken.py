@@ -156,7 +156,7 @@ KERNELS = (
            graph_safe=False, traceable=False, differentiable=False, baseline=True, note="one text after another"),
     Kernel("tiktoken.encode_batch", tokenize, _encode_batch, package="tiktoken", overhead_us=400.0, requires=(
         OURS, at_least("texts", 2)), graph_safe=False, traceable=False, differentiable=False,
-        note="one thread for each processor"),
+        less_work="one call for all texts", note="one thread for each processor"),
     Kernel("tiktoken.encode_cached", tokenize, _encode_cached, package="tiktoken", overhead_us=10.0, requires=(
         OURS, on("cache_prefix"), at_least("characters", SHORTEST)), graph_safe=False, traceable=False,
         differentiable=False, less_work="reuses the tokens of a long common prefix"),

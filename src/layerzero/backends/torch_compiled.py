@@ -118,14 +118,14 @@ def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
 
 
 def _kernel(op: Op, prior: float, *requires: Condition, devices: tuple[str, ...] = ("cpu", "cuda"),
-            untested: bool = False) -> Kernel:
+            untested: bool = False, versions: str = "") -> Kernel:
     rules: list[Condition] = [device(*devices), plain_tensors()]
     if op is not dequantize:                   # whose main tensor holds codes
         rules.append(dtypes("float16", "bfloat16", "float32"))
     variants = tuple(op.patterns) if op.variant else ()
     return Kernel(f"torch.compiled_{op.name}", op, _loader(op), (*rules, *requires), prior=prior,
                   overhead_us=OVERHEAD_US, variants=variants, differentiable=False, graph_safe=False, traceable=False,
-                  jit=True, untested=untested, built=compiler,
+                  jit=True, untested=untested, torch=versions, built=compiler,
                   note="the formula, compiled for each dtype and exact size")
 
 
@@ -142,7 +142,8 @@ KERNELS = (
     # torch's own loses digits in the half types on a GPU; on the CPU it is four times as fast.
     _kernel(group_norm, 4.0, at_least("batch", 1, Code.EMPTY_INPUT), devices=("cuda",), untested=True),
     _kernel(rope, 4.0, at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq", 1, Code.EMPTY_INPUT)),
-    _kernel(cross_entropy, 2.7, SOME_ROWS),
+    # Before torch 2.13 what Inductor makes of it reads outside of the logits for a target outside of the vocabulary.
+    _kernel(cross_entropy, 2.7, SOME_ROWS, versions=">=2.13"),
     _kernel(dequantize, 6.0, SOME_ROWS,
             one_of("format", "int8", "fp8_e4m3", "fp8_e5m2", code=Code.QUANT_FORMAT_UNSUPPORTED)),
 )

@@ -189,6 +189,7 @@ KERNELS = (
            workspace="16 * rows * vocab", note="several copies of the logits, in float32 at least"),
     Kernel("torch.cross_entropy_chunked", cross_entropy, _cross_entropy_chunked, prior=3.0, overhead_us=800.0,
            traceable=False, requires=(plain_tensors(),), workspace="min(8 * rows * vocab, 134217728)",
+           less_work="a few rows at a time, which stay in the cache; torch writes several copies of all logits",
            note="keeps nothing but the logits for its backward"),
     Kernel("torch.linear_cross_entropy", linear_cross_entropy, _linear_cross_entropy, prior=2.0, overhead_us=15.0,
            baseline=True, workspace="16 * rows * vocab"),

@@ -113,9 +113,11 @@ KERNELS = (
            note="both results are views of one tensor"),
     Kernel("torch.rope_buffered", rope, _rope_buffered, prior=1.8, overhead_us=30.0, differentiable=False,
            traceable=False, requires=(plain_tensors(),), workspace="8 * batch * heads * seq * head_dim",
+           less_work="turns in place, without a copy of the halves",
            note="writes both halves of the result in place, so it keeps nothing for a backward"),
     Kernel("torch.rope_complex", rope, _rope_complex, prior=4.0, overhead_us=12.0, traceable=False,
            requires=(equals("style", "interleaved", Code.ROPE_STYLE_UNSUPPORTED),),
-           workspace="8 * batch * heads * seq * head_dim", note="one complex multiplication"),
+           workspace="8 * batch * heads * seq * head_dim",
+           less_work="one complex multiplication, where the formula is four products and two sums"),
     Kernel("torch.alibi", alibi, _alibi, prior=2.0, overhead_us=12.0, baseline=True),
 )

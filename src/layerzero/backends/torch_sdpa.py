@@ -275,6 +275,10 @@ FOLDS_WITHOUT_GRAD = (MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, LSE_WITHOUT_GRAD)
 NO_BOOL_FOR_CUDNN = when(dtypes(*HALF), any_of(
     differs("device", "cuda"), differs("attn_mask.dtype", "bool", Code.MASK_DTYPE_UNSUPPORTED)))
 # Behind torch's own choice on CUDA may be cuDNN or flash; where it pads an odd head_dim, it copies.
+# Up to torch 2.11 it ends the process on a CPU where there is nothing to compute.
+SDPA_ON_CPU: tuple[Condition, ...] = tuple(when(device("cpu"), rule) for rule in (
+    at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq_q", 1, Code.EMPTY_INPUT),
+    at_least("seq_k", 1, Code.EMPTY_INPUT)))
 SDPA_ON_CUDA: tuple[Condition, ...] = (
     when(device("cuda"), HAS_BATCH),            # cuDNN gives None for an empty batch
     *(when(device("cuda"), when(multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
@@ -310,13 +314,14 @@ KV_ONCE = "reads keys and values once for all query heads that share them"
 KERNELS = (
     Kernel("torch.sdpa", attention, _sdpa, sdpa_backend=SDPA,
            prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
-        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CUDA, NO_BOOL_FOR_CUDNN),
+        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CPU, *SDPA_ON_CUDA,
+        NO_BOOL_FOR_CUDNN),
         note="torch's default choice, against which everything is compared; with cuDNN a bool mask that hides a whole "
              "row gives the mean of all values"),
     Kernel("torch.sdpa_bias", attention, _sdpa_bias, sdpa_backend=SDPA,
            prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True,
            workspace="2 * itemsize * elements", requires=(
-               HAS_HEADS, NO_SOFTCAP, NO_LSE, SLOPES_WITHOUT_GRAD, *SDPA_ON_CUDA, FOLDS_ANY)),
+               HAS_HEADS, NO_SOFTCAP, NO_LSE, SLOPES_WITHOUT_GRAD, *SDPA_ON_CPU, *SDPA_ON_CUDA, FOLDS_ANY)),
     Kernel("torch.sdpa_math", attention, _math, sdpa_backend=MATH,
            prior=1.2, overhead_us=15.0, variants=BHSD,
            workspace="3 * max(itemsize, 4) * elements", requires=(

@@ -1,9 +1,10 @@
 // Operators of ATen, called without Python's argument parser and without a frame of Python.
 //
-// What the key reader has looked at is plain tensors, numbers, bools and None: to turn these into what an operator
-// takes needs no parser. The types come from the operator's own signature in torch's headers, so that an operator
-// more is a name more in the list below. Whatever does not convert, and every call that a mode of torch wants to
-// see, goes through the function of Python as if this were not here.
+// What the key reader has looked at is plain tensors, numbers, bools and None: to turn these into
+// what an operator takes needs no parser. The types come from the operator's own signature in
+// torch's headers, so that an operator more is a name more in the list below. Whatever does not
+// convert, and every call that a mode of torch wants to see, goes through the function of Python as
+// if this were not here.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -32,21 +33,23 @@
 #define LZ_FUSED_RMS_NORM(_)
 #endif
 
-#define LZ_OPERATORS(_)                                                                                     \
-  _(scaled_dot_product_attention) _(_scaled_dot_product_attention_math)                                     \
-  _(_scaled_dot_product_flash_attention_for_cpu) _(_scaled_dot_product_flash_attention)                     \
-  _(_scaled_dot_product_efficient_attention) _(_scaled_dot_product_cudnn_attention) _(rms_norm)             \
-  _(layer_norm) _(group_norm) _(linear) _(embedding) LZ_FUSED_RMS_NORM(_)
+#define LZ_OPERATORS(_)                                                                 \
+  _(scaled_dot_product_attention) _(_scaled_dot_product_attention_math)                 \
+  _(_scaled_dot_product_flash_attention_for_cpu) _(_scaled_dot_product_flash_attention) \
+  _(_scaled_dot_product_efficient_attention) _(_scaled_dot_product_cudnn_attention)     \
+  _(rms_norm) _(layer_norm) _(group_norm) _(linear) _(embedding) LZ_FUSED_RMS_NORM(_)
 
 #include "call.h"
 
 namespace fastpath {
 
-// One argument: `read` takes it from the call, false where Python's parser must judge it; `get` hands it over.
+// One argument: `read` takes it from the call, false where Python's parser must judge it; `get`
+// hands it over.
 template <class T> struct Argument;
 
-// Tensors are held, while the GIL is: a second reference to what only Python held so far also counts for its Python
-// object (since torch 2.10), and to take it later, without the GIL, would take the GIL for each.
+// Tensors are held, while the GIL is: in newer torch (2.10 has it, 2.8 not) a second reference to
+// what only Python held so far counts for its Python object too. ATen would take that reference
+// without the GIL, and so would take the GIL for each, several times in a call.
 template <> struct Argument<const at::Tensor &> {
   at::Tensor value;
   bool read(const Call &call, PyObject **values, Source source) {
@@ -134,34 +137,40 @@ template <class T> struct Argument<c10::ArrayRef<T>> {       // a shape: of int6
 };
 
 // The result, or of a tuple the part that is wanted.
-inline PyObject *wrap(at::Tensor &&out, Py_ssize_t, Py_ssize_t) { return THPVariable_Wrap(std::move(out)); }
+inline PyObject *wrap(at::Tensor &&out, Py_ssize_t, Py_ssize_t) {
+  return THPVariable_Wrap(std::move(out));
+}
 
 inline PyObject *wrap_element(at::Tensor &&out) { return THPVariable_Wrap(std::move(out)); }
 template <class T> PyObject *wrap_element(T &&) {
-  PyErr_SetString(PyExc_TypeError, "only tensors are taken from the result of an ATen operator");
+  PyErr_SetString(PyExc_TypeError, "only tensors are taken from the result of an operator");
   return nullptr;
 }
 
 template <class... T> PyObject *wrap(std::tuple<T...> &&out, Py_ssize_t item, Py_ssize_t first) {
-  return [&]<size_t... I>(std::index_sequence<I...>) -> PyObject * {
-    PyObject *found = item >= 0 ? nullptr : PyTuple_New(first);
-    if (item >= 0) {
-      ((item == (Py_ssize_t)I ? (void)(found = wrap_element(std::move(std::get<I>(out)))) : (void)0), ...);
-      return found;
-    }
-    bool complete = found;
-    auto put = [&](Py_ssize_t i, PyObject *element) {
-      if (element) PyTuple_SET_ITEM(found, i, element);
-      else complete = false;
+  auto element = [&](Py_ssize_t wanted) {
+    PyObject *found = nullptr;
+    auto take = [&](Py_ssize_t i, auto &one) {
+      if (i == wanted) found = wrap_element(std::move(one));
     };
-    ((complete && (Py_ssize_t)I < first ? put(I, wrap_element(std::move(std::get<I>(out)))) : (void)0), ...);
-    if (!complete) Py_CLEAR(found);
+    Py_ssize_t i = 0;
+    std::apply([&](auto &...each) { (take(i++, each), ...); }, out);
     return found;
-  }(std::index_sequence_for<T...>{});
+  };
+  if (item >= 0) return element(item);
+  PyObject *some = PyTuple_New(first);
+  for (Py_ssize_t i = 0; some && i < first; i++) {
+    PyObject *one = element(i);
+    if (one) PyTuple_SET_ITEM(some, i, one);
+    else Py_CLEAR(some);
+  }
+  return some;
 }
 
-template <class T> struct Results { static constexpr Py_ssize_t count = 0; };         // 0: no tuple
-template <class... T> struct Results<std::tuple<T...>> { static constexpr Py_ssize_t count = sizeof...(T); };
+template <class T> struct Results { static constexpr Py_ssize_t count = 0; };      // 0: no tuple
+template <class... T> struct Results<std::tuple<T...>> {
+  static constexpr Py_ssize_t count = sizeof...(T);
+};
 
 template <class Op, class Schema = typename Op::schema> struct Operator;
 
@@ -187,20 +196,23 @@ template <class Op, class R, class... A> struct Operator<Op, R(A...)> {
   }
 };
 
-// Makes it a call of the ATen operator of this name. False where Python must make it: the operator is not in the
-// list, or its result is a tuple of which something else is wanted than tensors from its beginning.
+// Makes it a call of the operator `Op`. False where Python must make it: the result is a tuple of
+// which something else is wanted than tensors from its beginning.
+template <class Op> bool call_as(Call *call) {
+  using Found = Operator<Op>;
+  bool fits = Found::results ? (call->item >= 0 ? call->item < Found::results
+                                                : call->first >= 0 && call->first <= Found::results)
+                             : call->item < 0 && call->first < 0;
+  if (!fits || call->inputs.size() != Found::arity) return false;
+  call->invoke = Found::invoke;
+  call->kind = Op::name;
+  return true;
+}
+
+// The same by the operator's name; false also where it is not in the list.
 inline bool call_operator(std::string_view name, Call *call) {
-#define LZ_OPERATOR(op)                                                                                     \
-  if (name == #op) {                                                                                        \
-    using Found = Operator<at::_ops::op>;                                                                   \
-    bool fits = Found::results ? (call->item >= 0 ? call->item < Found::results                             \
-                                                  : call->first >= 0 && call->first <= Found::results)      \
-                               : call->item < 0 && call->first < 0;                                         \
-    if (!fits || call->inputs.size() != Found::arity) return false;                                         \
-    call->invoke = Found::invoke;                                                                           \
-    call->kind = at::_ops::op::name;                                                                        \
-    return true;                                                                                            \
-  }
+#define LZ_OPERATOR(op) \
+  if (name == #op) return call_as<at::_ops::op>(call);
   LZ_OPERATORS(LZ_OPERATOR)
 #undef LZ_OPERATOR
   return false;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
 
@@ -23,6 +23,11 @@ class Binding:
     run: Callable[..., Any]
     call: Direct | None
 
+    @cached_property
+    def operator(self) -> tuple[str, tuple[Any, ...]] | None:
+        """The ATen operator that `call` comes to, and its arguments, if it is one."""
+        return None if self.call is None else operator_call(self.call)
+
 
 def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms: Sequence[Transform],
          variant: str, fixed: Mapping[str, Any] = MappingProxyType({})) -> Binding:
@@ -33,7 +38,7 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
         loaded = loaded.otherwise
         accepted = accepted_params(kernel.id, op, loaded)
     if isinstance(loaded, Direct):
-        call = loaded.settled(fixed)
+        call = loaded.settled(fixed) if loaded.facts else loaded
     else:
         by_position = [n for n in accepted if _positional(loaded, n)]
         call = Direct(loaded, tuple(by_position), {n: n for n in accepted if n not in by_position})

@@ -36,15 +36,16 @@ class Count:
 class Entry:
     """One remembered choice."""
 
-    __slots__ = ("__weakref__", "binding", "count", "native_hits", "plan", "run", "seen", "tick")
+    __slots__ = ("__weakref__", "binding", "count", "native_hits", "plan", "recordings", "run", "seen", "tick")
 
-    def __init__(self, plan: Plan, binding: Binding, run: Callable[..., Any]) -> None:
+    def __init__(self, plan: Plan, binding: Binding, run: Callable[..., Any], recordings: Any = None) -> None:
         self.native_hits = 0                   # set by the native path: a plain slot, so that no Python code runs then
         self.count = Count()
         self.tick = self.count.tick
         self.plan = plan
         self.binding = binding
         self.run = run
+        self.recordings = recordings           # of launches that the native path replays, or None
         self.seen = 1                          # the call that made it is not yet a use of it
 
     @property

@@ -1,7 +1,8 @@
 // What a table entry calls, and how.
 //
-// `invoke` is the kind of the call: call_python here, an ATen operator in aten.h. Another kind is another function
-// of this type, in a header of its own, that `put` chooses when an entry is stored.
+// `invoke` is the kind of the call: call_python here, an ATen operator in aten.h, launches in
+// launch.h. Another kind is another function of this type, in a header of its own, that `put`
+// chooses for an entry.
 #pragma once
 
 #include "key.h"
@@ -12,22 +13,24 @@ struct Call;
 using Invoke = PyObject *(*)(const Call &call, PyObject **values);
 
 struct Source {                                 // where an argument comes from
-  enum Kind { PARAM, CONSTANT, LAST_SIZE } kind;      // LAST_SIZE: of a tensor parameter, as a shape of one number
+  enum Kind { PARAM, CONSTANT, LAST_SIZE } kind;      // LAST_SIZE: x.shape[-1:] of a tensor
   int index;                                    // a parameter or a constant
 };
 
 struct Call {
   Invoke invoke = nullptr;
   const char *kind = "python";                  // what it is, for people
-  PyObject *fn = nullptr, *keywords = nullptr;  // the function of Python, and the names of its last arguments
+  PyObject *fn = nullptr, *keywords = nullptr;  // for Python: and the names of the last arguments
   Py_ssize_t positional = 0;
   std::vector<Source> sources;                  // of its arguments
   std::vector<Source> inputs;                   // of what another `invoke` takes, in its own order
   std::vector<PyObject *> constants;
-  Py_ssize_t item = -1, first = -1;             // of a tuple: the one element, or how many of the first
+  PyObject *recordings = nullptr;               // of launches (launch.h); the entry holds them
+  Py_ssize_t item = -1, first = -1;             // of a tuple: one element, or the first few
 };
 
-inline PyObject *argument(const Call &call, PyObject **values, Source source) {      // a borrowed reference
+// A borrowed reference.
+inline PyObject *argument(const Call &call, PyObject **values, Source source) {
   return source.kind == Source::CONSTANT ? call.constants[source.index] : values[source.index];
 }
 
@@ -42,9 +45,9 @@ inline PyObject *last_size(PyObject *tensor) {
 
 // Through Python's calling convention.
 //
-// The slot, and `call` with it, may be dropped while the kernel runs, by a new world in another thread: what is
-// needed after the call is taken before it. The function and the constants live as long as the entry, which
-// `dispatch` holds. The same goes for every other kind of call.
+// The slot, and `call` with it, may be dropped while the kernel runs, by a new world in another
+// thread: what is needed after the call is taken before it. The function and the constants live as
+// long as the entry, which `dispatch` holds. The same goes for every other kind of call.
 inline PyObject *call_python(const Call &call, PyObject **values) {
   PyObject *stack[2 * MAX_PARAMS + 1], **argv = stack + 1, *shapes[MAX_PARAMS];
   Py_ssize_t item = call.item, first = call.first;
@@ -59,8 +62,8 @@ inline PyObject *call_python(const Call &call, PyObject **values) {
       if ((complete = argv[i])) shapes[made++] = argv[i];
     }
   }
-  if (complete)
-    out = PyObject_Vectorcall(call.fn, argv, call.positional | PY_VECTORCALL_ARGUMENTS_OFFSET, keywords);
+  size_t count = call.positional | PY_VECTORCALL_ARGUMENTS_OFFSET;
+  if (complete) out = PyObject_Vectorcall(call.fn, argv, count, keywords);
   while (made) Py_DECREF(shapes[--made]);
   Py_XDECREF(keywords);
   if (!out || (item < 0 && first < 0)) return out;

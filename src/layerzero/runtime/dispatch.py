@@ -2,7 +2,7 @@
 
 hit     generated code (hotpath.py) or its native twin finds the entry and calls it; nothing here runs
 miss    read the facts, plan, bind, remember, run
-slow    anything unusual: nested or 3-D inputs, autocast, subclasses, tracing, backend= and policy=
+slow    anything unusual: nested or 3-D inputs, autocast, subclasses, tracing
 recover the kernel threw: say whose fault it was, and let the next one of the same plan serve
 """
 
@@ -26,7 +26,21 @@ from ..spec.kernel import Direct, Kernel
 from ..spec.op import Adaptation, Op
 from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step, Transform
 from ..spec.reason import Code
-from . import clock, compiling, context, events, faults, health, hotpath, incidents, jit, loading, native, tracing
+from . import (
+    clock,
+    compiling,
+    context,
+    events,
+    faults,
+    health,
+    hotpath,
+    incidents,
+    jit,
+    loading,
+    native,
+    replays,
+    tracing,
+)
 from . import facts as reading
 from . import world as worlds
 from .binding import Binding, bind
@@ -227,6 +241,10 @@ class Dispatcher:
                 world = mark_unloadable(kernel, e.reason)
         watched = world.health.get(kernel.health)
         run = binding.run if watched is None else self.watched(kernel, binding, watched, bool(plan.locked))
+        recordings = None
+        if kernel.replayable and watched is None and not step.transforms and self.native is not None:
+            recordings = self.native.recordings()
+            run = replays.recorded(run, recordings)
         if kernel.jit:
             run = self.warming(world, kernel, run, plan, override)
         if values is not None:
@@ -236,7 +254,7 @@ class Dispatcher:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
         events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros,
                              tuple(map(str, step.transforms))))
-        return self.ledger.open(Entry(plan, binding if run is binding.run else Binding(run, None), run))
+        return self.ledger.open(Entry(plan, binding if run is binding.run else Binding(run, None), run, recordings))
 
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
         """Made once for all calls that want the same of it."""

@@ -8,6 +8,7 @@
 #include "aten.h"
 #include "call.h"
 #include "key.h"
+#include "launch.h"
 #include "table.h"
 
 using namespace fastpath;
@@ -197,17 +198,18 @@ bool read_sources(PyObject *tuple, std::vector<Source> *out) {       // ((kind, 
 }
 
 // put(entry, epoch, values, override, fn, sources, constants, keywords or None, positional, item, first, anywhere,
-//     name of an ATen operator or None, inputs) -> bool
+//     name of an ATen operator or None, inputs, Recordings or None) -> bool
 PyObject *put(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
-  PyObject *entry, *tuple, *override, *fn, *sources, *constants, *keywords, *inputs;
+  PyObject *entry, *tuple, *override, *fn, *sources, *constants, *keywords, *inputs, *recordings;
   const char *operator_name;
   long long epoch;
   int anywhere;
   Slot s;
-  if (!PyArg_ParseTuple(args, "OLO!OOO!O!OnnnpzO!", &entry, &epoch, &PyTuple_Type, &tuple, &override, &fn,
+  if (!PyArg_ParseTuple(args, "OLO!OOO!O!OnnnpzO!O", &entry, &epoch, &PyTuple_Type, &tuple, &override, &fn,
                         &PyTuple_Type, &sources, &PyTuple_Type, &constants, &keywords, &s.call.positional,
-                        &s.call.item, &s.call.first, &anywhere, &operator_name, &PyTuple_Type, &inputs))
+                        &s.call.item, &s.call.first, &anywhere, &operator_name, &PyTuple_Type, &inputs,
+                        &recordings))
     return nullptr;
   if (!d->program || epoch != d->epoch || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)d->program->params.size() ||
       PyTuple_GET_SIZE(sources) > MAX_PARAMS)
@@ -230,6 +232,10 @@ PyObject *put(PyObject *self, PyObject *args) {
   s.override_object = Py_NewRef(override);
   s.call.fn = Py_NewRef(fn);
   s.call.keywords = keywords == Py_None ? nullptr : Py_NewRef(keywords);
+  if (recordings != Py_None && !traced) {       // the entry holds them
+    s.call.invoke = call_recorded;
+    s.call.recordings = recordings;
+  }
   if (d->used >= d->limit) {
     sweep(d);
     if (epoch != d->epoch) { release(s); Py_RETURN_FALSE; }     // what the sweep dropped may have run Python code
@@ -315,10 +321,12 @@ PyMethodDef methods[] = {
 PyGetSetDef getters[] = {{"call", get_call, nullptr, "The public function.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyTypeObject dispatcher_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// setup(Tensor, Parameter, override ContextVar, context.for_call, Layer, capturing or None, what a kernel may throw)
+// setup(Tensor, Parameter, override ContextVar, context.for_call, Layer, capturing or None, what a kernel may throw,
+//       torch's question for the raw stream of a device or None)
 PyObject *setup(PyObject *, PyObject *args) {
-  PyObject *t, *p, *v, *o, *l, *c, *f;
-  if (!PyArg_ParseTuple(args, "OOOOOOO", &t, &p, &v, &o, &l, &c, &f)) return nullptr;
+  PyObject *t, *p, *v, *o, *l, *c, *f, *r;
+  if (!PyArg_ParseTuple(args, "OOOOOOOO", &t, &p, &v, &o, &l, &c, &f, &r)) return nullptr;
+  raw_stream = r == Py_None ? nullptr : Py_NewRef(r);
   for_call = Py_NewRef(o);
   layer_type = (PyTypeObject *)Py_NewRef(l);
   backend_name = PyUnicode_InternFromString("backend");
@@ -346,5 +354,6 @@ PyMODINIT_FUNC PyInit_fastpath(void) {
   if (PyType_Ready(&dispatcher_type) < 0) return nullptr;
   PyObject *m = PyModule_Create(&module);
   if (m) PyModule_AddObject(m, "Dispatcher", Py_NewRef((PyObject *)&dispatcher_type));
+  if (m && !add_launch(m)) return nullptr;
   return m;
 }

@@ -48,13 +48,18 @@ _SWITCHED_OFF = ("no available kernel", "no viable backend for scaled_dot_produc
 _CAPTURE_LOST = ("previous error during capture", "capture was invalidated", "capture invalidated")
 
 
+def tells_of_memory(text: str) -> bool:
+    """Does an error with this text say that memory is out?"""
+    return any(wording in text.lower() for wording in _MEMORY)
+
+
 def classify(error: BaseException) -> str:
     text = str(error).lower()
     if isinstance(error, InvalidCall):
         return "caller"
     if isinstance(error, LaunchRefused) or is_switched_off(error):
         return "refused"
-    if isinstance(error, OUT_OF_MEMORY) or (isinstance(error, RuntimeError) and any(m in text for m in _MEMORY)):
+    if isinstance(error, OUT_OF_MEMORY) or (isinstance(error, RuntimeError) and tells_of_memory(text)):
         return "memory"
     if isinstance(error, TimeoutError):
         return "timeout"

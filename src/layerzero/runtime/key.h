@@ -8,6 +8,7 @@
 
 #include <ATen/Context.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -443,10 +444,27 @@ inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObjec
   return n;
 }
 
+// The current device of CUDA; -1 if it cannot be told.
+inline int current_device() {
+  try {
+    return c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA)->getDevice().index();
+  } catch (const c10::Error &) {                // the device is lost: Python says so
+    return -1;
+  }
+}
+
+// Is torch's current stream there the default one, which the driver knows as null?
+inline bool on_default_stream(int device) {
+  c10::Device place(c10::DeviceType::CUDA, (c10::DeviceIndex)device);
+  return c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA)->getStream(place).id() == 0;
+}
+
 // Is a CUDA graph being captured? Asking the driver takes longer than all else, so it is asked only where the answer
-// matters. 0 or 1; -1: it cannot be asked, which Python knows how to tell (the device is lost).
+// matters, and not of the default stream, which nobody can capture. 0 or 1; -1: it cannot be asked, which Python knows how to tell (the device is lost).
 inline int in_capture(const Program &p, PyObject **values) {
   if (!p.watch_capture || !capturing || p.main < 0 || !THPVariable_Unpack(values[p.main]).is_cuda()) return 0;
+  int device = current_device();
+  if (device >= 0 && on_default_stream(device)) return 0;
   PyObject *answer = PyObject_CallNoArgs(capturing);
   if (!answer) PyErr_Clear();
   Py_XDECREF(answer);                           // a bool outlives it

@@ -33,7 +33,6 @@ from ..spec.expr import parse
 from ..spec.kernel import Const, Direct, LastSize
 from ..spec.op import INT64, Op, Param
 from . import context
-from .binding import operator_call
 from .cache import Entry
 from .config import cache_dir
 from .context import Override
@@ -79,7 +78,9 @@ def module() -> Any:
         _problem.append(f"{type(e).__name__}: {e}")
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS)
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS,
+                raw_stream)
     return found
 
 
@@ -206,12 +207,16 @@ class NativeDispatcher:
 
         sources = tuple(source(a) for a in (*call.args, *call.kwargs.values()))
         keywords = tuple(map(sys.intern, call.kwargs)) or None
-        name, arguments = operator_call(call) or (None, ())
+        name, arguments = entry.binding.operator or (None, ())
         inputs = tuple(map(source, arguments))
         return bool(self.compiled.put(
             entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
             -1 if call.item is None else call.item, -1 if call.first is None else call.first, anywhere, name,
-            inputs))
+            inputs, entry.recordings))
+
+    def recordings(self) -> Any:
+        """A place for the recorded launches of an entry, which `put` is given with it."""
+        return module().Recordings()
 
     def collect(self) -> None:
         self.compiled.collect()

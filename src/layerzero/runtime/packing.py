@@ -12,7 +12,7 @@ from ..spec.errors import ConfigError
 
 @dataclass(frozen=True)
 class PackedState:
-    """How many rearranged copies there are, how large their weights are, and how large they may become."""
+    """How many rearranged copies there are, how many bytes they take, and how many they may take."""
 
     weights: int
     nbytes: int
@@ -32,7 +32,7 @@ def forget_packed(*weights: Tensor) -> int:
 
 
 def limit_packed(nbytes: int) -> None:
-    """How many bytes of weights may be kept in a rearranged copy; 0 for none. What is there stays."""
+    """How many bytes the rearranged copies of weights may take; 0 for none. What is there stays."""
     if nbytes < 0:
         raise ConfigError(f"limit_packed wants a number of bytes >= 0, got {nbytes}; 0 packs nothing")
     PACKED.limit = nbytes

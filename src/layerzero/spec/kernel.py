@@ -116,6 +116,7 @@ class Kernel:
     less_work_when: tuple[Condition, ...] = () # where that is so; everywhere, if empty
     jit: bool = False                          # compiles on first use: never chosen unwarmed
     sdpa_backend: str = ""                     # one of SDPA_BACKENDS, or SDPA; "": serves while none is switched off
+    replayable: bool = False                   # tells spec/replay.py all that it launches
     untested: bool = False                     # written from source, not run on the hardware it is for
     note: str = ""
     built: Callable[[], bool | Reason] | None = None     # is what it is compiled to there, or why can it not be made?
@@ -170,7 +171,7 @@ class Kernel:
 
 _PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace", "shared_memory",
           "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
-          "less_work", "jit", "sdpa_backend", "untested", "note")
+          "less_work", "jit", "replayable", "sdpa_backend", "untested", "note")
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:

@@ -61,6 +61,8 @@ class Code(str, Enum):
         "GPU_GENERATION_UNSUPPORTED", Category.HARDWARE, "made for {want}, this GPU is {got}")
     TENSOR_CORE_GENERATION = (
         "TENSOR_CORE_GENERATION", Category.HARDWARE, "needs tensor cores {want}, this GPU has {got}")
+    MATMUL_IS_FAST = (
+        "MATMUL_IS_FAST", Category.HARDWARE, "for CPUs on which torch emulates this dtype's matmul, this is none")
     CPU_ISA_MISSING = ("CPU_ISA_MISSING", Category.HARDWARE, "needs CPU instructions {want}, this CPU has {got}")
     CUDA_BLOCK_LIMIT_EXCEEDED = (
         "CUDA_BLOCK_LIMIT_EXCEEDED", Category.HARDWARE, "{fact} must be {want}, got {got}",

@@ -213,6 +213,13 @@ def cpu_isa(name: str) -> Rule:
     return Rule("isa", "has", name, Code.CPU_ISA_MISSING)
 
 
+def slow_half_matmul() -> tuple[Condition, ...]:
+    """A half type whose matmul this CPU has no instructions for, so that torch computes it an element at a time."""
+    bf16, fp16 = (Rule(f"fast_{name}_matmul", "eq", False, Code.MATMUL_IS_FAST) for name in ("bf16", "fp16"))
+    return (device("cpu"), dtypes("bfloat16", "float16"), any_of(bf16, fp16),   # the last is of the device alone
+            when(dtypes("bfloat16"), bf16), when(dtypes("float16"), fp16))
+
+
 def dtypes(*names: str, of: str = "dtype", cast: bool = False) -> Rule:
     """`cast=True`: with allow_adaptation the inputs may be cast to the first name and back."""
     code = Code.MASK_DTYPE_UNSUPPORTED if of.startswith("attn_mask") else Code.DTYPE_UNSUPPORTED

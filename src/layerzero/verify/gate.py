@@ -202,7 +202,8 @@ def _gpu(name: str, sm: int, generation: str, cores: int) -> Device:
 @lru_cache(maxsize=None)
 def devices() -> tuple[Device, ...]:
     """Kinds of hardware that a kernel may be for, whatever is here."""
-    return (replace(hardware.probe("cpu"), isa=CPU_ISA, supports_bf16=True),
+    cpu = hardware.probe("cpu")
+    return (replace(cpu, isa=CPU_ISA, supports_bf16=True), replace(cpu, isa=("avx2",), supports_bf16=False),
             _gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5), _gpu("A100", 80, "ampere", 3),
             Device("cuda", 0, "MI300X", "amd", arch="gfx942", gpu_generation="cdna3", supports_bf16=True,
                    supports_fp8=True, torch_version=str(torch.__version__)))

@@ -67,9 +67,8 @@ def failure(e: BaseException) -> dict[str, Any]:
     lines = traceback.format_exception(type(e), e, e.__traceback__)
     here = [line for line in lines if "<reference>" in line]
     text = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
-    memory = isinstance(e, MemoryError) or "can't allocate memory" in str(e) or "out of memory" in str(e)
     place = here[-1].strip().splitlines()[0] if here else ""
-    return {"ok": False, "memory": memory, "error": " ".join(text.split())[:500], "place": place}
+    return {"ok": False, "memory": isinstance(e, MemoryError), "error": " ".join(text.split())[:500], "place": place}
 
 
 def main() -> None:

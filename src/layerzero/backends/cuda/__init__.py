@@ -83,7 +83,8 @@ def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: fl
             *requires: Condition, **more: Any) -> Kernel:
     return Kernel(f"cuda.{name}", op, load, (*HARDWARE, plain_tensors(), *requires),
                   package="layerzero.backends.cuda", distribution="layerzero", built=compiler.ready, prior=prior,
-                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True, **more)
+                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True,
+                  replayable=True, **more)
 
 
 def _in_place(tensor: str, to_bytes: int = 16) -> tuple[Condition, ...]:

@@ -2,6 +2,7 @@
 
 NVRTC comes with every torch that is built for CUDA: there is no nvcc and no header of the toolkit in this. A launch is
 two reads of torch's state and one call of the driver: all that is the same each time is laid out once for each thread.
+What is launched while a call is recorded is told to spec/replay.py: the next such call needs no Python.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import lru_cache
 from pathlib import Path
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from ...spec import replay
 from ...spec.errors import ConfigError, warn_caller
 from ...spec.launch import LaunchLimits, LaunchRefused, misfits, too_large
 from ...spec.reason import Code, Reason
+from ...spec.replay import Varying
 from .. import cache_dir
 
 FOLDER = Path(__file__).parent
@@ -305,14 +310,34 @@ class Compiled:
         self._loading = threading.Lock()
         self._mine = threading.local()
 
-    def launch(self, grid: tuple[int, int, int], params: bytes) -> None:
-        """On torch's current stream. `params`: the kernel's struct, which begins with a pointer to device memory."""
+    def launch(self, grid: tuple[int, int, int], layout: Struct, *values: Any,
+               varying: tuple[Varying, ...] = ()) -> None:
+        """On torch's current stream. `values`: of the kernel's struct `layout`, which begins with a pointer; for a
+        pointer a tensor, or None. `varying`: which of them may be others in a replay."""
+        params = layout.pack(*[0 if v is None else v.data_ptr() if isinstance(v, Tensor) else v for v in values])
+        device = self.start(grid, params)
+        watcher = replay.watcher()
+        if watcher is not None:
+            address, function = self.handle(device)
+            pointers = tuple((i, v) for i, v in enumerate(values) if isinstance(v, Tensor))
+            watcher.launched(replay.Launch(address, function, grid, self.threads, self.shared, self.cluster, params,
+                                           (0,), replay.fields_of(layout.format), pointers, varying, self._refused,
+                                           kept=self))
+
+    def start(self, grid: tuple[int, int, int], params: bytes) -> int:
+        """Launches; the device it was."""
         device = torch.cuda.current_device()
         if _device_count() > 1 and (home := home_of(params, device)) != device:
             with torch.cuda.device(home):
                 self._launch(home, grid, params)
-        else:
-            self._launch(device, grid, params)
+            return home
+        self._launch(device, grid, params)
+        return device
+
+    def handle(self, device: int) -> tuple[int, int]:
+        """The addresses of the driver's launch and of the function, where it was launched before."""
+        call = ctypes.cast(driver().cuLaunchKernelEx, c_void_p)
+        return call.value or 0, self._functions[device].value or 0
 
     def _launch(self, device: int, grid: tuple[int, int, int], params: bytes) -> None:
         try:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...spec import replay
+from ...spec.replay import Varying
 from . import compiler
 
 LOG2E = 1.4426950408889634
@@ -50,6 +52,20 @@ def config(rows: int, homes: int, keys: int, dim: int, paged: bool, machine: com
     return Config(warps, stages, splits)
 
 
+def alike(keys: int, left: int, room: int) -> tuple[int, int]:
+    """The numbers of keys, from and to, that `config` tells from this one in nothing: its bounds are powers of two."""
+    if left >= 0 and left + room <= keys:
+        return left + room, replay.MOST                    # the window is all that is seen
+    last = 2 * SPLITS[0] * 8 * KEYS                        # its highest
+    low, high = 1, replay.MOST
+    if keys < last:
+        low = 1 << (keys.bit_length() - 1) if keys else 0
+        high = max(2 * low - 1, keys)
+    else:
+        low = last
+    return low, high if left < 0 else min(high, left + room - 1)
+
+
 @lru_cache(maxsize=None)
 def _compiled(bf16: bool, dim: int, group: int, rows: int, k_token: int, v_token: int, page: int, starts: bool,
               causal: bool, window: bool, made: Config) -> Any:
@@ -64,25 +80,33 @@ def launch(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, shape: tuple[int, ...],
     strides: tuple[int, ...], tokens: tuple[int, int], scale: float, left: int, causal: bool,
     table: Tensor | None = None, lengths: Tensor | None = None, starts: Tensor | None = None, page: int = 0,
-    chosen: Config | None = None,
+    chosen: Config | None = None, varying: tuple[Varying, ...] = (),
 ) -> None:
     """`shape`: batch, kv_heads, group, room (queries per head), keys, dim. `strides`: batch, head, token of the query;
     batch, head of key and value; batch, head, token of out and lse; of a row of the table. `tokens`: from one key, and
-    from one value, to the next."""
+    from one value, to the next. `varying`: what a replay may pass otherwise."""
     batch, kv_heads, group, room, keys, dim = shape
     rows = group * room
     seen = keys if left < 0 else min(keys, left + room)
     made = chosen or config(rows, batch * kv_heads, seen, dim, page > 0, compiler.machine_of(query.device))
     run = _compiled(query.dtype == torch.bfloat16, dim, group, rows, *tokens, page, starts is not None, causal,
                     left >= 0, made)
-    run.launch((made.splits, kv_heads, batch), _PARAMS.pack(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), *strides[3:7], keys, room, out.data_ptr(), _address(lse),
-        _address(table), _address(lengths), _address(starts), *strides[:3], *strides[7:], left, scale * LOG2E,
-        1.0 / (scale * LOG2E)))
+    run.launch((made.splits, kv_heads, batch), _PARAMS, query, key, value, *strides[3:7], keys, room, out, lse, table,
+               lengths, starts, *strides[:3], *strides[7:], left, scale * LOG2E, 1.0 / (scale * LOG2E), varying=varying)
 
 
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+# Fields of the struct: strides of batch and head; `keys`; `table_batch`.
+K_STRIDES, V_STRIDES, KEY_COUNT, TABLE_STRIDE = (3, 4), (5, 6), 7, 23
+
+
+def growing(key: Tensor, value: Tensor, head: int, seq: int, left: int, room: int) -> tuple[Varying, ...]:
+    """With every token there are more keys; where they are one dense tensor, the strides grow with them."""
+    low, high = alike(key.shape[seq], left, room)
+    found = [Varying(key, "size", seq, KEY_COUNT, low, high), Varying(value, "size", seq, -1, low, high)]
+    for tensor, fields in ((key, K_STRIDES), (value, V_STRIDES)):
+        found += [Varying(tensor, "stride", axis, field, 1) for axis, field in zip((0, head), fields)
+                  if tensor.stride(axis) > 0]              # 0: expanded, and read as one
+    return tuple(found)
 
 
 def attention_decode(
@@ -100,6 +124,8 @@ def dense(
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, room, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
+    watched = replay.watcher() is not None and chosen is None
+    varying = growing(key, value, head, seq, window_left, room) if watched else ()
     if key.stride(head) == 0 == value.stride(head) and heads * room <= MOST_ROWS:
         key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)      # one head, expanded: it is read once
     kv_heads, keys = key.shape[head], key.shape[seq]
@@ -109,7 +135,7 @@ def dense(
                value.stride(head), out.stride(0), out.stride(head), out.stride(seq), heads * room, room, 1, 0)
     launch(query, key, value, out, lse, (batch, kv_heads, heads // kv_heads, room, keys, dim), strides,
            (key.stride(seq), value.stride(seq)), dim ** -0.5 if scale is None else scale, window_left,
-           is_causal and room > 1, chosen=chosen)
+           is_causal and room > 1, chosen=chosen, varying=varying)
     return out if lse is None else (out, lse)
 
 
@@ -137,11 +163,16 @@ def paged(
     if room and batch:
         # A packed row of queries is a batch of one token each, or begins where cu_seqlens_q says.
         packed = cu_seqlens_q is not None
+        varying: tuple[Varying, ...] = ()
+        if replay.watcher() is not None and chosen is None:            # a wider table, as sequences grow
+            low, high = alike(pages * page, window_left, room)
+            varying = (Varying(block_table, "size", 1, KEY_COUNT, -(-low // page), high // page, factor=page),
+                       Varying(block_table, "stride", 0, TABLE_STRIDE))
         strides = (0 if packed else query.stride(0), query.stride(1), query.stride(0), key_cache.stride(0),
                    key_cache.stride(head), value_cache.stride(0), value_cache.stride(head),
                    0 if packed else out.stride(0), out.stride(1), out.stride(0), 0 if packed else heads, 1, heads,
                    block_table.stride(0))
         launch(query, key_cache, value_cache, out, lse, (batch, kv_heads, heads // kv_heads, room, pages * page, dim),
                strides, (key_cache.stride(slot), value_cache.stride(slot)), dim ** -0.5 if scale is None else scale,
-               window_left, is_causal and room > 1, block_table, context_lens, cu_seqlens_q, page, chosen)
+               window_left, is_causal and room > 1, block_table, context_lens, cu_seqlens_q, page, chosen, varying)
     return out if lse is None else (out, lse)

@@ -183,11 +183,9 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias
     shape = Shape(1 << (rows - 1).bit_length(), n, k, format, group, scales.element_size(), zeros is not None)
     made = _prepared(shape, x.dtype, scales.dtype, compiler.machine_of(x.device), chosen)
     scales, zeros = _in_pieces(scales), None if zeros is None else _in_pieces(zeros)
-    made.run.launch(made.grid, _PARAMS.pack(
-        flat.data_ptr(), weight.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), flat.stride(0), rows, n, k, groups, made.lines[0],
-        made.lines[1], scales.nbytes // 16, 0 if zeros is None else zeros.nbytes // 16, made.lines[2],
-        *BESIDE[format, x.dtype]))
+    made.run.launch(made.grid, _PARAMS, flat, weight, scales, zeros, bias, out, flat.stride(0), rows, n, k, groups,
+                    made.lines[0], made.lines[1], scales.nbytes // 16, 0 if zeros is None else zeros.nbytes // 16,
+                    made.lines[2], *BESIDE[format, x.dtype])
     return out
 
 

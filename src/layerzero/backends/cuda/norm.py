@@ -39,9 +39,8 @@ def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
     other = flat if residual is None else residual.reshape(-1, hidden)
     run, grid = _prepared(flat.shape[0], hidden, x.dtype, residual is not None,
                           None if weight is None else weight.dtype, compiler.machine_of(x.device).processors, threads)
-    run.launch(grid, _PARAMS.pack(
-        flat.data_ptr(), other.data_ptr(), 0 if weight is None else weight.data_ptr(), out.data_ptr(),
-        total.data_ptr(), flat.stride(0), other.stride(0), flat.shape[0], eps, offset))
+    run.launch(grid, _PARAMS, flat, other, weight, out, total, flat.stride(0), other.stride(0), flat.shape[0], eps,
+               offset)
     return out, total
 
 

@@ -102,6 +102,4 @@ def launch(out: Tensor, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor
     n, k = weight.shape[0], x.shape[-1]
     made = _prepared(Shape(n, k, group, zeros is not None), x.dtype, scales.dtype, compiler.machine_of(x.device),
                      chosen)
-    made.run.launch(made.grid, _PARAMS.pack(
-        x.data_ptr(), weight.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), n, k, scales.shape[1]))
+    made.run.launch(made.grid, _PARAMS, x, weight, scales, zeros, bias, out, n, k, scales.shape[1])

@@ -96,10 +96,9 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
         scaling, scale = (1, _reciprocal(temperature)) if logits.is_cuda else (2, temperature)
     given = [None if t is None else t.contiguous() for t in rows]
     kinds = sum(_KINDS[t.dtype] << 4 * i for i, t in enumerate(given) if t is not None)
-    places = (0 if t is None else t.data_ptr() for t in (logits, *given, token, weight, total, logprob))
-    kernel.launch((batch * made.cluster, 1, 1), _PARAMS.pack(
-        *places, logits.stride(0) * logits.element_size(), word & _WORD, top_p, min_p, vocab, min(top_k, vocab), steps,
-        over, every, kinds, scaling, scale))
+    kernel.launch((batch * made.cluster, 1, 1), _PARAMS, logits, *given, token, weight, total, logprob,
+                  logits.stride(0) * logits.element_size(), word & _WORD, top_p, min_p, vocab, min(top_k, vocab), steps,
+                  over, every, kinds, scaling, scale)
     return token, weight, total, logprob
 
 

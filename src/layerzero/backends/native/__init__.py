@@ -1,6 +1,7 @@
 """Our own CPU kernels, compiled by `lz build` for the processor at hand; see kernels.cpp.
 
-They read raw memory, so they take plain tensors only, and know float32 and bfloat16. They have no backward.
+They read raw memory, so they take plain tensors only, and have no backward. Half types are widened in registers: on a
+CPU without arithmetic in them that is what makes them as fast as float32, or faster where memory is the limit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
 from ...ops.linear import OP as linear
 from ...ops.mlp import OP as mlp
+from ...ops.moe_formulas import GATED
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
 from ...spec.errors import InvalidCall
@@ -33,19 +35,24 @@ from ...spec.rules import (
     equals,
     one_of,
     plain_tensors,
+    slow_half_matmul,
     unit_stride,
     when,
 )
 from . import build
 
-OURS: tuple[Condition, ...] = (device("cpu"), dtypes("float32", "bfloat16"), plain_tensors())
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}      # as kernels.cpp numbers them
+ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
+               "reglu": 1, "swiglu": 2, "geglu": 3, "geglu_tanh": 4}    # of a gated one, what the gate goes through
+FLOATS = ("float32", "bfloat16", "float16")
+OURS: tuple[Condition, ...] = (device("cpu"), dtypes(*FLOATS), plain_tensors())
 FEW_ROWS = 6
 MAX_QUERY_ROWS = 8         # of a decode: with more, prefill kernels gain from blocks of queries
 
 
 def _attention_decode() -> Callable[..., Any]:
     decode = build.module().attention_decode
-    empty, threads, bf16 = torch.empty, torch.get_num_threads, torch.bfloat16
+    empty, threads = torch.empty, torch.get_num_threads
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
             causal_align: str | None = None, window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
@@ -56,7 +63,7 @@ def _attention_decode() -> Callable[..., Any]:
         dtype = query.dtype
         out = empty((batch, heads, seq_q, dim_v), dtype=dtype)
         lse = empty((batch, heads, seq_q), dtype=torch.float32) if return_lse else None
-        decode(dtype is bf16, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+        decode(DTYPES[dtype], query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
                None if lse is None else lse.data_ptr(), sizes, key_sizes, dim_v,
                query.stride(), key.stride(), value.stride(),
                key_sizes[2] - seq_q if causal_align == "bottom_right" else 0, window_left,
@@ -75,14 +82,14 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
 
 def _rms_norm() -> Callable[..., Any]:
     norm = build.module().rms_norm
-    empty, threads, bf16 = torch.empty, torch.get_num_threads, torch.bfloat16
+    empty, threads = torch.empty, torch.get_num_threads
 
     def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
         shape, dtype = x.shape, x.dtype
         out = empty(shape, dtype=dtype)
         x, step = _rows(x)
         hidden = shape[-1]
-        norm(dtype is bf16, weight is not None and weight.dtype is bf16, x.data_ptr(), None,
+        norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(), None,
              None if weight is None else weight.data_ptr(), out.data_ptr(), 0, out.numel() // hidden, hidden, step, 0,
              eps, offset, threads())
         return out
@@ -92,14 +99,14 @@ def _rms_norm() -> Callable[..., Any]:
 
 def _add_rms_norm() -> Callable[..., Any]:
     norm = build.module().rms_norm
-    empty, threads, bf16 = torch.empty, torch.get_num_threads, torch.bfloat16
+    empty, threads = torch.empty, torch.get_num_threads
 
     def run(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
         shape, dtype = x.shape, x.dtype
         out, total = empty(shape, dtype=dtype), empty(shape, dtype=dtype)
         (x, step), (residual, residual_step) = _rows(x), _rows(residual)
         hidden = shape[-1]
-        norm(dtype is bf16, weight is not None and weight.dtype is bf16, x.data_ptr(), residual.data_ptr(),
+        norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(), residual.data_ptr(),
              None if weight is None else weight.data_ptr(), out.data_ptr(), total.data_ptr(), out.numel() // hidden,
              hidden, step, residual_step, eps, 0.0, threads())
         return out, total
@@ -109,7 +116,7 @@ def _add_rms_norm() -> Callable[..., Any]:
 
 def _rope() -> Callable[..., Any]:
     turn = build.module().rope
-    empty, threads, bf16, int64 = torch.empty, torch.get_num_threads, torch.bfloat16, torch.int64
+    empty, threads, int64 = torch.empty, torch.get_num_threads, torch.int64
 
     def run(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
             style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
@@ -125,7 +132,7 @@ def _rope() -> Callable[..., Any]:
             position_ids.data_ptr(), position_ids.dtype is int64,
             position_ids.stride(0) if position_ids.dim() == 2 and position_ids.shape[0] > 1 else 0,
             position_ids.stride(-1))
-        stray = turn(dtype is bf16, cos.dtype is bf16, layout == "bshd", style == "interleaved", q.dim(),
+        stray = turn(DTYPES[dtype], DTYPES[cos.dtype], layout == "bshd", style == "interleaved", q.dim(),
                      q.data_ptr(), to_q.data_ptr(), q.shape, q.stride(), *keys,
                      cos.data_ptr(), sin.data_ptr(), positions, half,
                      cos_batch, cos.stride(-2), sin_batch, sin.stride(-2), *ids, threads())
@@ -137,30 +144,42 @@ def _rope() -> Callable[..., Any]:
     return run
 
 
-def _linear_vector() -> Callable[..., Any]:
+def _linear() -> Callable[..., Any]:
     product, empty, threads = build.module().product, torch.empty, torch.get_num_threads
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows, inputs = weight.shape
-        out = empty((*x.shape[:-1], rows), dtype=x.dtype)
-        product(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-                out.data_ptr(), rows, inputs, weight.stride(0), False, threads())
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+        outputs, inputs = weight.shape
+        dtype = x.dtype
+        out = empty((*x.shape[:-1], outputs), dtype=dtype)
+        x, step = _rows(x)
+        product(DTYPES[dtype], x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+                out.data_ptr(), out.numel() // outputs, inputs, outputs, step, weight.stride(0),
+                ACTIVATIONS[activation], threads())
         return out
 
     return run
 
 
-def _mlp_vector() -> Callable[..., Any]:
-    product, empty, threads = build.module().product, torch.empty, torch.get_num_threads
+def _mlp() -> Callable[..., Any]:
+    product, empty, threads = build.module().feed_forward, torch.empty, torch.get_num_threads
 
-    def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, *, bias_in: Tensor | None = None,
+    def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
+            weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
             bias_down: Tensor | None = None) -> Tensor:
-        (rows, inputs), (results, inner) = weight_in.shape, weight_down.shape
-        between, out = empty((inner,), dtype=x.dtype), empty((*x.shape[:-1], results), dtype=x.dtype)
-        product(x.data_ptr(), weight_in.data_ptr(), None if bias_in is None else bias_in.data_ptr(),
-                between.data_ptr(), rows, inputs, weight_in.stride(0), True, threads())
-        product(between.data_ptr(), weight_down.data_ptr(), None if bias_down is None else bias_down.data_ptr(),
-                out.data_ptr(), results, inner, weight_down.stride(0), False, threads())
+        outputs, inner = weight_down.shape
+        dtype, hidden = x.dtype, x.shape[-1]
+        out = empty((*x.shape[:-1], outputs), dtype=dtype)
+        x, step = _rows(x)
+        if weight_up is None and activation in GATED:
+            weight_in, weight_up = weight_in[:inner], weight_in[inner:]
+            if bias_in is not None:
+                bias_in, bias_up = bias_in[:inner], bias_in[inner:]
+        product(DTYPES[dtype], x.data_ptr(), weight_in.data_ptr(), None if weight_up is None else weight_up.data_ptr(),
+                None if bias_in is None else bias_in.data_ptr(), None if bias_up is None else bias_up.data_ptr(),
+                weight_down.data_ptr(), None if bias_down is None else bias_down.data_ptr(), out.data_ptr(),
+                out.numel() // outputs, hidden, inner, outputs, step, weight_in.stride(0),
+                0 if weight_up is None else weight_up.stride(0), weight_down.stride(0), ACTIVATIONS[activation],
+                threads())
         return out
 
     return run
@@ -175,10 +194,10 @@ def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhe
 
 
 WEIGHT: tuple[Condition, ...] = (
-    unit_stride("weight"), one_of("weight.dtype", None, "float32", "bfloat16", code=Code.DTYPE_UNSUPPORTED))
+    unit_stride("weight"), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED))
 TABLES: tuple[Condition, ...] = (
-    unit_stride("cos"), unit_stride("sin"), dtypes("float32", "bfloat16", of="cos.dtype"),
-    *(when(equals("cos.dtype", d), equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED)) for d in ("float32", "bfloat16")))
+    unit_stride("cos"), unit_stride("sin"), dtypes(*FLOATS, of="cos.dtype"),
+    *(when(equals("cos.dtype", d), equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED)) for d in FLOATS))
 
 DECODE: tuple[Condition, ...] = (
     at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED), at_least("kv_heads", 1, Code.EMPTY_INPUT),
@@ -188,20 +207,25 @@ DECODE: tuple[Condition, ...] = (
     equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
 
 ONE_PASS = "one pass over memory, where torch runs a kernel for each step of the formula"
-
-ONE_ROW: tuple[Condition, ...] = (
-    dtypes("bfloat16"), cpu_isa("avx512f"), equals("rows", 1, Code.SHAPE_UNSUPPORTED), unit_stride("x"))
+# With AVX-512 torch's product is as fast from two rows on.
+ONE_ROW: tuple[Condition, ...] = (dtypes("bfloat16"), cpu_isa("avx512f"), equals("rows", 1, Code.SHAPE_UNSUPPORTED))
+LINEAR: tuple[Condition, ...] = (
+    unit_stride("x"), unit_stride("weight", repair=False), unit_stride("bias"),
+    at_least("in_features", 1, Code.EMPTY_INPUT), at_least("out_features", 1, Code.EMPTY_INPUT))
+MLP: tuple[Condition, ...] = (
+    unit_stride("x"), at_least("out", 1, Code.EMPTY_INPUT),
+    *(unit_stride(w, repair=False) for w in ("weight_in", "weight_up", "weight_down")),
+    *(unit_stride(b) for b in ("bias_in", "bias_up", "bias_down")))
+WIDENED = "half types are widened in registers, or once for all rows, where torch computes an element at a time"
 
 KERNELS = (
-    _kernel(linear, _linear_vector, 10.0, 3.0, *ONE_ROW, unit_stride("weight", repair=False), unit_stride("bias"),
-            absent("activation"), at_least("in_features", 1, Code.EMPTY_INPUT),
-            at_least("out_features", 1, Code.EMPTY_INPUT), name="linear_vector",
+    _kernel(linear, _linear, 10.0, 3.0, *ONE_ROW, *LINEAR, name="linear_vector",
             note="torch's product for one row takes 20 microseconds before it begins"),
-    _kernel(mlp, _mlp_vector, 10.0, 5.0, *ONE_ROW, equals("activation", "swiglu"),
-            absent("weight_up.dtype"), absent("bias_up.dtype"), at_least("out", 1, Code.EMPTY_INPUT),
-            *(unit_stride(w, repair=False) for w in ("weight_in", "weight_down")),
-            *(unit_stride(b) for b in ("bias_in", "bias_down")), name="mlp_vector",
+    _kernel(mlp, _mlp, 10.0, 5.0, *ONE_ROW, *MLP, name="mlp_vector",
             less_work="activation and product of gate and up where they are computed"),
+    # What torch pays for each element of a half type is in no guess of its time: ours stay below it at every size.
+    _kernel(linear, _linear, 24.0, 1.0, *slow_half_matmul(), *LINEAR, name="linear_half", less_work=WIDENED),
+    _kernel(mlp, _mlp, 24.0, 5.0, *slow_half_matmul(), *MLP, name="mlp_half", less_work=WIDENED),
     _kernel(attention, _attention_decode, 20.0, 3.0, *DECODE, at_least("group", 2),
             any_of(at_most("seq_q", FEW_ROWS), at_least("head_dim", 65)), name="attention_decode", variants=("bhsd",),
             less_work="reads keys and values once for all query heads that share them",
@@ -213,6 +237,8 @@ KERNELS = (
     # Where heads share nothing torch reads no more than we do: it goes first, and we serve what it does not know.
     _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE, equals("group", 1), name="attention_decode_mha",
             variants=("bhsd",), note="for as many KV heads as query heads"),
+    _kernel(attention, _attention_decode, 20.0, 1.0, *DECODE, *slow_half_matmul(), name="attention_decode_half",
+            variants=("bhsd",), less_work=WIDENED),
     _kernel(rms_norm, _rms_norm, 12.0, 2.0, unit_stride("x"), *WEIGHT, less_work=ONE_PASS),
     _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, unit_stride("x"), unit_stride("residual"), *WEIGHT,
             less_work=ONE_PASS),

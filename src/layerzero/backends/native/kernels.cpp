@@ -5,13 +5,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-static inline int thread_number() { return omp_get_thread_num(); }
-#else
-static inline int thread_number() { return 0; }
-#endif
-
 #include "attention.h"
 #include "norms.h"
 #include "products.h"
@@ -74,6 +67,17 @@ template <class F> bool without_gil(bool worth_it, F work) {
   return done;
 }
 
+// work(a number of that dtype), as DTYPES in __init__.py numbers them.
+template <class F> bool for_dtype(int64_t dtype, F work) {
+  return dtype == 2 ? work(fp16{}) : dtype == 1 ? work(bf16{}) : work(0.0f);
+}
+
+// The kernel for the dtypes of the data and of its parameters.
+#define FOR_DTYPES(run, call, dtype, of_parameters)                                                      \
+  for_dtype(dtype, [&](auto t) {                                                                         \
+    return for_dtype(of_parameters, [&](auto p) { return run<decltype(t), decltype(p)>(call); });        \
+  })
+
 PyObject *none_or_memory_error(bool done) {
   return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
@@ -81,7 +85,7 @@ PyObject *none_or_memory_error(bool done) {
 PyObject *attention_decode(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   Attention a;
-  bool half = in.whole();
+  int64_t dtype = in.whole();
   a.query = in.address(), a.key = in.address(), a.value = in.address();
   a.out = in.address(), a.lse = (float *)in.address(a.has_lse);
   int64_t q[4], k[4], qs[4], ks[4], vs[4];
@@ -96,19 +100,15 @@ PyObject *attention_decode(PyObject *, PyObject *const *args, Py_ssize_t count) 
   a.q = {qs[0], qs[1], qs[2]}, a.k = {ks[0], ks[1], ks[2]}, a.v = {vs[0], vs[1], vs[2]};
   if (!a.kv_heads || !a.batch) return Py_NewRef(Py_None);
   bool worth_it = a.batch * a.kv_heads * a.seq_k * a.head_dim > 16384;
-  return none_or_memory_error(without_gil(
-      worth_it, [&] { return half ? Decoder<bf16>(a).run() : Decoder<float>(a).run(); }));
+  return none_or_memory_error(without_gil(worth_it, [&] {
+    return for_dtype(dtype, [&](auto t) { return Decoder<decltype(t)>(a).run(); });
+  }));
 }
-
-// The kernel for the dtypes of the data and of its parameters: 1 for bfloat16, 0 for float32.
-#define FOR_DTYPES(run, call, half, half_parameters)                                  \
-  (half ? half_parameters ? run<bf16, bf16>(call) : run<bf16, float>(call)            \
-        : half_parameters ? run<float, bf16>(call) : run<float, float>(call))
 
 PyObject *rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   Norm a;
-  bool half = in.whole(), half_weight = in.whole();
+  int64_t dtype = in.whole(), weight_dtype = in.whole();
   a.x = in.address(), a.residual = in.address(a.has_residual), a.weight = in.address(a.has_weight);
   a.out = in.address(), a.total = in.address();
   a.rows = in.whole(), a.hidden = in.whole(), a.x_row = in.whole(), a.residual_row = in.whole();
@@ -116,7 +116,7 @@ PyObject *rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   a.threads = int(in.whole());
   if (!in.ok) return nullptr;
   return none_or_memory_error(without_gil(
-      a.rows * a.hidden > 65536, [&] { return FOR_DTYPES(run_norm, a, half, half_weight); }));
+      a.rows * a.hidden > 65536, [&] { return FOR_DTYPES(run_norm, a, dtype, weight_dtype); }));
 }
 
 // Shape and strides of (batch,) heads, tokens, dim in the order of `tokens_first`; what is not given has no heads.
@@ -146,7 +146,8 @@ void read_heads(Arguments &in, bool tokens_first, int64_t dims, Heads &h, int64_
 PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   Rope a = {};
-  bool half = in.whole(), half_table = in.whole(), tokens_first = in.whole();
+  int64_t dtype = in.whole(), table_dtype = in.whole();
+  bool tokens_first = in.whole();
   a.interleaved = in.whole();
   int64_t dims = in.whole();
   read_heads(in, tokens_first, dims, a.query, a.batch, a.seq, a.dim);
@@ -159,24 +160,48 @@ PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   int64_t lost = a.astray();
   if (lost >= 0) return PyLong_FromLongLong(a.position(lost / a.seq, lost % a.seq));
   int64_t work = a.batch * a.seq * (a.query.count + a.key.count) * a.dim;
-  return none_or_memory_error(without_gil(work > 65536, [&] { return FOR_DTYPES(run_rope, a, half, half_table); }));
+  return none_or_memory_error(without_gil(work > 65536, [&] { return FOR_DTYPES(run_rope, a, dtype, table_dtype); }));
+}
+
+// Half types only: with float32 weights torch's own product has nothing to widen.
+template <class F> PyObject *multiplied(int64_t dtype, const Product &first, F work) {
+  bool worth_it = first.tokens * first.inputs * first.outputs > 65536;
+  return none_or_memory_error(without_gil(worth_it, [&] { return dtype == 2 ? work(fp16{}) : work(bf16{}); }));
 }
 
 PyObject *product(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
-  Product a;
-  a.x = (const bf16 *)in.address(), a.weight = (const bf16 *)in.address(), a.bias = (const bf16 *)in.address(a.has_bias);
-  a.out = (bf16 *)in.address();
-  a.rows = in.whole(), a.inputs = in.whole(), a.row = in.whole(), a.gated = in.whole();
-  a.threads = int(in.whole());
+  Product a{};
+  int64_t dtype = in.whole();
+  a.x = in.address(), a.weight = in.address(), a.bias = in.address(a.has_bias), a.out = in.address();
+  a.tokens = in.whole(), a.inputs = in.whole(), a.outputs = in.whole();
+  a.x_row = in.whole(), a.weight_row = in.whole();
+  a.out_row = a.outputs;
+  a.activation = Activation(in.whole()), a.threads = int(in.whole());
   if (!in.ok) return nullptr;
-  return none_or_memory_error(without_gil(a.rows * a.inputs > 65536, [&] { return run_product(a); }));
+  return multiplied(dtype, a, [&](auto t) { return run_product<decltype(t)>(a); });
+}
+
+PyObject *feed_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  FeedForward f{};
+  Product &a = f.in, &b = f.down;
+  int64_t dtype = in.whole();
+  a.x = in.address(), a.weight = in.address(), a.second = in.address(a.has_second);
+  a.bias = in.address(a.has_bias), a.second_bias = in.address(a.has_second_bias);
+  b.weight = in.address(), b.bias = in.address(b.has_bias), b.out = in.address();
+  a.tokens = b.tokens = in.whole(), a.inputs = in.whole(), a.outputs = b.inputs = in.whole();
+  b.outputs = b.out_row = in.whole();
+  a.x_row = in.whole(), a.weight_row = in.whole(), a.second_row = in.whole(), b.weight_row = in.whole();
+  a.activation = Activation(in.whole()), a.threads = b.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return multiplied(dtype, a, [&](auto t) { return run_feed_forward<decltype(t)>(f); });
 }
 
 PyObject *token(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   Token t;
-  bool half = in.whole();
+  int64_t dtype = in.whole();
   t.qkv = in.address(), t.cos = in.address(), t.sin = in.address();
   t.keys = in.address(), t.values = in.address(), t.out = in.address();
   t.batch = in.whole(), t.heads = in.whole(), t.kv_heads = in.whole(), t.dim = in.whole(), t.half = in.whole();
@@ -184,12 +209,15 @@ PyObject *token(PyObject *, PyObject *const *args, Py_ssize_t count) {
   t.scale = float(in.real()), t.threads = int(in.whole());
   if (!in.ok) return nullptr;
   bool worth_it = t.batch * t.kv_heads * t.length * t.dim > 16384;
-  return none_or_memory_error(without_gil(worth_it, [&] { return half ? run_token<bf16>(t) : run_token<float>(t); }));
+  return none_or_memory_error(without_gil(worth_it, [&] {
+    return for_dtype(dtype, [&](auto number) { return run_token<decltype(number)>(t); });
+  }));
 }
 
 PyMethodDef methods[] = {
     {"token", (PyCFunction)(void (*)(void))token, METH_FASTCALL, nullptr},
     {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL, nullptr},
+    {"feed_forward", (PyCFunction)(void (*)(void))feed_forward, METH_FASTCALL, nullptr},
     {"attention_decode", (PyCFunction)(void (*)(void))attention_decode, METH_FASTCALL, nullptr},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, nullptr},
     {"rope", (PyCFunction)(void (*)(void))rope, METH_FASTCALL, nullptr},

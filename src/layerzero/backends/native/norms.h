@@ -1,5 +1,8 @@
-// RMS norm over rows, with or without a residual added first: one pass over memory, the row stays in the cache.
+// RMS norm over rows, with or without a residual added first: one pass over memory, the row stays in the cache in
+// float32.
 #pragma once
+
+#include <cstdlib>
 
 #include "vectors.h"
 
@@ -23,36 +26,79 @@ template <class F> INLINE inline void along(int64_t size, F f) {
 template <class T> INLINE inline vf take(const T *p, int n) { return n == W ? load(p) : load_some(p, n); }
 template <class T> INLINE inline void give(T *p, vf v, int n) { n == W ? store(p, v) : store_some(p, v, n); }
 
-template <class T, class P> void norm_row(const Norm &a, int64_t row) {
-  const T *x = (const T *)a.x + row * a.x_row;
-  T *out = (T *)a.out + row * a.hidden;
-  if (a.has_residual) {
-    const T *residual = (const T *)a.residual + row * a.residual_row;
-    T *total = (T *)a.total + row * a.hidden;
-    along(a.hidden, [&](int64_t d, int n) { give(total + d, take(x + d, n) + take(residual + d, n), n); });
-    x = total;                                  // rounded, as the caller sees it
+// f(d, Two) for every two vectors of a row, and f(d, Rest) for what remains, which is read as if followed by zeros.
+struct Two {
+  template <class T> INLINE void take(const T *p, vf *to) const { load_two(p, to); }
+  template <class T> INLINE void give(T *p, const vf *from) const { store_two(p, from); }
+};
+struct Rest {
+  int n;
+  template <class T> void take(const T *p, vf *to) const {
+    T some[2 * W] = {};
+    std::memcpy(some, p, n * sizeof(T));
+    load_two(some, to);
   }
-  vf sums[4] = {};
+  template <class T> void give(T *p, const vf *from) const {
+    T some[2 * W];
+    store_two(some, from);
+    std::memcpy(p, some, n * sizeof(T));
+  }
+};
+template <class F> INLINE inline void by_two(int64_t size, F f) {
   int64_t d = 0;
-  for (; d + 4 * W <= a.hidden; d += 4 * W)
-    each<4>([&](auto i) { vf v = load(x + d + i * W); sums[i] += v * v; });
-  along(a.hidden - d, [&](int64_t at, int n) { vf v = take(x + d + at, n); sums[0] += v * v; });
-  float mean = sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(a.hidden);
-  float inverse = 1.0f / std::sqrt(mean + a.eps);
-  const P *weight = (const P *)a.weight;
-  if (a.has_weight)
-    along(a.hidden, [&](int64_t d, int n) {
-      give(out + d, take(x + d, n) * inverse * (take(weight + d, n) + a.offset), n);
-    });
-  else
-    along(a.hidden, [&](int64_t d, int n) { give(out + d, take(x + d, n) * inverse, n); });
+  for (; d + 2 * W <= size; d += 2 * W) f(d, Two{});
+  if (d < size) f(d, Rest{int(size - d)});
 }
 
-template <class T, class P> bool run_norm(const Norm &a) {
+// `wide` is room for the row in float32, so that it is widened once; `weight` has its offset in it, or is null.
+template <class T> void norm_row(const Norm &a, int64_t row, const float *weight, float *wide) {
+  const T *x = (const T *)a.x + row * a.x_row, *residual = (const T *)a.residual + row * a.residual_row;
+  T *out = (T *)a.out + row * a.hidden, *total = (T *)a.total + row * a.hidden;
+  vf sums[2] = {};
+  by_two(a.hidden, [&](int64_t d, auto part) {
+    vf v[2], r[2];
+    part.take(x + d, v);
+    if (a.has_residual) {
+      part.take(residual + d, r);
+      each<2>([&](auto i) { v[i] += r[i]; });
+      part.give(total + d, v), part.take(total + d, v);   // rounded, as the caller sees it
+    }
+    each<2>([&](auto i) { sums[i] += v[i] * v[i]; });
+    store_two(wide + d, v);
+  });
+  float mean = sum(sums[0] + sums[1]) / float(a.hidden);
+  float inverse = 1.0f / std::sqrt(mean + a.eps);
+  by_two(a.hidden, [&](int64_t d, auto part) {
+    vf v[2], w[2];
+    load_two(wide + d, v), load_two(weight ? weight + d : wide + d, w);
+    each<2>([&](auto i) { v[i] = weight ? v[i] * inverse * w[i] : v[i] * inverse; });
+    part.give(out + d, v);
+  });
+}
+
+// The weight in float32, with its offset.
+template <class P> void widen_weight(const Norm &a, float *to) {
+  by_two(a.hidden, [&](int64_t d, auto part) {
+    vf w[2];
+    part.take((const P *)a.weight + d, w);
+    each<2>([&](auto i) { w[i] += a.offset; });
+    store_two(to + d, w);
+  });
+}
+
+template <class T> bool norm_rows(const Norm &a, void (*widen_weight)(const Norm &, float *)) {
   const int threads = a.rows * a.hidden < 32768 ? 1 : a.threads;
+  const int64_t room = (a.hidden + 2 * W - 1) / (2 * W) * (2 * W);
+  float *memory = (float *)std::aligned_alloc(64, ((threads + 1) * room * sizeof(float) + 63) / 64 * 64);
+  if (!memory) return false;
+  float *weight = a.has_weight ? memory : nullptr;
+  if (weight) widen_weight(a, weight);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < a.rows; row++) norm_row<T, P>(a, row);
+  for (int64_t row = 0; row < a.rows; row++) norm_row<T>(a, row, weight, memory + (1 + thread_number()) * room);
+  std::free(memory);
   return true;
 }
+
+template <class T, class P> bool run_norm(const Norm &a) { return norm_rows<T>(a, widen_weight<P>); }
 
 }  // namespace lz

@@ -1,5 +1,6 @@
-// A matrix times one row of x, for bfloat16: the weight is read once and nothing is set up for it, which is what a
-// decode step of a small model spends a third of its time on. Several rows of the weight at a time, in float32.
+// Rows of x times a matrix of bfloat16 or float16, in float32: weights are widened in registers, or for more rows once
+// into a panel that stays in the cache. So a CPU without arithmetic in these types reads half the bytes of float32 and
+// does no more work; and for one row nothing is set up first, which is what small models spend a third of a step on.
 #pragma once
 
 #include <algorithm>
@@ -9,82 +10,217 @@
 
 namespace lz {
 
+enum Activation { NONE, RELU, SILU, GELU, GELU_TANH };
+
+// out = act(x W^T + bias), and where there is a second weight: act(x W^T + bias) * (x second^T + second_bias).
 struct Product {
-  const bf16 *x, *weight, *bias;
-  bf16 *out;
-  int64_t rows, inputs, row;                    // of the weight; the step from row to row, in elements
-  bool has_bias;
-  bool gated;                                   // out has half the rows: silu(first half) * second half
+  const void *x, *weight, *second, *bias, *second_bias;
+  bool has_second, has_bias, has_second_bias;
+  void *out;
+  int64_t tokens, inputs, outputs;
+  int64_t x_row, weight_row, second_row, out_row;         // steps from row to row, in elements
+  bool wide_x, wide_out;                                  // float32, where the weights are of a half type
+  Activation activation;
   int threads;
 };
 
-constexpr int TOGETHER = 8;                     // rows of the weight: as many streams as keep memory busy
-constexpr int AHEAD = 4;                        // times as many rows: asked for before they are read. Rows of a small model
-                                                // are too short for the processor to see that they are read in order
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int REGISTERS = 16;
+#else
+constexpr int REGISTERS = 32;
+#endif
+constexpr int TOKENS = 4;                       // of x that share a weight in registers
+constexpr int MOST_ROWS = 64;                   // of the weight in a panel
+constexpr int64_t PANEL = 65536;                // floats in a panel: a quarter of a megabyte, for the second-level cache
+constexpr int AHEAD = 4;                        // times as many rows as are read at a time: asked for before they are read.
+                                                // Rows of a small model are too short for the processor to see their order
 
-// The products of R rows with x, which lies as Unit<bf16> splits it, filled up with zeros.
-template <int R> INLINE inline void dots(const Product &a, int64_t first, const float *x, float *to) {
-  using U = Unit<bf16>;
-  const bf16 *w = a.weight + first * a.row;
-  vf sums[R][2];
-  each<R>([&](auto r) { sums[r][0] = sums[r][1] = vf{}; });
+// Rows of the weight that are read at a time: as many sums as fit the registers. For one token x86 is fastest with as
+// many streams of memory, a Neoverse with one after the other.
+#if defined(__aarch64__)
+constexpr int STREAMS = 1;
+#else
+constexpr int STREAMS = REGISTERS / 4;
+#endif
+template <int M> constexpr int together() { return M == 1 ? STREAMS : M == 2 ? REGISTERS / 4 : REGISTERS / 8; }
+
+// to[m * MOST_ROWS + r]: R rows of the weight with M of x, which lies as Unit<T> splits it and is filled up with zeros.
+template <class T, int R, int M>
+INLINE inline void tile(const T *w, int64_t row, const float *x, int64_t x_row, int64_t inputs, float *to) {
+  using U = Unit<T>;
+  constexpr int V = U::VECTORS, LINE = 64 / int(sizeof(T));   // elements in a line of the cache, which is several units
+  constexpr int CHAINS = M == 1 ? std::max(1, 8 / R) : 1;     // sums that do not wait for each other
+  vf sums[R][M][CHAINS] = {};
+  auto ask = [&](int64_t d) { each<R>([&](auto r) { __builtin_prefetch(w + (AHEAD * R + r) * row + d); }); };
+  auto add = [&](int64_t d, auto get) {
+    vf xs[M][V];
+    each<M>([&](auto m) { each<V>([&](auto v) { xs[m][v] = load(x + m * x_row + d + v * W); }); });
+    each<R>([&](auto r) {
+      vf some[V];
+      get(w + r * row + d, some);
+      each<M>([&](auto m) { each<V>([&](auto v) { sums[r][m][v % CHAINS] += some[v] * xs[m][v]; }); });
+    });
+  };
+  auto whole = [](const T *p, vf *v) { U::get(p, v); };
   int64_t d = 0;
-  for (; d + U::SIZE <= a.inputs; d += U::SIZE) {
-    vf low = load(x + d), high = load(x + d + W);
-    each<R>([&](auto r) {
-      vf some[2];
-      __builtin_prefetch(w + (AHEAD * R + r) * a.row + d);
-      U::get(w + r * a.row + d, some);
-      sums[r][0] += some[0] * low;
-      sums[r][1] += some[1] * high;
-    });
+  if constexpr (M == 1 && LINE % U::SIZE == 0)  // a whole line of one row after the other: rows far apart share a place
+    for (; d + LINE <= inputs; d += LINE) {     // in the cache, and would push each other out
+      constexpr int UNITS = LINE / U::SIZE;
+      if (R > 1) ask(d);
+      vf xs[UNITS * V];
+      each<UNITS * V>([&](auto i) { xs[i] = load(x + d + i * W); });
+      each<R>([&](auto r) {
+        vf some[UNITS * V];
+        each<UNITS>([&](auto i) { U::get(w + r * row + d + i * U::SIZE, some + i * V); });
+        each<UNITS * V>([&](auto i) { sums[r][0][i % CHAINS] += some[i] * xs[i]; });
+      });
+    }
+  for (; d + U::SIZE <= inputs; d += U::SIZE) {
+    if (M == 2 && d % LINE == 0) ask(d);
+    add(d, whole);
   }
-  if (d < a.inputs) {
-    vf low = load(x + d), high = load(x + d + W);
-    each<R>([&](auto r) {
-      vf some[2];
-      U::get_some(w + r * a.row + d, int(a.inputs - d), some);
-      sums[r][0] += some[0] * low;
-      sums[r][1] += some[1] * high;
-    });
-  }
+  if (d < inputs) add(d, [&](const T *p, vf *v) { U::get_some(p, int(inputs - d), v); });
   each<R>([&](auto r) {
-    to[r] = sum(sums[r][0] + sums[r][1]);
-    if (a.has_bias) to[r] += to_float(a.bias[first + r]);
+    each<M>([&](auto m) {
+      each<CHAINS - 1>([&](auto c) { sums[r][m][0] += sums[r][m][c + 1]; });
+      to[m * MOST_ROWS + r] = sum(sums[r][m][0]);
+    });
   });
 }
 
-inline void some_dots(const Product &a, int64_t first, int64_t count, const float *x, float *to) {
-  if (count == TOGETHER) return dots<TOGETHER>(a, first, x, to);
-  for (int64_t r = 0; r < count; r++) dots<1>(a, first + r, x, to + r);
+// `count` rows of the weight with M of x.
+template <class T, int M>
+void tiles(const T *w, int64_t row, int64_t count, const float *x, int64_t x_row, int64_t inputs, float *to) {
+  constexpr int R = together<M>();
+  int64_t r = 0;
+  for (; r + R <= count; r += R) tile<T, R, M>(w + r * row, row, x, x_row, inputs, to + r);
+  for (; r < count; r++) tile<T, 1, M>(w + r * row, row, x, x_row, inputs, to + r);
 }
 
-inline bool run_product(const Product &a) {
-  using U = Unit<bf16>;
-  const int64_t filled = (a.inputs + U::SIZE - 1) / U::SIZE * U::SIZE;
-  float *x = (float *)std::aligned_alloc(64, filled * sizeof(float));
-  if (!x) return false;
-  for (int64_t d = 0; d < filled; d += U::SIZE) {
-    vf some[2];
-    if (d + U::SIZE <= a.inputs) U::get(a.x + d, some);
-    else U::get_some(a.x + d, int(a.inputs - d), some);
-    store(x + d, some[0]), store(x + d + W, some[1]);
+template <class T>
+void few_tokens(int64_t tokens, const T *w, int64_t row, int64_t count, const float *x, int64_t x_row, int64_t inputs,
+                float *to) {
+  switch (tokens) {
+    case 4: return tiles<T, 4>(w, row, count, x, x_row, inputs, to);
+    case 3: return tiles<T, 3>(w, row, count, x, x_row, inputs, to);
+    case 2: return tiles<T, 2>(w, row, count, x, x_row, inputs, to);
+    default: return tiles<T, 1>(w, row, count, x, x_row, inputs, to);
   }
-  const int64_t results = a.gated ? a.rows / 2 : a.rows, blocks = (results + TOGETHER - 1) / TOGETHER;
-  const int threads = a.rows * a.inputs < 32768 ? 1 : a.threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t block = 0; block < blocks; block++) {
-    const int64_t first = block * TOGETHER, count = std::min<int64_t>(TOGETHER, results - first);
-    float one[TOGETHER], other[TOGETHER];
-    some_dots(a, first, count, x, one);
-    if (a.gated) {
-      some_dots(a, results + first, count, x, other);
-      for (int64_t r = 0; r < count; r++) one[r] = one[r] / (1.0f + std::exp(-one[r])) * other[r];
+}
+
+// A row as Unit<T> splits it, in float32, filled up with zeros.
+template <class T> void widen(const T *from, int64_t size, float *to) {
+  using U = Unit<T>;
+  for (int64_t d = 0; d < size; d += U::SIZE) {
+    vf some[U::VECTORS];
+    if (d + U::SIZE <= size) U::get(from + d, some);
+    else U::get_some(from + d, int(size - d), some);
+    for (int v = 0; v < U::VECTORS; v++) store(to + d + v * W, some[v]);
+  }
+}
+
+// The same of a row that is in float32 already.
+template <class T> void split(const float *from, int64_t size, int64_t filled, float *to) {
+  using U = Unit<T>;
+  for (int64_t d = 0; d < filled; d++) {
+    const int64_t unit = d / U::SIZE * U::SIZE, at = d % U::SIZE;
+    to[unit + at % U::VECTORS * W + at / U::VECTORS] = d < size ? from[d] : 0.0f;
+  }
+}
+
+inline vf activated(vf x, Activation activation) {
+  if (activation == RELU) return x < 0.0f ? vf{} : x;     // NaN stays one
+  if (activation == SILU) {
+    vf negative = -x > 88.0f ? all(88.0f) : -x;
+    return x / (1.0f + exponential(negative));
+  }
+  if (activation == GELU_TANH)
+    return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+  if (activation == GELU)
+    for (int i = 0; i < W; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067811865476f));
+  return x;
+}
+
+// Bias, activation, gate: `count` results of one token, in place.
+template <class T>
+void finish_products(const Product &a, int64_t first, int64_t count, float *one, float *other) {
+  auto add_bias = [&](float *to, const void *bias) {
+    for (int64_t r = 0; r < count; r++) to[r] += to_float(((const T *)bias)[first + r]);
+  };
+  if (a.has_bias) add_bias(one, a.bias);
+  if (a.has_second_bias) add_bias(other, a.second_bias);
+  if (a.activation == NONE && !a.has_second) return;
+  for (int64_t r = 0; r < count; r += W) {      // past the end: rows of MOST_ROWS hold as many vectors as fit
+    vf v = activated(load(one + r), a.activation);
+    store(one + r, a.has_second ? v * load(other + r) : v);
+  }
+}
+
+template <class T> bool run_product(const Product &a) {
+  using U = Unit<T>;
+  const int64_t filled = (a.inputs + U::SIZE - 1) / U::SIZE * U::SIZE, matrices = a.has_second ? 2 : 1;
+  const int64_t wide_row = (filled + 15) / 16 * 16 + 16;  // rows a power of two apart share a place in the cache
+  const bool panels = a.tokens > TOKENS;        // fewer read every weight once anyway
+  const int threads = a.tokens * a.outputs * a.inputs < 32768 ? 1 : a.threads;
+  // A share of the rows for each thread, cut so that a panel fits the cache.
+  int64_t rows = panels ? std::clamp<int64_t>(PANEL / wide_row / matrices, 8, MOST_ROWS) : 32;
+  rows = std::clamp<int64_t>((a.outputs / (2 * threads) + 7) / 8 * 8, 8, rows / 8 * 8);
+  const int64_t blocks = (a.outputs + rows - 1) / rows, panel = panels ? matrices * rows * wide_row : 0;
+  float *memory = (float *)std::aligned_alloc(64, (a.tokens * wide_row + threads * panel + 15) / 16 * 64);
+  if (!memory) return false;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    float *x = memory, *own = memory + a.tokens * wide_row + thread_number() * panel;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < a.tokens; t++) {
+      if (a.wide_x) split<T>((const float *)a.x + t * a.x_row, a.inputs, filled, x + t * wide_row);
+      else widen<T>((const T *)a.x + t * a.x_row, a.inputs, x + t * wide_row);
     }
-    for (int64_t r = 0; r < count; r++) from_float(a.out + first + r, one[r]);
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t first = block * rows, count = std::min(rows, a.outputs - first);
+      const T *weights[2] = {(const T *)a.weight + first * a.weight_row,
+                             a.has_second ? (const T *)a.second + first * a.second_row : nullptr};
+      const int64_t steps[2] = {a.weight_row, a.second_row};
+      if (panels)
+        for (int64_t i = 0; i < matrices; i++)
+          for (int64_t r = 0; r < count; r++)
+            widen<T>(weights[i] + r * steps[i], a.inputs, own + (i * rows + r) * wide_row);
+      for (int64_t t = 0; t < a.tokens; t += TOKENS) {
+        const int64_t some = std::min<int64_t>(TOKENS, a.tokens - t);
+        alignas(64) float results[2][TOKENS * MOST_ROWS];
+        for (int64_t i = 0; i < matrices; i++) {
+          if (panels) few_tokens<float>(some, own + i * rows * wide_row, wide_row, count, x + t * wide_row, wide_row, filled,
+                                        results[i]);
+          else few_tokens<T>(some, weights[i], steps[i], count, x + t * wide_row, wide_row, a.inputs, results[i]);
+        }
+        for (int64_t m = 0; m < some; m++) {
+          float *one = results[0] + m * MOST_ROWS;
+          finish_products<T>(a, first, count, one, results[1] + m * MOST_ROWS);
+          const int64_t at = (t + m) * a.out_row + first;
+          if (a.wide_out) std::memcpy((float *)a.out + at, one, count * sizeof(float));
+          else for (int64_t r = 0; r < count; r++) from_float((T *)a.out + at + r, one[r]);
+        }
+      }
+    }
   }
-  std::free(x);
+  std::free(memory);
   return true;
+}
+
+// The feed-forward layer: what lies between its products stays in float32.
+struct FeedForward {
+  Product in, down;                             // in.out and down.x are for this to set
+};
+
+template <class T> bool run_feed_forward(FeedForward &a) {
+  float *inner = (float *)std::malloc(a.in.tokens * a.in.outputs * sizeof(float) + 1);
+  if (!inner) return false;
+  a.in.out = inner, a.in.out_row = a.in.outputs, a.in.wide_x = false, a.in.wide_out = true;
+  a.down.x = inner, a.down.x_row = a.down.inputs, a.down.wide_x = true, a.down.wide_out = false;
+  bool done = run_product<T>(a.in) && run_product<T>(a.down);
+  std::free(inner);
+  return done;
 }
 
 }  // namespace lz

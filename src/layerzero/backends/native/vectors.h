@@ -10,9 +10,20 @@
 #include <immintrin.h>
 #define VECTOR_BYTES 64
 #elif defined(__AVX2__)
+#include <immintrin.h>
 #define VECTOR_BYTES 32
 #else
 #define VECTOR_BYTES 16
+#endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#ifdef _OPENMP
+#include <omp.h>
+inline int thread_number() { return omp_get_thread_num(); }
+#else
+inline int thread_number() { return 0; }
 #endif
 
 namespace lz {
@@ -24,6 +35,7 @@ typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
 
 struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
 
 #define INLINE __attribute__((always_inline))
 
@@ -41,6 +53,9 @@ inline vf load(const float *p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float *p, vf v) { std::memcpy(p, &v, sizeof v); }
 
 inline vf load(const bf16 *p) {
+#if defined(__aarch64__)
+  return (vf)vshll_n_u16(vld1_u16(&p->bits), 16);
+#endif
   vh h;
   std::memcpy(&h, p, sizeof h);
   return bits_to_float(__builtin_convertvector(h, vu) << 16);
@@ -48,12 +63,118 @@ inline vf load(const bf16 *p) {
 
 // To the nearest, ties to even; NaN stays one.
 inline void store(bf16 *p, vf v) {
+#if defined(__aarch64__)
+  uint32x4_t bits = (uint32x4_t)v, odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  uint16x4_t number = vmovn_u32(vceqq_f32((float32x4_t)v, (float32x4_t)v));
+  uint16x4_t rounded = vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd), 16);
+  vst1_u16(&p->bits, vbsl_u16(number, rounded, vdup_n_u16(0x7fc0)));
+  return;
+#endif
   vu u = float_to_bits(v);
   u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   u = v == v ? u : (vu{} + 0x7fc0);
   vh h = __builtin_convertvector(u, vh);
   std::memcpy(p, &h, sizeof h);
 }
+
+inline float to_float(fp16 x) {
+#if defined(__aarch64__)
+  __fp16 h;
+  std::memcpy(&h, &x, sizeof h);
+  return h;
+#elif defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+  float f;
+  if (rest < 0x400) {                           // zero, or below the normal numbers: a multiple of 2^-24
+    f = float(rest) * 5.9604644775390625e-8f;
+    return sign ? -f : f;
+  }
+  const uint32_t u = sign | (rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23);
+  std::memcpy(&f, &u, sizeof f);
+  return f;
+#endif
+}
+
+// To the nearest, ties to even.
+inline void from_float(fp16 *to, float x) {
+#if defined(__aarch64__)
+  __fp16 h = __fp16(x);
+  std::memcpy(to, &h, sizeof h);
+#elif defined(__F16C__)
+  to->bits = uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  uint32_t u;
+  std::memcpy(&u, &x, sizeof u);
+  const uint32_t sign = (u >> 16) & 0x8000, rest = u & 0x7fffffff;
+  if (rest > 0x7f800000) to->bits = uint16_t(sign | 0x7e00);
+  else if (rest >= 0x477ff000) to->bits = uint16_t(sign | 0x7c00);
+  else if (rest < 0x38800000) {                 // below the normal numbers: adding 1/2 puts the unit at 2^-24
+    float shifted;
+    std::memcpy(&shifted, &rest, sizeof shifted);
+    shifted += 0.5f;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    to->bits = uint16_t(sign | (bits - 0x3f000000));
+  } else {
+    to->bits = uint16_t(sign | (rest - (112u << 23) + 0xfff + ((rest >> 13) & 1)) >> 13);
+  }
+#endif
+}
+
+inline vf load(const fp16 *p) {
+#if defined(__aarch64__)
+  return (vf)vcvt_f32_f16(vld1_f16((const __fp16 *)p));
+#elif defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+  vf v;
+  for (int i = 0; i < W; i++) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+
+inline void store(fp16 *p, vf v) {
+#if defined(__aarch64__)
+  vst1_f16((__fp16 *)p, vcvt_f16_f32((float32x4_t)v));
+#elif defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__) && defined(__F16C__)
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < W; i++) from_float(p + i, v[i]);
+#endif
+}
+
+// Two vectors, one after the other: of half types that is one load of a whole vector.
+template <class T> INLINE inline void load_two(const T *p, vf *to) { to[0] = load(p), to[1] = load(p + W); }
+template <class T> INLINE inline void store_two(T *p, const vf *from) { store(p, from[0]), store(p + W, from[1]); }
+#if defined(__aarch64__)
+INLINE inline void load_two(const bf16 *p, vf *to) {
+  uint16x8_t h = vld1q_u16(&p->bits);
+  to[0] = (vf)vshll_n_u16(vget_low_u16(h), 16), to[1] = (vf)vshll_high_n_u16(h, 16);
+}
+INLINE inline void load_two(const fp16 *p, vf *to) {
+  float16x8_t h = vld1q_f16((const __fp16 *)p);
+  to[0] = (vf)vcvt_f32_f16(vget_low_f16(h)), to[1] = (vf)vcvt_high_f32_f16(h);
+}
+INLINE inline void store_two(bf16 *p, const vf *from) {
+  uint32x4_t r[2], number[2];
+  each<2>([&](auto i) {
+    uint32x4_t bits = (uint32x4_t)from[i], odd = vandq_u32(bits, vdupq_n_u32(0x10000));
+    r[i] = vsraq_n_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd, 16);
+    number[i] = vceqq_f32((float32x4_t)from[i], (float32x4_t)from[i]);
+  });
+  uint16x8_t high = vuzp2q_u16((uint16x8_t)r[0], (uint16x8_t)r[1]);
+  vst1q_u16(&p->bits, vbslq_u16(vuzp1q_u16((uint16x8_t)number[0], (uint16x8_t)number[1]), high, vdupq_n_u16(0x7fc0)));
+}
+INLINE inline void store_two(fp16 *p, const vf *from) {
+  vst1q_f16((__fp16 *)p, vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)from[0]), (float32x4_t)from[1]));
+}
+#endif
 
 // The first n < W elements; the others are zero.
 template <class T> inline vf load_some(const T *p, int n) {
@@ -82,6 +203,13 @@ template <> struct Unit<float> {
 #endif
   }
   static void put(float *p, const vf *from) { store(p, from[0]); }
+};
+
+template <> struct Unit<fp16> {
+  static constexpr int VECTORS = 1, SIZE = W;
+  INLINE static void get(const fp16 *p, vf *to) { to[0] = load(p); }
+  INLINE static void get_some(const fp16 *p, int n, vf *to) { to[0] = load_some(p, n); }
+  static void put(fp16 *p, const vf *from) { store(p, from[0]); }
 };
 
 template <> struct Unit<bf16> {
@@ -134,6 +262,12 @@ inline vf larger(vf a, vf b) { return a > b ? a : b; }
 inline float sum(vf v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+#elif defined(__aarch64__)
+  return vaddvq_f32((float32x4_t)v);
 #else
   float s = 0;
   for (int i = 0; i < W; i++) s += v[i];

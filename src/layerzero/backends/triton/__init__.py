@@ -141,7 +141,8 @@ def _quantized_linear_double() -> Callable[..., Any]:
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: Condition, **more: Any) -> Kernel:
     return Kernel(f"triton.{name}", op, load, (*HARDWARE, plain_tensors(), *requires), package="triton", prior=prior,
-                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True, **more)
+                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True,
+                  **{"replayable": True, **more})
 
 
 def _few_rows(tokens: str) -> tuple[Condition, ...]:
@@ -233,7 +234,7 @@ DEFAULTS = (
             note="an id outside the table gives NaN"),
     _kernel("mlp", mlp, _mlp, 1.1, 20.0, FLOATS, at_most("rows", MOST_GRID),
             one_of("activation", "swiglu", "geglu", "geglu_tanh", "reglu"), workspace="3 * itemsize * rows * inner",
-            less_work="activation and product between the matrix products in one pass"),
+            less_work="activation and product between the matrix products in one pass", replayable=False),
     _kernel("quantize", quantize, _quantize, 6.0, 15.0, FLOATS, unit_stride("x"), on("symmetric"),
             one_of("format", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
             one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),

@@ -6,6 +6,7 @@ A program holds whole blocks: the rows of a tile have a scale each, or, where a 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...ops.quant_formulas import FORMATS, blocks_of
 from ...ops.quantize import check_given
+from .launch import Launcher
 
 TILE = 4096
 TINY = tl.constexpr(1.1754943508222875e-38)
@@ -78,6 +80,14 @@ def quantize_kernel(
     tl.store(out_ptr + sheet * out_sheet + row[:, None] * width + column[None, :], code, mask=inside)
 
 
+_launch = Launcher(quantize_kernel)
+
+
+@lru_cache(maxsize=None)
+def _inverse(largest: float) -> float:
+    return float(1.0 / torch.tensor(largest))                                  # in float32
+
+
 def quantize(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0, *, block_rows: int = 1,
              scales: Tensor | None = None) -> Any:
     return encode(x, format, granularity, block_size, block_rows, scales)
@@ -109,11 +119,10 @@ def encode(x: Tensor, format: str, granularity: str | None, block_size: int, blo
         sheets, rows = 1, flat.shape[1]
         tall = max(1, min(tile // size_pow, triton.next_power_of_2(rows)))
     groups = scales.shape[-1]
-    quantize_kernel[(-(-rows // tall), groups, sheets)](
+    _launch((-(-rows // tall), groups, sheets), (
         flat, codes if format == "int8" else codes.view(torch.uint8), scales, rows, width, groups, flat.stride(1),
-        flat.stride(0), rows * width, -(-rows // tall) * groups if shared else 0, INT8=format == "int8",
-        LARGEST=form.largest,
-        INVERSE=float(1.0 / torch.tensor(form.largest)) if x.is_cuda else 0.0, GIVEN=given,
-        SHARED=shared, SIZE=min(block_size, width), SIZE_POW=size_pow, ROWS=tall,
-        ROWS_POW=triton.next_power_of_2(tall), num_warps=warps)
+        flat.stride(0), rows * width, -(-rows // tall) * groups if shared else 0), {
+        "INT8": format == "int8", "LARGEST": form.largest, "INVERSE": _inverse(form.largest) if x.is_cuda else 0.0,
+        "GIVEN": given, "SHARED": shared, "SIZE": min(block_size, width), "SIZE_POW": size_pow, "ROWS": tall,
+        "ROWS_POW": triton.next_power_of_2(tall), "num_warps": warps})
     return codes, scales

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,12 +11,19 @@ import torch
 import triton
 from torch import Tensor
 
+from ...spec import replay
+from ...spec.replay import MOST, Varying
 from .decode_attention import decode_kernel
+from .launch import Launcher
 from .machine import counters, size_of
 
 MOST_ROWS = 64             # of one tile: query heads that share a KV head times their tokens
 MOST_SPLITS = 32           # the last program of a KV head merges them all: more take longer than they save
 MERGED_AT_ONCE = 8192      # numbers of a tile of parts
+
+
+_launch = Launcher(decode_kernel)
+FIELDS = {name: i for i, name in enumerate(decode_kernel.arg_names)}
 
 
 class Config(NamedTuple):
@@ -56,6 +65,19 @@ def config(rows: int, homes: int, tiles_of_64: int, stage_bytes_of_64: int, page
     return Config(block_n, warps, stages, min(splits, tiles))
 
 
+def alike(keys: int, reach: int, config_of: Callable[[int], Config]) -> tuple[int, int]:
+    """The numbers of keys, from and to, of the same configuration. `reach`: keys that a window lets be seen, -1 for
+    all. Of more tiles there are never fewer splits, and nothing else depends on them."""
+    if 0 <= reach <= keys:
+        return reach, MOST
+    tiles, last = -(-keys // 64), MOST // 64
+    made = config_of(tiles)
+    first = bisect_left(range(tiles), True, key=lambda t: config_of(t) == made)
+    beyond = bisect_left(range(tiles, last), True, key=lambda t: config_of(t) != made) + tiles
+    low, high = max(0, 64 * (first - 1) + 1), MOST if beyond == last else 64 * (beyond - 1)
+    return low, high if reach < 0 else min(high, reach - 1)
+
+
 def launch(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, shape: tuple[int, ...],
     q_strides: tuple[int, int, int], k_strides: tuple[int, int, int], v_strides: tuple[int, int, int],
@@ -63,35 +85,45 @@ def launch(
     right: int, bottom: bool, slopes: Tensor | None = None, table: Tensor | None = None, lengths: Tensor | None = None,
     starts: Tensor | None = None, page: int = 0, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     chosen: Config | None = None, programs: float = 1.0,
+    growing: Callable[[int, int], tuple[Varying, ...]] | None = None,
 ) -> None:
-    """`shape`: batch, heads, kv_heads, room (queries per head), keys, dim, dim_v. Strides: batch, head, token."""
+    """`shape`: batch, heads, kv_heads, room (queries per head), keys, dim, dim_v. Strides: batch, head, token.
+    `growing`: of the fewest and most keys that are launched like these, what varies."""
     batch, heads, kv_heads, room, keys, dim, dim_v = shape
     group = heads // kv_heads
     rows = max(16, triton.next_power_of_2(group * room))
-    seen = keys if left < 0 else min(keys, left + room + 63)
+    reach = -1 if left < 0 else left + room + 63
+    seen = keys if reach < 0 else min(keys, reach)
     sizes = key.element_size(), value.element_size()
-    made = chosen or config(rows, batch * kv_heads, -(-seen // 64), stage_of_64(dim, dim_v, *sizes), page > 0,
-                            query.device, programs, beside_stages(rows, dim, dim_v, min(sizes) < 2))
+    stage, beside = stage_of_64(dim, dim_v, *sizes), beside_stages(rows, dim, dim_v, min(sizes) < 2)
+
+    def config_of(tiles: int) -> Config:
+        return chosen or config(rows, batch * kv_heads, tiles, stage, page > 0, query.device, programs, beside)
+
+    made = config_of(-(-seen // 64))
+    varying: tuple[Varying, ...] = ()
+    if growing is not None and replay.watcher() is not None:
+        varying = growing(*alike(keys, reach, config_of))
     splits, many, used = made.splits, triton.next_power_of_2(made.splits), triton.next_power_of_2(group * room)
     parts = stats = count = query                  # not read where there is one split
     if splits > 1:
         parts = torch.empty(batch * heads * room * splits * dim_v, dtype=torch.float32, device=query.device)
         stats = torch.empty(batch * heads * room * splits, dtype=torch.float32, device=query.device)
         count = counters(query.device, batch * kv_heads)
-    decode_kernel[(splits, kv_heads, batch)](
+    _launch((splits, kv_heads, batch), (
         query, key, value, out, query if lse is None else lse, parts, stats, count, query if table is None else table,
         query if lengths is None else lengths, query if starts is None else starts,
         query if slopes is None else slopes, query if k_scale is None else k_scale,
         query if v_scale is None else v_scale,
         *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, 0 if table is None else table.stride(0),
-        _per_head(k_scale), _per_head(v_scale), scale, softcap, left, right, keys, room, splits,
-        GROUP=group, ROWS=rows, BLOCK_N=made.block_n, DIM=dim, DIM_V=dim_v,
-        DIM_POW=max(16, triton.next_power_of_2(dim)), DIM_V_POW=max(16, triton.next_power_of_2(dim_v)),
-        PAGE=page, LENGTHS=lengths is not None, STARTS=starts is not None, K_SCALE=k_scale is not None,
-        V_SCALE=v_scale is not None, BOTTOM=bottom, LEFT=left >= 0, RIGHT=right >= 0, ALIBI=slopes is not None,
-        SOFTCAP=softcap > 0.0, LSE=lse is not None, SPLITS=many, USED=used,
-        DEPTH=min(triton.next_power_of_2(dim_v), max(1, MERGED_AT_ONCE // (many * used))), STAGES=made.stages,
-        num_warps=made.warps)
+        _per_head(k_scale), _per_head(v_scale), scale, softcap, left, right, keys, room, splits), {
+        "GROUP": group, "ROWS": rows, "BLOCK_N": made.block_n, "DIM": dim, "DIM_V": dim_v,
+        "DIM_POW": max(16, triton.next_power_of_2(dim)), "DIM_V_POW": max(16, triton.next_power_of_2(dim_v)),
+        "PAGE": page, "LENGTHS": lengths is not None, "STARTS": starts is not None, "K_SCALE": k_scale is not None,
+        "V_SCALE": v_scale is not None, "BOTTOM": bottom, "LEFT": left >= 0, "RIGHT": right >= 0,
+        "ALIBI": slopes is not None, "SOFTCAP": softcap > 0.0, "LSE": lse is not None, "SPLITS": many, "USED": used,
+        "DEPTH": min(triton.next_power_of_2(dim_v), max(1, MERGED_AT_ONCE // (many * used))), "STAGES": made.stages,
+        "num_warps": made.warps}, varying)
 
 
 def _per_head(scale: Tensor | None) -> int:
@@ -117,6 +149,7 @@ def dense(
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, room, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
+    whole = key, value
     if key.stride(head) == 0 == value.stride(head) and heads * room <= MOST_ROWS:
         key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)      # one head, expanded: it is read once
     kv_heads, keys, dim_v = key.shape[head], key.shape[seq], value.shape[3]
@@ -130,9 +163,16 @@ def dense(
     def strides(t: Tensor) -> tuple[int, int, int]:
         return t.stride(0), t.stride(head), t.stride(seq)
 
+    def growing(low: int, high: int) -> tuple[Varying, ...]:
+        """With every token there are more keys; where they are one dense tensor, the strides grow with them."""
+        return (Varying(whole[0], "size", seq, FIELDS["keys"], low, high),
+                Varying(whole[1], "size", seq, -1, low, high),
+                *(Varying(t, "stride", axis, FIELDS[f"{name}_{of}"], 1) for t, name in zip(whole, "kv")
+                  for axis, of in ((0, "batch"), (head, "head")) if t.stride(axis) > 0))
+
     launch(query, key, value, out, lse, (batch, heads, kv_heads, room, keys, dim, dim_v), strides(query), strides(key),
            strides(value), strides(out), (heads * room, room, 1), dim ** -0.5 if scale is None else scale, softcap,
-           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs)
+           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs, growing=growing)
     return out if lse is None else (out, lse)
 
 
@@ -170,9 +210,13 @@ def paged(
         def pool(t: Tensor) -> tuple[int, int, int]:
             return t.stride(0), t.stride(head), t.stride(slot)
 
+        def growing(low: int, high: int) -> tuple[Varying, ...]:
+            return (Varying(block_table, "size", 1, FIELDS["keys"], -(-low // page), high // page, factor=page),
+                    Varying(block_table, "stride", 0, FIELDS["table_batch"], 1))
+
         launch(query, key_cache, value_cache, out, lse, (batch, heads, kv_heads, room, pages * page, dim, dim_v),
                strides(query), pool(key_cache), pool(value_cache), strides(out),
                (0 if packed else heads, 1, heads), dim ** -0.5 if scale is None else scale, softcap, window_left,
                0 if is_causal and room > 1 else -1, True, None, block_table, context_lens, cu_seqlens_q, page,
-               key_scale, value_scale, chosen, programs)
+               key_scale, value_scale, chosen, programs, growing)
     return out if lse is None else (out, lse)

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
+from .launch import Launcher
+
 BLOCK = 2048
 KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3}
 
@@ -33,14 +35,17 @@ def gate_kernel(gate_ptr, up_ptr, out_ptr, gate_row, up_row, inner, KIND: tl.con
     tl.store(out_ptr + row * inner + column, (_activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+_launch = Launcher(gate_kernel)
+
+
 def gate(gates: Tensor, ups: Tensor, activation: str, block: int = BLOCK, warps: int = 4) -> Tensor:
     """act(gates) * ups of two (rows, inner) with dense rows."""
     rows, inner = gates.shape
     out = torch.empty((rows, inner), dtype=gates.dtype, device=gates.device)
     if out.numel():
         block = min(block, triton.next_power_of_2(inner))
-        gate_kernel[(-(-inner // block), rows)](gates, ups, out, gates.stride(0), ups.stride(0), inner,
-                                                KIND=KINDS[activation], BLOCK=block, num_warps=warps)
+        _launch((-(-inner // block), rows), (gates, ups, out, gates.stride(0), ups.stride(0), inner),
+                {"KIND": KINDS[activation], "BLOCK": block, "num_warps": warps})
     return out
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launcher
 from .machine import counters, size_of
 
 MOST_ROWS = 16
@@ -279,6 +280,9 @@ def _write(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_RO
              mask=inside[:, None] & (m[None, :] < rows))
 
 
+_one_row, _one_row_int4, _few_rows = Launcher(one_row_kernel), Launcher(one_row_int4_kernel), Launcher(few_rows_kernel)
+
+
 class Config(NamedTuple):
     block_n: int
     block_k: int               # of one row: lanes of 16 bytes; of few: columns of the weight
@@ -326,21 +330,21 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     if rows == 1 and int4:
         programs = min(grid[0], made.splits * size_of(x.device)[0])
         del options["STAGES"]
-        one_row_int4_kernel[(programs,)](flat, weight.view(torch.int32), *by, out, n, scale_row, **options,
-                                         ASM=x.is_cuda, QUADS=min(made.block_k, triton.next_power_of_2(-(-k // 32))))
+        _one_row_int4((programs,), (flat, weight.view(torch.int32), *by, out, n, scale_row), {
+            **options, "ASM": x.is_cuda, "QUADS": min(made.block_k, triton.next_power_of_2(-(-k // 32)))})
     elif rows == 1:
         vec = 16 // weight.element_size()
-        one_row_kernel[grid](flat, weight, *by, out, n, weight.stride(0), scale_row, **options,
-                             SCALED=scales is not None, VEC=vec,
-                             LANES=min(made.block_k, triton.next_power_of_2(-(-k // vec))))
+        _one_row(grid, (flat, weight, *by, out, n, weight.stride(0), scale_row), {
+            **options, "SCALED": scales is not None, "VEC": vec,
+            "LANES": min(made.block_k, triton.next_power_of_2(-(-k // vec)))})
     else:
         parts = count = x
         if made.splits > 1:
             parts = torch.empty(grid[0] * made.splits * made.block_n * MOST_ROWS, dtype=torch.float32, device=x.device)
             count = counters(x.device, grid[0])
-        few_rows_kernel[(grid[0], made.splits)](
-            flat, weight, *by, out, parts, count, rows, n, made.splits, flat.stride(0), weight.stride(0), scale_row,
-            **options, SCALED=scales is not None, INT4=int4, BLOCK_K=made.block_k, ROWS=MOST_ROWS)
+        _few_rows((grid[0], made.splits), (
+            flat, weight, *by, out, parts, count, rows, n, made.splits, flat.stride(0), weight.stride(0), scale_row), {
+            **options, "SCALED": scales is not None, "INT4": int4, "BLOCK_K": made.block_k, "ROWS": MOST_ROWS})
     return out
 
 

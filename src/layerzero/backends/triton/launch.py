@@ -4,7 +4,8 @@ JITFunction.run binds arguments, asks each for its specialisation, and makes a t
 compiled. Here a function made for the types of the arguments reads what the specialisation depends on (dtypes, whether
 a pointer or a number is a multiple of 16, whether a number is 1 or needs 64 bits, the constants) into a tuple. A tuple
 that was seen before leads straight to the compiled kernel, which gets bare pointers. Anything unusual, such as a hook
-of a profiler, is launched by Triton itself.
+of a profiler, is launched by Triton itself. What is launched while a call is recorded is told to spec/replay.py: the
+next such call needs no Python; bare.py makes of a compiled kernel what the driver is to be given.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ...spec import replay
 from ...spec.launch import LaunchLimits, LaunchRefused, malformed, misfits, too_large
+from ...spec.replay import Varying
+from . import bare
 
 MOST_KNOWN = 4096                              # exact argument tuples of one function; a growing length has no end
 WIDE = 1 << 31
@@ -53,6 +57,7 @@ class _Ready(NamedTuple):
     function: Any
     packed: Any
     constants: tuple[Any, ...]                 # of the parameters after those that are passed at run time
+    made: Any                                  # Triton's CompiledKernel
 
 
 told: list[Callable[[Compiled], None]] = []    # called with every specialisation that is made ready
@@ -86,14 +91,19 @@ class Launcher:
     def counts(self) -> Counts:
         return Counts(int(repr(self._hits)[6:-1]), self._made["compiled"], self._made["disk"])
 
-    def __call__(self, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any]) -> None:
-        """`args`: the parameters that are no constants, in order. `meta`: constants, num_warps and the like."""
+    def __call__(self, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any],
+                 varying: tuple[Varying, ...] = ()) -> None:
+        """`args`: the parameters that are no constants, in order. `meta`: constants, num_warps and the like.
+        `varying`: which of `args`, by their place, may be others in a replay."""
         types = tuple(map(type, args))
         reader = self._readers.get(types)
         if reader is None and types not in self._readers:
             reader = self._readers[types] = self._reader(types)
+        watcher = replay.watcher()
         if reader is None or self.fn.pre_run_hooks or _hooked():
             self.fn[tuple(grid)](*args, **meta)
+            if watcher is not None:
+                watcher.refuse(f"Triton itself launches {self.name}")
             return
         device = torch.cuda.current_device()
         exact, values = reader(*args)
@@ -104,9 +114,16 @@ class Launcher:
         else:
             self._tick()
         size = len(grid)
-        ready.run(grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1,
-                  torch._C._cuda_getCurrentRawStream(device), ready.function, ready.packed, None, None, None,
+        full = grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1
+        ready.run(*full, torch._C._cuda_getCurrentRawStream(device), ready.function, ready.packed, None, None, None,
                   *values, *ready.constants)
+        if watcher is not None:
+            hooks = hook_lists(self.fn)
+            launch = bare.launch(self.fn, ready.made, full, args, varying, hooks) if hooks else "hooks it cannot watch"
+            if isinstance(launch, str):
+                watcher.refuse(f"{self.name}: {launch}")
+            else:
+                watcher.launched(launch)
 
     def _obtain(self, key: Any, device: int, grid: Sequence[int], args: tuple[Any, ...],
                 meta: Mapping[str, Any]) -> _Ready:
@@ -140,7 +157,7 @@ class Launcher:
         for sink in told:
             sink(event)
         constants = tuple(meta.get(p.name, p.default) for p in self.fn.params[self._runtime:])
-        return _Ready(made.run, made.function, made.packed_metadata, constants)
+        return _Ready(made.run, made.function, made.packed_metadata, constants, made)
 
     def _reader(self, types: tuple[type, ...]) -> Callable[..., Any] | None:
         """A function of the arguments that gives (what their specialisation may depend on, what to pass)."""
@@ -205,6 +222,14 @@ def _hooked() -> bool:
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool((enter is not None and getattr(enter, "calls", True))
                 or (leave is not None and getattr(leave, "calls", True)))
+
+
+def hook_lists(fn: Any) -> tuple[list[Any], ...]:
+    """Lists that are empty as long as nobody watches launches; none before Triton 3.5, where hooks are no lists."""
+    chains = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    lists = [*(getattr(chain, "calls", None) for chain in chains), fn.pre_run_hooks]
+    found = tuple(hooks for hooks in lists if type(hooks) is list)
+    return found if len(found) == len(lists) else ()
 
 
 @contextmanager

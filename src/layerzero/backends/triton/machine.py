@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ...spec import replay
+
 ROOM = 1 << 16             # counters of one stream
 CAPTURED_ROOM = 1 << 20    # of all captured calls of a device; beyond it a captured call clears its own
 
@@ -35,7 +37,10 @@ def counters(device: torch.device, count: int) -> Tensor:
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
+    watcher = replay.watcher()
     if torch.cuda.is_current_stream_capturing():
+        if watcher is not None:
+            watcher.refuse("a captured call has counters of its own")
         return _for_graph(index, device, count)
     stream = torch.cuda.current_stream(device).cuda_stream
     found = _streams.get((index, stream))
@@ -47,6 +52,8 @@ def counters(device: torch.device, count: int) -> Tensor:
             _streams[index, stream] = found
             # Other streams may use them from now on. Not the whole device: another thread may be capturing.
             torch.cuda.current_stream(device).synchronize()
+    if watcher is not None:
+        watcher.keeps(found, stream)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,12 +10,21 @@ import triton
 from torch import Tensor
 
 from ...ops.sampling_formulas import GOLDEN, Penalties, mix_int, penalised, per_row, random_numbers, signed
+from .launch import Launcher
 from .machine import counters
 from .sampling_search import MOST_LISTED, draw_kernel, narrow_kernel, peak_kernel
 
 CHUNK = 16384              # tokens of one program; 255 x 256 at most
 NARROWINGS = 3
 TILE = 4096                # tokens of a program that are in registers at a time
+
+
+_peak, _narrow, _draw = Launcher(peak_kernel), Launcher(narrow_kernel), Launcher(draw_kernel)
+
+
+@lru_cache(maxsize=256)
+def _reciprocal(temperature: float) -> float:
+    return float(1.0 / torch.tensor(temperature))              # in float32
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: Tensor | None,
@@ -39,7 +49,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     if temperature not in (0.0, 1.0) and not from_probs:
         # torch multiplies by the reciprocal on a GPU and divides on the CPU.
         scaled = 1 if logits.is_cuda else 2
-        divisor = float(1.0 / torch.tensor(temperature)) if scaled == 1 else temperature
+        divisor = _reciprocal(temperature) if scaled == 1 else temperature
     floats = torch.empty(batch * (chunks + 1), dtype=torch.float32, device=device)
     peaks, parts = floats[:batch], floats[batch:]
     integers = torch.empty(batch * (5 + 8 * chunks), dtype=torch.int32, device=device)
@@ -51,21 +61,22 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     reading: dict[str, Any] = {**shared, "SCALE": scaled, "LIBDEVICE": logits.is_cuda}
     grid, step = (chunks, batch), logits.stride(0)
     limit = 0x7FFFFFFF if from_probs else 0x7F800000
-    peak_kernel[grid](logits, parts, peaks, whole, listed, count, step, vocab, limit,
-                      CHUNKS=triton.next_power_of_2(chunks), **shared)
+    _peak(grid, (logits, parts, peaks, whole, listed, count, step, vocab, limit),
+          {"CHUNKS": triton.next_power_of_2(chunks), **shared})
     listing = places = logits
     if search:
         places = torch.empty(batch * MOST_LISTED, dtype=torch.int64, device=device)
         listing = torch.empty(batch * MOST_LISTED, dtype=torch.float32, device=device)
         for i in range(narrowings):
-            narrow_kernel[grid](logits, peaks, part_masses, part_counts, whole, mass, count, step, vocab, divisor,
-                                top_k, top_p, FIRST=i == 0, BY_COUNT=top_k > 0,
-                                CHUNKS=triton.next_power_of_2(chunks), **reading)
-    draw_kernel[grid](logits, peaks, whole, mass, places, listing, listed, sure, before, count,
-                      logits if uniform is None else uniform, token, chosen, total, step, vocab, divisor, top_k, top_p,
-                      min_p, word, SEARCH=search, TOP_K=top_k > 0, TOP_P=by_mass, MIN_P=min_p > 0.0,
-                      SEEDED=uniform is None, TILES=triton.next_power_of_2(tiles),
-                      AT_ONCE=max(16, 8192 // triton.next_power_of_2(tiles)), **reading)
+            _narrow(grid, (logits, peaks, part_masses, part_counts, whole, mass, count, step, vocab, divisor, top_k,
+                           top_p),
+                    {"FIRST": i == 0, "BY_COUNT": top_k > 0, "CHUNKS": triton.next_power_of_2(chunks), **reading})
+    _draw(grid, (logits, peaks, whole, mass, places, listing, listed, sure, before, count,
+                 logits if uniform is None else uniform, token, chosen, total, step, vocab, divisor, top_k, top_p,
+                 min_p, word),
+          {"SEARCH": search, "TOP_K": top_k > 0, "TOP_P": by_mass, "MIN_P": min_p > 0.0, "SEEDED": uniform is None,
+           "TILES": triton.next_power_of_2(tiles), "AT_ONCE": max(16, 8192 // triton.next_power_of_2(tiles)),
+           **reading})
     return token, chosen, total
 
 
@@ -77,7 +88,6 @@ def sample(
     uniforms: Tensor | None = None, seed: int | None = None, seed_rows: Tensor | None = None, offset: int = 0,
     generator: torch.Generator | None = None, from_probs: bool = False, return_logprobs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    wide = torch.promote_types(logits.dtype, torch.float32)
     uniform, word = None, 0
     if uniforms is None and seed is not None and seed_rows is None:
         word = signed(mix_int(mix_int(seed) + offset * GOLDEN) + GOLDEN)
@@ -91,4 +101,5 @@ def sample(
     token, chosen, total = choose(logits, temperature, top_k, top_p, min_p, uniform, word, from_probs)
     if not return_logprobs:
         return token
+    wide = torch.promote_types(logits.dtype, torch.float32)
     return token, torch.where(total > 0, chosen.log() - total.log(), -torch.inf).to(wide)

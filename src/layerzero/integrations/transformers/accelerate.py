@@ -37,10 +37,11 @@ from .report import PatchReport
 # are rounded, that is far.
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 AS_OWN = 4
-LEAST_ROUNDS = 5
+LEAST_ROUNDS, LEAST_SLOW_ROUNDS = 5, 2         # the latter where one call takes longer than all should
 STOCK_DRAW = ("sampling: logits processors and the draw stay transformers' own, so a seed gives the same tokens "
               "(lz.patch(model, only='sampling') draws by lz.sample)")
 PREFILL, CONTEXT, TOKENS = 128, 64, 3          # tokens of the trial: prompt timed, prompt before decoding, decoded
+PROBE, PATIENCE = 4, 10.0                      # tokens that tell how slow the model was; seconds for a prompt of it
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         report.left.append(f"no decode step: {why}")
     if report._step is not None:
         model.forward = report._step           # type: ignore[method-assign]
+        trial.fit()
         trial.prove()
     if measure:
         trial.time(seconds)
@@ -194,6 +196,20 @@ class _Trial:
         shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
         self.stock = copy.deepcopy(model, shared)
         unpatch(self.stock)
+
+    @torch.no_grad()
+    def fit(self) -> None:
+        """Shorter prompts for a model that is very slow as it was: bfloat16 on a CPU that has no arithmetic in it takes
+        a second for each token of a small one."""
+        ids = self.tokens(PROBE)
+        began = time.perf_counter()
+        self.stock(ids, use_cache=False)
+        each = (time.perf_counter() - began) / PROBE
+        most = max(PROBE, int(PATIENCE / each)) if each * self.prefill > PATIENCE else self.prefill
+        if most < self.prefill:
+            self.prefill, self.context = most, min(most, self.context)
+            self.report.left.append(f"compared on prompts of {most} tokens: the model as it was takes {each:.1f} s for "
+                                    "each")
 
     def tokens(self, count: int) -> Tensor:
         gen = torch.Generator("cpu").manual_seed(0)
@@ -265,11 +281,12 @@ class _Trial:
 
     @staticmethod
     def _gain(ways: Mapping[str, Callable[[], Any]], seconds: float, device: str) -> Gain:
-        race = Race(stopwatch(device))
+        race, began = Race(stopwatch(device)), time.perf_counter()
         for name, way in ways.items():
             race.enter(name, way)
-        end = time.perf_counter() + seconds
-        race.run(LEAST_ROUNDS)
+        entered = time.perf_counter()
+        end = entered + seconds
+        race.run(LEAST_ROUNDS if entered - began < PATIENCE else LEAST_SLOW_ROUNDS)
         while time.perf_counter() < end:
             race.run()
         timings = race.timings

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...backends.native import DTYPES
 from ...backends.native import build as native_build
 from ...plan.table import Span
 from ...runtime import world as worlds
@@ -94,7 +95,7 @@ class DecodeStep:
     def _compiled_token(self) -> Run | None:
         """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its attention here."""
         like, plain = self._like, self.rotation == "rotate_half" and all(not at.softcap for at in self.layers)
-        if like.device.type != "cpu" or like.dtype not in (torch.float32, torch.bfloat16) or not plain:
+        if like.device.type != "cpu" or like.dtype not in DTYPES or not plain:
             return None
         found = None
         for at in self.layers:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.native import DTYPES
 from .decode_step import DecodeStep
 from .decoders import Angles
 
@@ -37,7 +38,7 @@ class HostMemory:
             keys, values = at.key_room, at.value_room
             before = first * keys.stride(1) * keys.element_size() if first else 0
             out = both.new_empty((len(both), 1, bound.heads * bound.head_dim))
-            self._token(both.dtype is torch.bfloat16, both.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            self._token(DTYPES[both.dtype], both.data_ptr(), cos.data_ptr(), sin.data_ptr(),
                         keys.data_ptr() + before, values.data_ptr() + before, out.data_ptr(), len(both), bound.heads,
                         bound.kv_heads, bound.head_dim, 0 if bound.angles is None else self._step.half,
                         cos.stride(0) if len(cos) > 1 else 0,

@@ -1,0 +1,253 @@
+// Our CPU kernels against plain loops in double precision: a program of its own, so that it can be compiled for another
+// processor and run under an emulator. Prints what it checked; the exit status is the number of failures, at most 1.
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "attention.h"
+#include "norms.h"
+#include "products.h"
+
+using namespace lz;
+
+static int failures = 0, checks = 0;
+static std::mt19937 chance(1);
+
+static double uniform() { return std::uniform_real_distribution<double>(-1, 1)(chance); }
+
+template <class T> const char *name() { return sizeof(T) == 4 ? "float32" : std::is_same<T, bf16>::value ? "bf16" : "fp16"; }
+template <class T> double step() { return sizeof(T) == 4 ? 1e-6 : std::is_same<T, bf16>::value ? 1.0 / 256 : 1.0 / 2048; }
+
+template <class T> std::vector<T> random(int64_t count, double by = 1.0) {
+  std::vector<T> made(count);
+  for (T &x : made) from_float(&x, float(uniform() * by));
+  return made;
+}
+
+static void expect(bool holds, const char *what, const char *of, long a, long b, long c, double got, double want) {
+  checks++;
+  if (holds) return;
+  if (failures++ < 20) std::printf("FAILED %s %s (%ld, %ld, %ld): got %.9g, want %.9g\n", what, of, a, b, c, got, want);
+}
+
+// `size` is what the terms of the sum add up to without their signs: the error of float32 grows with it.
+template <class T> bool near(double got, double want, double size) {
+  return std::abs(got - want) <= step<T>() * std::abs(want) + 2e-6 * size + 1e-6;
+}
+
+// Every bit pattern to float32 and back, and rounding: to the nearest, ties to even.
+static double from_bits(int sign, int exponent, int mantissa, int mantissa_bits, int bias) {
+  double m = exponent ? 1.0 + double(mantissa) / (1 << mantissa_bits) : double(mantissa) / (1 << mantissa_bits);
+  return (sign ? -1 : 1) * std::ldexp(m, (exponent ? exponent : 1) - bias);
+}
+
+template <class T> void conversions(int mantissa_bits, int exponent_bits) {
+  const int bias = (1 << (exponent_bits - 1)) - 1, top = (1 << exponent_bits) - 1;
+  for (int bits = 0; bits < 65536; bits++) {
+    const int sign = bits >> 15, exponent = (bits >> mantissa_bits) & top, mantissa = bits & ((1 << mantissa_bits) - 1);
+    T x[W * 2], back[W * 2];
+    for (T &y : x) y.bits = uint16_t(bits);
+    const float one = to_float(x[0]);
+    const vf many = load(x);
+    store(back, many);
+    T alone;
+    from_float(&alone, one);
+    if (exponent == top && mantissa) {
+      expect(one != one && many[W - 1] != many[W - 1], "NaN", name<T>(), bits, 0, 0, one, 0);
+      expect(to_float(alone) != to_float(alone) && to_float(back[0]) != to_float(back[0]), "NaN back", name<T>(), bits, 0, 0,
+             to_float(alone), 0);
+      continue;
+    }
+    const double want = exponent == top ? (sign ? -INFINITY : INFINITY)
+                                        : from_bits(sign, exponent, mantissa, mantissa_bits, bias);
+    expect(one == want && many[0] == want && many[W - 1] == want, "to float32", name<T>(), bits, 0, 0, one, want);
+    expect(alone.bits == bits && back[0].bits == bits && back[W - 1].bits == bits, "back", name<T>(), bits, 0, 0,
+           alone.bits, bits);
+    if (exponent == top || bits == 0x7fff) continue;
+    T next = x[0];
+    next.bits++;
+    const double after = to_float(next);
+    if (!(std::abs(after) < INFINITY) || want == 0 || std::abs(want) < 1e-37) continue;
+    for (double part : {0.25, 0.5, 0.75}) {     // between this number and the next
+      const float between = float(want + (after - want) * part);
+      const int to = part < 0.5 || (part == 0.5 && bits % 2 == 0) ? bits : bits + 1;
+      from_float(&alone, between);
+      store(back, all(between));
+      expect(alone.bits == to && back[W - 1].bits == to, "rounding", name<T>(), bits, long(part * 100), 0, alone.bits, to);
+    }
+  }
+}
+
+static double act(double x, Activation a) {
+  switch (a) {
+    case RELU: return x > 0 ? x : 0;
+    case SILU: return x / (1 + std::exp(-x));
+    case GELU: return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0)));
+    case GELU_TANH: return 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+    default: return x;
+  }
+}
+
+template <class T> struct Matrix {
+  int64_t rows, columns, row;
+  std::vector<T> data, bias;
+  Matrix(int64_t r, int64_t c, int64_t pad, double by) : rows(r), columns(c), row(c + pad), data(random<T>(r * row, by)),
+                                                         bias(random<T>(r)) {}
+  double dot(const double *x, int64_t r, bool with_bias, double *size) const {
+    double sum = with_bias ? to_float(bias[r]) : 0;
+    *size = std::abs(sum);
+    for (int64_t c = 0; c < columns; c++) {
+      const double term = double(to_float(data[r * row + c])) * x[c];
+      sum += term, *size += std::abs(term);
+    }
+    return sum;
+  }
+};
+
+template <class T> void product(int64_t tokens, int64_t inputs, int64_t outputs, bool bias, bool gated, Activation a,
+                                int64_t pad) {
+  const double by = 1 / std::sqrt(double(inputs));
+  Matrix<T> w(outputs, inputs, pad, by), second(outputs, inputs, pad, by);
+  const int64_t x_row = inputs + pad;
+  std::vector<T> x = random<T>(tokens * x_row, 3), out(tokens * outputs);
+  Product p{};
+  p.x = x.data(), p.weight = w.data.data(), p.second = second.data.data(), p.out = out.data();
+  p.bias = w.bias.data(), p.second_bias = second.bias.data();
+  p.has_second = gated, p.has_bias = bias, p.has_second_bias = bias && gated;
+  p.tokens = tokens, p.inputs = inputs, p.outputs = outputs;
+  p.x_row = x_row, p.weight_row = p.second_row = w.row, p.out_row = outputs, p.activation = a, p.threads = 2;
+  expect(run_product<T>(p), "memory", name<T>(), tokens, inputs, outputs, 0, 1);
+  std::vector<double> row(inputs);
+  for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t c = 0; c < inputs; c++) row[c] = to_float(x[t * x_row + c]);
+    for (int64_t r = 0; r < outputs; r++) {
+      double size, other_size = 1;
+      double want = act(w.dot(row.data(), r, bias, &size), a);
+      if (gated) {
+        const double other = second.dot(row.data(), r, bias, &other_size);
+        size = size * (1 + std::abs(other)) + other_size * std::abs(want), want *= other;
+      }
+      const double got = to_float(out[t * outputs + r]);
+      expect(near<T>(got, want, size), gated ? "gated product" : "product", name<T>(), tokens, inputs, outputs, got, want);
+    }
+  }
+}
+
+template <class T> void feed_forward(int64_t tokens, int64_t hidden, int64_t inner, int64_t outputs) {
+  Matrix<T> gate(inner, hidden, 0, 1 / std::sqrt(double(hidden))), up(inner, hidden, 0, 1 / std::sqrt(double(hidden)));
+  Matrix<T> down(outputs, inner, 3, 1 / std::sqrt(double(inner)));
+  std::vector<T> x = random<T>(tokens * hidden, 3), out(tokens * outputs);
+  FeedForward f{};
+  Product &a = f.in, &b = f.down;
+  a.x = x.data(), a.weight = gate.data.data(), a.second = up.data.data(), a.has_second = true;
+  a.tokens = b.tokens = tokens, a.inputs = hidden, a.outputs = b.inputs = inner, b.outputs = b.out_row = outputs;
+  a.x_row = a.weight_row = a.second_row = hidden, b.weight_row = down.row, a.activation = SILU;
+  b.weight = down.data.data(), b.bias = down.bias.data(), b.has_bias = true, b.out = out.data(), a.threads = b.threads = 2;
+  expect(run_feed_forward<T>(f), "memory", name<T>(), tokens, hidden, inner, 0, 1);
+  std::vector<double> row(hidden), between(inner);
+  for (int64_t t = 0; t < tokens; t++) {
+    double size;
+    for (int64_t c = 0; c < hidden; c++) row[c] = to_float(x[t * hidden + c]);
+    for (int64_t i = 0; i < inner; i++)
+      between[i] = act(gate.dot(row.data(), i, false, &size), SILU) * up.dot(row.data(), i, false, &size);
+    for (int64_t r = 0; r < outputs; r++) {
+      const double want = down.dot(between.data(), r, true, &size), got = to_float(out[t * outputs + r]);
+      expect(near<T>(got, want, 4 * size), "feed-forward", name<T>(), tokens, hidden, inner, got, want);
+    }
+  }
+}
+
+template <class T, class P> void norm(int64_t rows, int64_t hidden, bool residual) {
+  std::vector<T> x = random<T>(rows * hidden, 2), r = random<T>(rows * hidden), out(rows * hidden), total(rows * hidden);
+  std::vector<P> weight = random<P>(hidden);
+  Norm a{};
+  a.x = x.data(), a.residual = r.data(), a.has_residual = residual, a.weight = weight.data(), a.has_weight = true;
+  a.out = out.data(), a.total = total.data(), a.rows = rows, a.hidden = hidden, a.x_row = a.residual_row = hidden;
+  a.eps = 1e-5f, a.offset = 0.5f, a.threads = 2;
+  run_norm<T, P>(a);
+  for (int64_t i = 0; i < rows; i++) {
+    std::vector<double> v(hidden);
+    double squares = 0;
+    for (int64_t d = 0; d < hidden; d++) {
+      T rounded = x[i * hidden + d];
+      if (residual) from_float(&rounded, to_float(x[i * hidden + d]) + to_float(r[i * hidden + d]));
+      v[d] = to_float(rounded), squares += v[d] * v[d];
+    }
+    const double inverse = 1 / std::sqrt(squares / hidden + 1e-5);
+    for (int64_t d = 0; d < hidden; d++) {
+      const double want = v[d] * inverse * (to_float(weight[d]) + 0.5), got = to_float(out[i * hidden + d]);
+      expect(near<T>(got, want, std::abs(want)), "norm", name<T>(), rows, hidden, d, got, want);
+    }
+  }
+}
+
+template <class T> void attend(int64_t heads, int64_t kv_heads, int64_t seq_q, int64_t seq_k, int64_t dim, int64_t dim_v,
+                               bool causal) {
+  const int64_t batch = 2;
+  std::vector<T> q = random<T>(batch * heads * seq_q * dim, 2), k = random<T>(batch * kv_heads * seq_k * dim, 2);
+  std::vector<T> v = random<T>(batch * kv_heads * seq_k * dim_v), out(batch * heads * seq_q * dim_v);
+  Attention a{};
+  a.query = q.data(), a.key = k.data(), a.value = v.data(), a.out = out.data(), a.has_lse = false;
+  a.batch = batch, a.heads = heads, a.kv_heads = kv_heads, a.seq_q = seq_q, a.seq_k = seq_k;
+  a.head_dim = dim, a.head_dim_v = dim_v, a.q = {heads * seq_q * dim, seq_q * dim, dim};
+  a.k = {kv_heads * seq_k * dim, seq_k * dim, dim}, a.v = {kv_heads * seq_k * dim_v, seq_k * dim_v, dim_v};
+  a.offset = seq_k - seq_q, a.left = -1, a.right = causal ? 0 : -1, a.scale = 0.3f, a.softcap = 0, a.threads = 2;
+  expect(Decoder<T>(a).run(), "memory", name<T>(), heads, seq_q, seq_k, 0, 1);
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t s = 0; s < seq_q; s++) {
+        const int64_t kv = b * kv_heads + h / (heads / kv_heads), row = (b * heads + h) * seq_q + s;
+        const int64_t seen = causal ? seq_k - seq_q + s + 1 : seq_k;
+        std::vector<double> weight(seen);
+        double top = -1e300, total = 0;
+        for (int64_t j = 0; j < seen; j++) {
+          for (int64_t d = 0; d < dim; d++)
+            weight[j] += 0.3f * double(to_float(q[row * dim + d])) * to_float(k[(kv * seq_k + j) * dim + d]);
+          top = std::max(top, weight[j]);
+        }
+        for (double &w : weight) total += w = std::exp(w - top);
+        for (int64_t d = 0; d < dim_v; d++) {
+          double want = 0;
+          for (int64_t j = 0; j < seen; j++) want += weight[j] / total * to_float(v[(kv * seq_k + j) * dim_v + d]);
+          const double got = to_float(out[row * dim_v + d]);
+          expect(near<T>(got, want, 4), "attention", name<T>(), heads, seq_k, dim, got, want);
+        }
+      }
+}
+
+template <class T> void products() {
+  for (int64_t tokens : {1, 2, 3, 4, 5, 9})
+    for (int64_t inputs : {1, 7, 8, 31, 33, 96, 300})
+      for (int64_t outputs : {1, 7, 8, 33, 70}) product<T>(tokens, inputs, outputs, inputs % 2, false, NONE, outputs % 3);
+  for (Activation a : {NONE, RELU, SILU, GELU, GELU_TANH})
+    for (int64_t tokens : {1, 6}) product<T>(tokens, 40, 19, true, false, a, 0), product<T>(tokens, 72, 25, true, true, a, 1);
+  product<T>(17, 1030, 150, true, true, SILU, 5);
+  for (int64_t tokens : {1, 3, 6}) feed_forward<T>(tokens, 50, 77, 30);
+}
+
+template <class T> void attention() {
+  attend<T>(4, 1, 1, 1, 16, 16, false), attend<T>(6, 2, 3, 77, 33, 20, true), attend<T>(3, 3, 1, 65, 8, 8, false);
+  attend<T>(8, 2, 2, 130, 64, 64, true), attend<T>(7, 1, 1, 600, 40, 40, false);
+}
+
+int main() {
+#if defined(__AVX512F__)
+  const char *built = "AVX-512";
+#elif defined(__AVX2__)
+  const char *built = "AVX2";
+#elif defined(__aarch64__)
+  const char *built = "NEON";
+#else
+  const char *built = "no wide vectors";
+#endif
+  conversions<bf16>(7, 8), conversions<fp16>(10, 5);
+  products<bf16>(), products<fp16>();
+  attention<float>(), attention<bf16>(), attention<fp16>();
+  for (int64_t hidden : {1, 15, 16, 64, 101})
+    for (bool residual : {false, true}) {
+      norm<float, float>(3, hidden, residual), norm<bf16, bf16>(3, hidden, residual);
+      norm<bf16, float>(3, hidden, residual), norm<fp16, fp16>(3, hidden, residual);
+    }
+  std::printf("%s, vectors of %d bytes: %d checks, %d failed\n", built, VECTOR_BYTES, checks, failures);
+  return failures != 0;
+}

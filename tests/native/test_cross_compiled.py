@@ -1,0 +1,62 @@
+"""Our CPU kernels on this processor and on others: compiled for each, run here or under qemu, against plain loops.
+
+qemu-user emulates AVX2 and NEON but not AVX-512, whose code is compiled all the same and run where the CPU has it.
+On Debian: apt-get install g++-x86-64-linux-gnu g++-aarch64-linux-gnu qemu-user
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from layerzero.backends.native.build import FLAGS, FOLDER
+from layerzero.runtime import hardware
+
+SOURCE = Path(__file__).with_name("kernels_test.cpp")
+MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+HERE = MACHINES.get(platform.machine().lower(), "")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+# What is built: machine, options, the vectors the program says it has, what the CPU must have to run it.
+TARGETS = {
+    "aarch64 NEON": ("aarch64", (), "NEON, vectors of 16 bytes", "neon"),
+    "x86-64": ("x86_64", (), "no wide vectors, vectors of 16 bytes", ""),
+    "x86-64 AVX2": ("x86_64", AVX2, "AVX2, vectors of 32 bytes", "avx2"),
+    "x86-64 AVX-512": ("x86_64", ("-march=x86-64-v4",), "AVX-512, vectors of 64 bytes", "avx512f"),
+}
+QEMU_LACKS = ("avx512f",)
+
+
+def compiler_for(machine: str) -> str:
+    found = shutil.which("g++" if machine == HERE else f"{machine}-linux-gnu-g++")
+    if found is None:
+        pytest.skip(f"no compiler for {machine}: Debian's package is g++-{machine.replace('_', '-')}-linux-gnu")
+    return found
+
+
+def command_for(machine: str, isa: str, program: Path) -> list[str]:
+    if machine == HERE and (not isa or isa in hardware.probe("cpu").isa):
+        return [str(program)]
+    if isa in QEMU_LACKS:
+        pytest.skip(f"compiled; this CPU has no {isa}, and qemu does not emulate it")
+    qemu = shutil.which(f"qemu-{machine}")
+    if qemu is None:
+        pytest.skip(f"compiled; no qemu-{machine} to run it: Debian's package is qemu-user")
+    libraries = [] if machine == HERE else ["-L", f"/usr/{machine}-linux-gnu"]
+    return [qemu, *libraries, "-cpu", "max", str(program)]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels(target: str, tmp_path: Path) -> None:
+    machine, options, says, isa = TARGETS[target]
+    program = tmp_path / "kernels_test"
+    compiled = subprocess.run([compiler_for(machine), *FLAGS, "-O2", *options, f"-I{FOLDER}", str(SOURCE), "-o",
+                               str(program)], capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    done = subprocess.run(command_for(machine, isa, program), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert says in done.stdout and ", 0 failed" in done.stdout

@@ -27,13 +27,16 @@ from ..select.engine import kind_to_compile
 from ..spec.event import CompileQueued, CompileSkipped, WarmedUp
 from ..spec.kernel import Kernel
 from ..spec.launch import LaunchRefused
-from ..spec.plan import Step
+from ..spec.op import Op
+from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step
 from . import config, events, faults, health, jit, loading, sizes
 from . import world as worlds
+from .context import Override
 from .filelock import alone
 from .incidents import change_health, compile_failed, mark_unloadable
 from .memory import free_bytes
 from .sizes import Caller
+from .world import World
 
 PATIENCE = 900.0                               # seconds to wait for another process that compiles the same
 LAST_WORDS = 10.0                              # seconds that a compile under way gets when the process ends
@@ -191,6 +194,32 @@ _forms: dict[tuple[str, str], int] = {}        # (kernel, kind) -> how many form
 _current: _Job | None = None
 _thread: threading.Thread | None = None
 _closing = False
+
+
+def request_better(found: Binds, world: World, plan: Plan, override: Override | None, values: tuple[Any, ...]) -> None:
+    """Have the kernels compiled that would serve this call, were they compiled already: as it is, and as it will be
+    while a CUDA graph is captured, since nothing is compiled then."""
+    facts = plan.facts
+    if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain" or not _may(found.op, world, facts, override):
+        return
+    for graph in (False, True) if facts["device"] == "cuda" else (False,):
+        steps = world.plan(found.op, {**facts, "graph": graph}, override, compiled=True).steps
+        kernel = world.catalog.by_id[steps[0].kernel] if steps else None
+        if kernel is not None and kernel.jit and kernel.id != plan.kernel and is_worth_it(kernel, steps[0]):
+            request(found, kernel, steps[0], facts, values)
+
+
+def _may(op: Op, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
+    """Is there a kernel that compiles, and may it do so in the background?"""
+    around = world.surroundings(facts["device"], override)
+    return around.policy.setting("jit") == "background" and any(
+        k.jit for k in world.roster(op, facts["device"], around).viable)
+
+
+def is_worth_it(kernel: Kernel, step: Step) -> bool:
+    """A guess is not worth seconds of CPU; nor is less work by construction where Inductor compiles it."""
+    return step.score.source in (MEASURED, INTERPOLATED, SHIPPED, POLICY) or (
+        step.score.source == LESS_WORK and bool(kernel.package))
 
 
 def request(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...]) -> None:

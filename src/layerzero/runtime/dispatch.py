@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import reduce
 from types import FunctionType
 from typing import Any
 
@@ -23,10 +22,11 @@ from ..select.predicates import compile_verdicts
 from ..spec.errors import InvalidCall, KernelFailed, LayerZeroError
 from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
 from ..spec.kernel import Direct, Kernel
-from ..spec.op import Adaptation, Op
-from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step, Transform
+from ..spec.op import Op
+from ..spec.plan import Plan, Step
 from ..spec.reason import Code
 from . import (
+    casting,
     clock,
     compiling,
     context,
@@ -248,7 +248,7 @@ class Dispatcher:
         if kernel.jit:
             run = self.warming(world, kernel, run, plan, override)
         if values is not None:
-            self.compile_later(world, plan, override, values)
+            compiling.request_better(self, world, plan, override, values)
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
@@ -290,26 +290,6 @@ class Dispatcher:
 
         return run
 
-    def compile_later(self, world: World, plan: Plan, override: Override | None, values: tuple[Any, ...]) -> None:
-        """Have the kernels compiled that would serve this call, were they compiled already: as it is, and as it will be
-        while a CUDA graph is captured, since nothing is compiled then."""
-        facts = plan.facts
-        if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain":
-            return
-        if not self.compiles(world, facts, override):
-            return
-        for graph in (False, True) if facts["device"] == "cuda" else (False,):
-            steps = world.plan(self.op, {**facts, "graph": graph}, override, compiled=True).steps
-            kernel = world.catalog.by_id[steps[0].kernel] if steps else None
-            if kernel is not None and kernel.jit and kernel.id != plan.kernel and _worth_compiling(kernel, steps[0]):
-                compiling.request(self, kernel, steps[0], facts, values)
-
-    def compiles(self, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
-        """Is there a kernel that compiles, and may it do so in the background?"""
-        around = world.surroundings(facts["device"], override)
-        return around.policy.setting("jit") == "background" and any(
-            k.jit for k in world.roster(self.op, facts["device"], around).viable)
-
     def warming(self, world: World, kernel: Kernel, run: Callable[..., Any], plan: Plan,
                 override: Override | None) -> Callable[..., Any]:
         """One that compiles on first use: only in forms it was warmed up for, unless a name or a policy allows more."""
@@ -329,7 +309,7 @@ class Dispatcher:
                 raise _Settled(e) from e
 
         def unready(values: tuple[Any, ...]) -> None:
-            if mode == "background" and not facts["graph"] and _worth_compiling(kernel, plan.steps[0]):
+            if mode == "background" and not facts["graph"] and compiling.is_worth_it(kernel, plan.steps[0]):
                 compiling.request(self, kernel, plan.steps[0], facts, values)
 
         return jit.guarded(kernel, run, facts, world.warmed, instead, unready)
@@ -404,7 +384,7 @@ class Dispatcher:
         tensors = reading.check_types(self.op, named)
         reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
         first = next(iter(tensors.values()), None)
-        lowered = self.lowered(named, first)
+        lowered = casting.autocast(self.op, named, first)
         if lowered is not None and first is not None:
             with torch.autocast(first.device.type, enabled=False):
                 return self.slow(tuple(lowered[n] for n in self.names), backend, policy)
@@ -433,46 +413,14 @@ class Dispatcher:
         key = ("facts", override, *facts.values())
         return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override, values))
 
-    def lowered(self, named: dict[str, Any], first: torch.Tensor | None) -> dict[str, Any] | None:
-        """As torch does under autocast: the inputs in its dtype, or together in the widest one; float64 as it is.
-
-        None: no autocast, or nothing to do.
-        """
-        kind = first.device.type if first is not None else "meta"
-        if not self.op.autocast or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-            return None
-        together = [n for n in self.op.same_dtype if n in self.op.differentiable]
-        dtype, eligible = torch.get_autocast_dtype(kind), {*(together or self.op.differentiable), "attn_mask"}
-        if self.op.autocast == "promote":
-            dtypes = {named[n].dtype for n in together if named[n] is not None}
-            if len(dtypes) < 2:
-                return None
-            dtype = reduce(torch.promote_types, dtypes)
-        return {n: t.to(dtype) if n in eligible and t is not None and t.is_floating_point() and t.dtype != torch.float64
-                else t for n, t in named.items()}
-
     def mended(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
                backend: str | None = None, policy: Any = None) -> Any:
         """The same call with its dtypes made to fit, which an event says; the error, where that is not allowed."""
-        found = self.adapted(dict(zip(self.names, values)), error, override)
+        found = casting.adapted(self.op, dict(zip(self.names, values)), error, override)
         if found is None:
             raise error
         events.emit(Adapted(op=self.op.name, transforms=tuple(map(str, found.casts))))
         return self.slow(tuple(found.values[n] for n in self.names), backend, policy)
-
-    def adapted(self, named: dict[str, Any], error: InvalidCall, override: Override | None) -> Adaptation | None:
-        """Where the policy allows it: mixed dtypes cast to the first tensor's, a KV cache as its op knows how."""
-        codes = set(error.codes)
-        if codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH} or self.op.adapt is None):
-            return None
-        setting = worlds.current().surroundings("cpu", override).policy.setting
-        if not setting("allow_adaptation") or setting("strict_mode"):
-            return None
-        if self.op.adapt is not None and Code.KV_CACHE_DTYPE_MISMATCH in codes:
-            return self.op.adapt(named)
-        dtype = named[self.op.same_dtype[0]].dtype
-        cast = {n: named[n].to(dtype) for n in self.op.same_dtype if named[n] is not None and named[n].dtype != dtype}
-        return Adaptation({**named, **cast}, tuple(Transform("cast", n, t.nbytes) for n, t in cast.items()))
 
     def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
         """Under torch.compile or export: choose for symbolic sizes, and run what was chosen so that it is inlined."""
@@ -493,12 +441,6 @@ class Dispatcher:
         if self.native is not None:
             self.native.collect()
         return self.ledger.totals()
-
-
-def _worth_compiling(kernel: Kernel, step: Step) -> bool:
-    """A guess is not worth seconds of CPU; nor is less work by construction where Inductor compiles it."""
-    return step.score.source in (MEASURED, INTERPOLATED, SHIPPED, POLICY) or (
-        step.score.source == LESS_WORK and bool(kernel.package))
 
 
 def function(op: Op) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from . import catalog, compiling, context, events, hardware, jit, loading, measurements, native
+from . import casting, catalog, compiling, context, events, hardware, jit, loading, measurements, native
 from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function
@@ -52,7 +52,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     named = dict(zip(found.names, values))
     tensors = reading.check_types(found.op, named)             # before anything looks into them
     first = next(iter(tensors.values()), None)
-    lowered = found.lowered(named, first)
+    lowered = casting.autocast(found.op, named, first)
     if lowered is not None and first is not None:
         with torch.autocast(first.device.type, enabled=False):
             return explain(op, backend=backend, policy=policy, on=on, **lowered)
@@ -63,7 +63,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     try:
         facts = found.facts(values, worlds.current())
     except InvalidCall as e:
-        fit = found.adapted(named, e, override)
+        fit = casting.adapted(found.op, named, e, override)
         if fit is None:
             raise
         plan = explain(op, backend=backend, policy=policy, on=on, **fit.values)

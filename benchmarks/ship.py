@@ -14,6 +14,7 @@ import argparse
 import datetime
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,60 +29,66 @@ from layerzero.perf.record import place_of
 from layerzero.perf.store import SqliteStore
 from layerzero.runtime import hardware
 from layerzero.runtime import world as worlds
-from layerzero.spec.call import Call
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.tune.models import calls_of
-from layerzero.tune.tuner import tune
+from layerzero.tune.tuner import survey, tune
 from layerzero.tune.workload import merged, standard
 
 TABLES = shipped.FOLDER
+MOST_BYTES = 3 << 29                           # of one call: more takes a minute to make
 OWN = ("torch", "native", "cuda", "triton", "reference")
 TORCH = {"cpu": ">=2.11,<2.15", "cuda": ">=2.9,<2.15"}
-LATE = {"causal": True, "align": "bottom_right"}
-Sizes = tuple[str, dict[str, Any]]
 
 
-def gpu_shapes() -> Iterator[Sizes]:
-    """What models of 0.1 to 70 billion parameters ask of one GPU: decoding, verifying drafts, prefill."""
-    for heads in ({"hq": 32, "hkv": 8, "d": 128}, {"hq": 32, "hkv": 8, "d": 64}, {"hq": 16, "hkv": 2, "d": 128},
-                  {"hq": 32, "hkv": 32, "d": 128}):
+def gpu_calls() -> Iterator[Call]:
+    """What models of 1 to 70 billion parameters ask of one GPU: decoding, verifying drafts, prefill."""
+    def bf16(*shape: int) -> TensorSpec:
+        return TensorSpec(shape, "bfloat16")
+
+    for hq, hkv, d in ((32, 8, 128), (32, 8, 64), (16, 2, 128), (32, 32, 128)):
         for b, keys in ((1, 512), (1, 2048), (1, 8192), (1, 32768), (8, 2048), (32, 1024), (32, 4096)):
-            yield "attention", {**heads, "b": b, "sq": 1, "sk": keys}
+            yield Call("attention", {"query": bf16(b, hq, 1, d), "key": bf16(b, hkv, keys, d),
+                                     "value": bf16(b, hkv, keys, d)})
         for b, s in ((1, 256), (1, 1024), (1, 4096), (4, 512)):
-            yield "attention", {**heads, "b": b, "sq": s, "sk": s, "causal": True}
+            yield Call("attention", {"query": bf16(b, hq, s, d), "key": bf16(b, hkv, s, d),
+                                     "value": bf16(b, hkv, s, d), "is_causal": True})
         for b, s in ((1, 1), (16, 1), (1, 512)):
-            yield "rope", {**heads, "b": b, "s": s}
+            yield Call("rope", {"q": bf16(b, hq, s, d), "k": bf16(b, hkv, s, d), "cos": bf16(s, d // 2),
+                                "sin": bf16(s, d // 2), "style": "rotate_half"})
     for b, sq, keys in ((1, 4, 2048), (4, 8, 8192)):
-        yield "attention", {"hq": 32, "hkv": 8, "d": 128, "b": b, "sq": sq, "sk": keys, **LATE}
+        yield Call("attention", {"query": bf16(b, 32, sq, 128), "key": bf16(b, 8, keys, 128),
+                                 "value": bf16(b, 8, keys, 128), "is_causal": True, "causal_align": "bottom_right"})
     for rows in (1, 8, 64, 512, 4096):
         for hidden in (1024, 2048, 4096, 8192):
-            yield "rms_norm", {"rows": (rows,), "hidden": hidden}
-            yield "add_rms_norm", {"rows": (rows,), "hidden": hidden}
-        yield "layer_norm", {"rows": (rows,), "hidden": 1280}
+            yield Call("rms_norm", {"x": bf16(rows, hidden), "weight": bf16(hidden)})
+            yield Call("add_rms_norm", {"x": bf16(rows, hidden), "residual": bf16(rows, hidden),
+                                        "weight": bf16(hidden)})
+        yield Call("layer_norm", {"x": bf16(rows, 1280), "weight": bf16(1280), "bias": bf16(1280)})
     for rows in (1, 2, 4, 8, 16):
         for k, n in ((2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 128256)):
-            yield "linear", {"rows": (rows,), "k": k, "n": n, "bias": False}
+            yield Call("linear", {"x": bf16(rows, k), "weight": bf16(n, k)})
     for rows in (1, 8, 64, 1024):
         for hidden, inner in ((2048, 8192), (4096, 14336)):
-            yield "mlp", {"rows": (rows,), "hidden": hidden, "inner": inner}
-    for rows in (1, 4, 16):
-        for k, n in ((2048, 8192), (4096, 4096), (4096, 14336)):
-            yield "quantized_linear", {"format": "int4", "rows": (rows,), "k": k, "n": n, "group": 128}
-            yield "quantized_linear", {"rows": (rows,), "k": k, "n": n}
-    for context in ((500, 300, 80, 700), (4000,), (1500, 4000) * 4, (2000,) * 32):
-        yield "paged_attention", {"context": context, "hq": 32, "hkv": 8, "d": 128}
+            yield Call("mlp", {"x": bf16(rows, hidden), "weight_in": bf16(2 * inner, hidden),
+                               "weight_down": bf16(hidden, inner)})
     for batch in (1, 8, 64):
         for how in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 50}, {"top_p": 0.9},
                     {"top_k": 50, "top_p": 0.9}):
-            yield "sample", {"batch": batch, "vocab": 128256, "random": "seed", "logprobs": False, **how}
+            yield Call("sample", {"logits": TensorSpec((batch, 128256), "float32"), "seed": 1, **how})
     for tokens in (1, 512):
-        yield "embedding", {"shape": (1, tokens), "vocab": 128256, "width": 4096}
+        yield Call("embedding", {"ids": TensorSpec((1, tokens), "int64", below=32000), "weight": bf16(32000, 4096)})
+    for rows in (1, 4, 16):
+        for k, n in ((2048, 8192), (4096, 4096)):
+            yield Call("quantized_linear", case={"format": "int4", "rows": (rows,), "k": k, "n": n, "group": 128},
+                       dtype="bfloat16")
+            yield Call("quantized_linear", case={"rows": (rows,), "k": k, "n": n}, dtype="bfloat16")
+    for context in ((500, 300, 80, 700), (4000,), (1500, 4000) * 4):
+        yield Call("paged_attention", case={"context": context, "hq": 32, "hkv": 8, "d": 128}, dtype="bfloat16")
 
 
 def calls(device: str) -> tuple[Call, ...]:
     if device == "cuda":
-        found = [Call(op, case=sizes, dtype="float32" if op == "sample" else "bfloat16")
-                 for op, sizes in gpu_shapes()]
-        return merged([*found, *calls_of("sdxl", dtype="float16")])
+        return merged([*gpu_calls(), *calls_of("sdxl", dtype="float16")])
     small = [*calls_of("smollm2-135m", prompt=128, context=512, dtype="float32"),
              *calls_of("smollm2-135m", prompt=128, context=512, dtype="bfloat16"),
              *calls_of("llama-3-8b", prompt=64, context=2048, dtype="float32", scale=1 / 8, prefill=False),
@@ -114,20 +121,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = hardware.probe(args.device)
     place = place_of(device, args.threads if args.device == "cpu" else 0)
     with SqliteStore(path) as store:
-        known = store.rows(place=place)
+        known = [m._replace(build="") for m in store.rows(place=place)]        # of any build: the run goes on
         worlds.publish(lambda w: w.but(perf=w.perf.including(known, store.rates())), "measured")
 
         def save(rows: Any, rates: Any) -> None:
             store.write(rows, {}, {p: (r, 1.0) for p, r in (rates or {}).items()})
             worlds.publish(lambda w: w.but(perf=w.perf.including(rows, rates)), "measured")
 
-        report = tune(calls(args.device), device=args.device, rounds=args.rounds, seconds=args.seconds, save=save,
-                      compile=args.device == "cuda" or args.compile,
-                      progress=lambda done, total, what: print(f"\r{done}/{total} {what[:90]:90}", end="",
-                                                               file=sys.stderr))
-        print(f"\n{report.closing}", file=sys.stderr)
-        for skipped in report.skipped:
-            print(f"skipped {skipped.call.op} {skipped.call.case or skipped.call.name}: {skipped.reason[:200]}")
+        jobs, _ = survey(calls(args.device), args.device)
+        jobs = sorted((job for job in jobs if job.nbytes <= MOST_BYTES), key=lambda job: job.nbytes)
+        end = time.perf_counter() + (args.seconds or 1e9)
+        for done, job in enumerate(jobs):      # small ones first: making a large one's inputs takes longest
+            left = end - time.perf_counter()
+            if left < 1.0:
+                print(f"out of time: {len(jobs) - done} of {len(jobs)} kinds of call are left", file=sys.stderr)
+                break
+            print(f"{done}/{len(jobs)} {job}", file=sys.stderr)
+            found = tune([job.call], device=args.device, rounds=args.rounds, seconds=left, save=save,
+                         compile=args.device == "cuda" or args.compile)
+            for skipped in found.skipped:
+                print(f"skipped {job}: {skipped.reason[:200]}")
         about: dict[str, Any] = {"type": device.type, "name": device.name}
         if device.type == "cpu":
             about.update(threads=args.threads, isa=list(device.isa))

@@ -108,6 +108,13 @@ class Ledger:
                     total += count.total if entry is None else entry.hits
         return total
 
+    def moved(self, kernel: str, to: str) -> None:
+        """A call that was counted for `kernel` was served by another, to learn how fast that is; "": it is counted."""
+        with self._lock:
+            self._closed[kernel] = self._closed.get(kernel, 0) - 1
+            if to:
+                self._closed[to] = self._closed.get(to, 0) + 1
+
     def totals(self) -> dict[str, int]:
         with self._lock:
             self._close_dead()

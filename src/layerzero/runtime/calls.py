@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 from .facts import dtype_name
 from .faults import FAULTS
+
+MUCH = 1 << 22         # numbers
 
 
 def describe(op: Op, values: Mapping[str, Any], name: str = "") -> Call:
@@ -73,7 +76,7 @@ def _make(spec: TensorSpec, device: str, generator: torch.Generator) -> Tensor:
     if spec.values is not None:
         flat = torch.tensor(spec.values, dtype=torch.int64).to(dtype).view(spec.shape)
     elif dtype.is_floating_point or dtype.is_complex:
-        flat = torch.randn(spec.shape, generator=generator, dtype=torch.float32).to(dtype)
+        flat = _normal(spec.shape, device, generator).to(dtype)
     else:
         flat = torch.randint(0, max(spec.below, 2), spec.shape, generator=generator, dtype=torch.int64).to(dtype)
     if spec.strides is None:
@@ -86,6 +89,15 @@ def _make(spec: TensorSpec, device: str, generator: torch.Generator) -> Tensor:
     else:
         made.copy_(flat.to(device))
     return made
+
+
+def _normal(shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:
+    """Drawn on the host, so that the numbers are the same on every device; a large one where it will be used, since
+    the host would take seconds."""
+    if math.prod(shape) < MUCH or torch.device(device).type != "cuda":
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+    there = torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+    return torch.randn(shape, generator=there, dtype=torch.float32, device=device)
 
 
 def _dtype(name: str) -> torch.dtype:

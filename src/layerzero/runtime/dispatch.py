@@ -36,6 +36,7 @@ from . import (
     hotpath,
     incidents,
     jit,
+    learning,
     loading,
     native,
     replays,
@@ -46,6 +47,7 @@ from . import world as worlds
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
+from .exploring import Exploring
 from .incidents import (
     Failure,
     ProbeBusy,
@@ -192,6 +194,8 @@ class Dispatcher:
         kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
         if facts["device"] != "cuda" or kernel is None or kernel.jit or kernel.health in world.health:
             return False
+        if isinstance(entry.run, Exploring):
+            return False
         steps = world.plan(self.op, {**facts, "graph": True}, override).steps
         return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)
 
@@ -249,6 +253,9 @@ class Dispatcher:
             run = self.warming(world, kernel, run, plan, override)
         if values is not None:
             compiling.request_better(self, world, plan, override, values)
+        run = learning.exploring(self, world, plan, run, override)
+        if isinstance(run, Exploring):
+            recordings = None                  # what is replayed would not be explored
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))

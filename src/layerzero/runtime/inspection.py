@@ -16,7 +16,7 @@ from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from . import casting, catalog, compiling, context, events, hardware, jit, loading, measurements, native
+from . import casting, catalog, compiling, context, events, hardware, jit, learning, loading, measurements, native
 from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function
@@ -78,7 +78,9 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     if on is not None:
         return plan
     key = found.key_of(*values) if override is context.current.get() else None
-    steps = tuple(s._replace(note=", ".join(_notes(s, found, world))) for s in plan.steps)
+    learned = learning.standing(found.op, world, plan) if override is None else lambda kernel: ""
+    steps = tuple(s._replace(note=", ".join(filter(None, (*_notes(s, found, world), learned(s.kernel)))))
+                  for s in plan.steps)
     return replace(plan, steps=steps, from_cache=key is not None and key in found.cache.table)
 
 
@@ -233,6 +235,9 @@ def doctor(deep: bool = False) -> Diagnosis:
     for device in devices:
         came = measurements.shipped_status(world, device)
         checks.append(Check(f"shipped measurements ({device.type})", came.ok, came.text, came.hint))
+    on = world.policy.setting("learn")
+    checks.append(Check("learning", True, str(learning.status()) if on else "off",
+                        "" if on else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it serves"))
     for refused in (*catalog.discover()[1], *catalog.plugin_policy(world.catalog)[1]):
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
             checks.append(Check(f"plugin {refused.kernel}", False, refused.reason.message,
@@ -271,15 +276,16 @@ def _version() -> str:
 
 @dataclass(frozen=True)
 class Stats:
-    """What ran so far, by op and kernel; events by name; what is compiled in the background."""
+    """What ran so far, by op and kernel; events by name; what was learned while serving; what is compiled behind it."""
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]
+    learning: learning.Status
     compiling: compiling.Status = field(default_factory=compiling.Status)
 
     def to_json(self) -> dict[str, Any]:
         return {"calls": {k: dict(v) for k, v in self.calls.items()}, "events": dict(self.events),
-                "compiling": self.compiling.to_json()}
+                "learning": self.learning._asdict(), "compiling": self.compiling.to_json()}
 
 
 def stats() -> Stats:
@@ -287,7 +293,7 @@ def stats() -> Stats:
     totals: dict[str, int] = {}
     for (name, _, _), n in events.counts().items():
         totals[name] = totals.get(name, 0) + n
-    return Stats(calls, totals, compiling.status())
+    return Stats(calls, totals, learning.status(), compiling.status())
 
 
 def get_config() -> dict[str, Any]:

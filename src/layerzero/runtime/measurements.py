@@ -8,7 +8,7 @@ is an event, and `lz doctor` says it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..spec.device import Device
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.event import Event, StoreTrouble
 from ..spec.kernel import Kernel
+from ..spec.op import Op
 from . import config, events, hardware
 from .builds import build_of
 from .loading import installed_version, satisfies
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ..perf.interface import CorruptStore, Store
     from ..perf.shipped import Table
     from .catalog import Catalog
+    from .context import Override
     from .world import World
 
 FILE = "perf.sqlite"
@@ -182,6 +184,22 @@ def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | Non
     for event in _kept(world.policy, rows, environments, {place: (r, now) for place, r in rates.items()}):
         events.emit(event)
     worlds.publish(lambda w: w.but(perf=w.perf.including(rows, rates)), "measured")
+
+
+def heeded(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement], group: Collection[str],
+           override: Override | None = None) -> tuple[tuple[Measurement, ...], str]:
+    """The rows, and what selection makes of them, which is to be one of the `group`.
+
+    It mixes a noisy time with a guess. The noise of single samples must not undo a verdict over many, so the spread
+    is made smaller until it does not.
+    """
+    rows, timed = tuple(rows), {m.kernel for m in rows}
+    while True:
+        after = world.but(perf=world.perf.including(rows), warmed=world.warmed | timed)
+        chosen = after.plan(op, facts, override).kernel or ""
+        if chosen in group or chosen not in timed or max(m.spread for m in rows) < 1e-6:
+            return rows, chosen
+        rows = tuple(m._replace(spread=m.spread / 2) for m in rows)
 
 
 def forget_measurements() -> None:

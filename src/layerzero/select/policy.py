@@ -52,6 +52,8 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "memory_headroom_fraction": Setting(float, 0.9, "how much of the live free memory a workspace may take"),
     "shipped_measurements": Setting(bool, True, "use what was measured on this model of device and came with the "
                                     "package, until something was measured here"),
+    "learn": Setting(bool, False, "calls of a kind that was not measured here are served by the kernels that may serve "
+                     "it in turn and timed, until it is clear which is fastest; see docs/learning.md"),
     "cache_size": Setting(int, 4096, "remembered choices per op"),
     "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: never"),
     "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is left out, and the fewest that count "

@@ -46,6 +46,27 @@ class WarmupSkipped(Event):
 
 
 @dataclass(frozen=True)
+class LearningStarted(Event):
+    """Calls of a new kind are served by these candidates in turn and timed, to learn which is fastest."""
+
+    name: ClassVar[str] = "learning_started"
+    kind: str = ""
+    candidates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Learned(Event):
+    """A kind of call is settled: `kernel` serves it. Not `clear`: too little was found out, nothing was kept."""
+
+    name: ClassVar[str] = "learned"
+    kind: str = ""
+    clear: bool = True
+    samples: int = 0
+    calls: int = 0                             # of this kind, until it was settled
+    cost: float = 0.0                          # seconds that exploring took, beyond what the calls take anyway
+
+
+@dataclass(frozen=True)
 class PlanMissed(Event):
     """The dispatch table in force has no answer for a kind of call; `kernel` was selected at run time."""
 

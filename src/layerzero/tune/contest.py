@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..perf.record import CAPTURED, COMPILED, Measurement, Rates, kind_of, mode_of
+from ..perf.record import CAPTURED, COMPILED, EAGER, Measurement, Rates, kind_of, mode_of
 from ..runtime import builds, context, faults, jit, loading
 from ..runtime import world as worlds
 from ..runtime.binding import permutation
 from ..runtime.dispatch import Dispatcher
 from ..runtime.incidents import blame, mark_unloadable
+from ..runtime.measurements import heeded
 from ..runtime.world import World
 from ..select.key import fixed_by_key
 from ..spec.call import Call
@@ -101,6 +102,12 @@ class Contest:
                     self.no_time_for.append(kernel.id)
                 continue
             first, us = took
+            if self.mode == EAGER and not step.transforms and self.dispatcher.native is not None:
+                called = race.replace(kernel.id, _way(by_name(self.dispatcher, kernel.id), inputs, self.call.grad))
+                if called is None:
+                    self._note_failures()
+                    continue
+                us = called
             self.compile_us[kernel.id] = max(first - us, 0.0) if kernel.jit or self.mode == COMPILED else 0.0
             if us > HOPELESS_AT_ONCE * best:
                 race.run(only=kernel.id)       # once more: the first may have been bad luck
@@ -157,7 +164,8 @@ class Contest:
         ranked = sorted(costs.rounds, key=lambda name: (costs.median(name), name))
         margin = self.race.watch.margin
         group = [ranked[0], *(name for name in ranked[1:] if costs.beats(ranked[0], name, margin) < SURE)]
-        rows, chosen = self._heeded(self._levelled(self._measurements(ranked), group, costs), group)
+        rows, chosen = heeded(self.world, self.op, self.facts,
+                              self._levelled(self._measurements(ranked), group, costs), group, asked)
         best = chosen if chosen in group else ranked[0]
         own = next((name for name in ranked if self.world.catalog.by_id[name].baseline), "")
         kind, flops, moved = kind_of(self.op, self.facts), rows[0].flops, rows[0].bytes
@@ -206,32 +214,24 @@ class Contest:
 
         return tuple(level(m) if m.kernel in group else m for m in rows)
 
-    def _heeded(self, rows: tuple[Measurement, ...], group: list[str]) -> tuple[tuple[Measurement, ...], str]:
-        """The rows, and what selection makes of them.
 
-        It mixes a noisy time with a guess. The noise of single samples must not undo a verdict over many, so the
-        spread is made smaller until it does not.
-        """
-        timed = {m.kernel for m in rows}
-        while True:
-            after = self.world.but(perf=self.world.perf.including(rows), warmed=self.world.warmed | timed)
-            chosen = after.plan(self.op, self.facts, context.current.get()).kernel or ""
-            if chosen in group or chosen not in timed or max(m.spread for m in rows) < 1e-6:
-                return rows, chosen
-            rows = tuple(m._replace(spread=m.spread / 2) for m in rows)
-
-
-def compiled(dispatcher: Dispatcher, kernel: str) -> Callable[..., Any]:
-    """A call of the kernel by name, compiled by torch.compile as it would be inside a model."""
-    # The public function cannot be given its keyword-only parameters by place: names bind them.
-    places, named = dispatcher.op.params, dispatcher.public
+def by_name(dispatcher: Dispatcher, kernel: str) -> Callable[..., Any]:
+    """A call of the public function that names the kernel, of values in the order of the op's parameters: what an
+    eager call costs is what it costs this way, through the native path and its launches."""
+    # Keyword-only parameters cannot be given by their place: names bind them.
+    places, public = dispatcher.op.params, dispatcher.public
     split = next((i for i, p in enumerate(places) if p.keyword_only), len(places))
     names = [p.name for p in places[split:]]
 
     def call(*values: Any) -> Any:
-        return named(*values[:split], **dict(zip(names, values[split:])), backend=kernel)
+        return public(*values[:split], **dict(zip(names, values[split:])), backend=kernel)
 
-    return torch.compile(call, fullgraph=True, dynamic=False)
+    return call
+
+
+def compiled(dispatcher: Dispatcher, kernel: str) -> Callable[..., Any]:
+    """The same, compiled by torch.compile as it would be inside a model."""
+    return torch.compile(by_name(dispatcher, kernel), fullgraph=True, dynamic=False)
 
 
 def _unreachable(values: tuple[Any, ...]) -> tuple[str, Any]:

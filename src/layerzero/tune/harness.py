@@ -331,6 +331,16 @@ class Race:
         self._on_entry[name] = max(after, 1e-3)
         return first, after
 
+    def replace(self, name: str, way: Way) -> float | None:
+        """From now on it is called in this way; microseconds of one such call, None if it failed."""
+        self._sample(name, way, 1)             # what is made on first use is made now
+        after = self._sample(name, way, 1) if name in self._running else None
+        if after is not None:
+            calls = int(self.watch.seconds * 1e6 / max(after, 1e-3))
+            self._running[name] = way, min(max(calls, 1), self.watch.most_calls)
+            self._on_entry[name] = max(after, 1e-3)
+        return after
+
     def drop(self, name: str) -> None:
         """It takes part in no further round; what was measured stays."""
         self._running.pop(name, None)

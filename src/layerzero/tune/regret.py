@@ -29,7 +29,7 @@ from ..select.key import fixed_by_key
 from ..spec.call import Call
 from ..spec.errors import LayerZeroError
 from ..spec.plan import Plan
-from .contest import compiled, facts_of
+from .contest import by_name, compiled, facts_of
 from .harness import Race, Watch, stopwatch
 from .tuner import modes_of, resolved
 
@@ -285,6 +285,8 @@ def _ways(found: Dispatcher, plan: Plan, facts: Mapping[str, Any], values: tuple
             run: Callable[..., Any] = found.binding(world.catalog.by_id[step.kernel], step, facts, fixed).run
             if mode == COMPILED:
                 run = compiled(found, step.kernel)
+            elif mode == EAGER and not step.transforms and found.native is not None:
+                run = by_name(found, step.kernel)
         except loading.LoadFailed as e:
             failed[step.kernel] = e.reason.message
             continue

@@ -223,6 +223,7 @@ class Tuner:
         self.rounds, self.cold, self.deadline, self.save, self.compile = rounds, cold, deadline, save, compile
         self.rates: dict[str, Rates] = {}      # by place, those measured now
         self._watches: dict[tuple[str, str], Watch] = {}
+        self._made: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()    # of the last call
 
     @property
     def out_of_time(self) -> bool:
@@ -236,8 +237,7 @@ class Tuner:
                                          f"{free / 2**30:.1f} GiB are free")
         with _mode(job.call):
             try:
-                dispatcher, values = resolved(dispatcher_of(job.call.op).op, make_values(
-                    dispatcher_of(job.call.op).op, job.call, job.device))
+                dispatcher, values = self._inputs(job)
                 facts = {**dispatcher.facts(values, worlds.current()), **facts_of(job.mode)}
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, _first_line(e))
@@ -260,6 +260,16 @@ class Tuner:
         if not compiled <= worlds.current().warmed:
             worlds.publish(lambda w: w.but({contest.op.name}, warmed=w.warmed | compiled), "warmed")
         return found
+
+    def _inputs(self, job: Job) -> tuple[Dispatcher, tuple[Any, ...]]:
+        """Made once for all modes of a call: for a large one that takes longer than timing it."""
+        call, dispatcher, values = self._made
+        if call is not job.call or dispatcher is None:
+            self._made = None, None, ()        # its memory is free before more is asked for
+            op = dispatcher_of(job.call.op).op
+            dispatcher, values = resolved(op, make_values(op, job.call, job.device))
+            self._made = job.call, dispatcher, values
+        return dispatcher, values
 
     def _roof(self, device: str) -> Rates | None:
         place = worlds.current().place(device)

@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -196,13 +196,13 @@ def in_turns(traffic: Traffic, found: PerfView, seconds: float) -> dict[str, lis
         for name in order:
             perf, settings = ways[name]
             lz.configure(disabled=bool(settings))
-            worlds.publish(lambda w, perf=perf: replace(w, epoch=w.epoch + 1, perf=perf, memo={}), "benchmark")
+            worlds.publish(lambda w, perf=perf: w.but(perf=perf), "benchmark")
             traffic.each()                     # makes the entries
             traffic._order = traffic._shuffled()
             window, count = traffic.run(seconds / rounds / len(ways))
             took[name].append(window * 1e6 / count.total())
     lz.configure(disabled=False)
-    worlds.publish(lambda w: replace(w, epoch=w.epoch + 1, perf=found, memo={}), "benchmark")
+    worlds.publish(lambda w: w.but(perf=found), "benchmark")
     return took
 
 

@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=OUT, help="where to write the result")
     args = parser.parse_args()
     if args.jit:
-        lz.configure(allow_jit=True)
+        lz.configure(jit="in_request")
     rows: list[Row] = []
     began, before = time.perf_counter(), environment()
     console = Console(width=None if sys.stdout.isatty() else 220)

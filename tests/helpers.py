@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.runtime import context, events, native
+from layerzero.runtime import context, events, incidents, native
 from layerzero.runtime import facts as reading
 from layerzero.runtime import world as worlds
 from layerzero.runtime.dispatch import dispatchers
@@ -36,7 +36,9 @@ def world():
     saved, override = worlds.current(), context.current.get()
     yield
     assert context.current.get() is override, "a test left an override behind"
-    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, memo={}, born=time.monotonic()), "end of a test")
+    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, changed=w.epoch + 1, memo={}, born=time.monotonic()),
+                   "end of a test")
+    incidents._faults.clear()
     events.reset()
     for found in dispatchers.values():
         found.ledger.fallbacks.clear()
@@ -128,7 +130,14 @@ def same(a, b):
 
 
 def health_of(group: str):
+    """Its breaker; None while that is closed."""
     return worlds.current().health.get(group)
+
+
+def faults_of(kernel: str) -> int:
+    """How many of its last calls failed."""
+    op = worlds.current().catalog.by_id[kernel].op
+    return incidents.faults_of(kernel, dispatcher_of(op.name).calls_of(kernel))[0]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:

@@ -34,7 +34,7 @@ HOME = Path(__file__).parents[1] / "interpreter"
 def mine(monkeypatch, world):
     monkeypatch.syspath_prepend(str(HOME))
     import own_triton
-    lz.configure(allow_jit=True)
+    lz.configure(jit="in_request")
     return own_triton
 
 

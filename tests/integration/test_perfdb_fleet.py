@@ -217,7 +217,7 @@ def world():
     from dataclasses import replace
     saved = worlds.current()
     yield
-    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, memo={}), "end of a test")
+    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, changed=w.epoch + 1, memo={}), "end of a test")
 
 
 @pytest.mark.usefixtures("world")

@@ -291,7 +291,7 @@ def test_whoever_serves_the_model_is_the_same(shape: str, memory: str, dtype: to
     stop = lz.subscribe(lambda event: chosen.add(event.kernel) if event.name == "selected" else None)
     while True:
         denied = sorted(kernel for kernel in chosen if not kernel.startswith("reference."))
-        lz.configure(allow_jit=False, rules=(lz.PolicyRule.of("deny", denied),) if denied else ())
+        lz.configure(jit="never", rules=(lz.PolicyRule.of("deny", denied),) if denied else ())
         before, rounds = len(chosen), rounds + 1
         run_case(shape, memory, None, dtype, lengths=(20, 20))
         if len(chosen) == before:

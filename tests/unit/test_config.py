@@ -337,9 +337,24 @@ def test_nothing_set_is_no_layer():
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_has_its_variable(name):
-    text = {bool: "yes", int: "7", float: "1.0", str: "error"}[SETTINGS[name].type]
+    word = "never" if name == "jit" else "error"
+    text = {bool: "yes", int: "7", float: "1.0", str: word}[SETTINGS[name].type]
     layer = environment_layer({f"LAYERZERO_{name.upper()}": text})
-    assert dict(layer.settings) == {name: {bool: True, int: 7, float: 1.0, str: "error"}[SETTINGS[name].type]}
+    assert dict(layer.settings) == {name: {bool: True, int: 7, float: 1.0, str: word}[SETTINGS[name].type]}
+
+
+@pytest.mark.parametrize(("old", "new"), [("1", "in_request"), ("no", "never")])
+def test_allow_jit_is_still_read_and_says_what_it_is_called_now(old, new, tmp_path):
+    with pytest.warns(DeprecationWarning, match=f"write jit: {new}"):
+        layer = environment_layer({"LAYERZERO_ALLOW_JIT": old})
+    assert dict(layer.settings) == {"jit": new} and Policy((layer,)).setting("allow_jit") is (new == "in_request")
+    (tmp_path / "policy.yaml").write_text(f"version: 1\nsettings: {{allow_jit: {old}}}\n")
+    with pytest.warns(DeprecationWarning, match=f"write jit: {new}"):
+        assert dict(load_policy_file(tmp_path / "policy.yaml").settings) == {"jit": new}
+    with pytest.warns(DeprecationWarning):
+        assert dict(Layer("file", {"jit": "background", "allow_jit": old}).settings) == {"jit": "background"}
+    with pytest.raises(ConfigError, match="allow_jit must be true or false, got 'maybe'; it is deprecated"):
+        Layer("file", {"allow_jit": "maybe"})
 
 
 @pytest.mark.parametrize(("text", "want"), [(t, w) for w, texts in (

@@ -65,7 +65,7 @@ def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why
     for where in (HOPPER, nvidia(80)):
         for sizes in ({"seq_q": 1, "seq_k": 4096, "heads": 32, "kv_heads": 8, "dim": 128},
                       {"seq_q": 512, "seq_k": 512, "heads": 8, "kv_heads": 8, "dim": 64}):
-            scene = Surroundings(policy=policy(allow_jit=True, allow_untested=True), device=where.facts(),
+            scene = Surroundings(policy=policy(jit="in_request", allow_untested=True), device=where.facts(),
                                  place=where.signature, rates=RATES)
             given = {**facts(**sizes), "device": "cuda", **where.facts()}
             plan = select(ATTENTION, roster(found.kernels_of("attention"), scene), given, scene)

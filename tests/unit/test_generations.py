@@ -19,7 +19,7 @@ from layerzero.spec.rules import generations
 V2, V3, V4 = "flash_attn.v2", "flash_attn.v3", "flash_attn.v4"
 FLASH = [k for k in flash_attn.KERNELS if k.op is ATTENTION]
 ALL = catalog.discover()[0].kernels_of("attention")
-LENIENT = {"allow_untested": True, "allow_jit": True}
+LENIENT = {"allow_untested": True, "jit": "in_request"}
 # Every SM that was sold, and some that were not.
 MODELS = {"pascal": (60, 61), "volta": (70, 72), "turing": (75,), "ampere": (80, 86, 87), "ada_lovelace": (89,),
           "hopper": (90,), "blackwell": (100, 103, 110, 120, 121), "unknown": (130, 150, 300)}
@@ -71,7 +71,7 @@ def test_on_blackwell_version_4_is_preferred_where_it_is_there(sm):
 
 
 @pytest.mark.parametrize(("settings", "kernel", "code"), [
-    ({"allow_jit": True}, V2, Code.UNTESTED_ON_HARDWARE), ({"allow_untested": True}, V4, Code.JIT_NOT_WARMED)])
+    ({"jit": "in_request"}, V2, Code.UNTESTED_ON_HARDWARE), ({"allow_untested": True}, V4, Code.JIT_NOT_WARMED)])
 def test_no_version_is_chosen_by_chance(settings, kernel, code):
     plan = routed(nvidia(100), FLASH, **settings)
     assert kernel not in order(plan) and code in [r.code for r in plan.why_not(kernel)]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, health_of, normed, of, only, path_of, python, register, rows
+from helpers import RMS_NORM, Fake, faults_of, normed, of, only, path_of, python, register, rows
 
 import layerzero as lz
 from layerzero.runtime import exploring, learning, native
@@ -280,7 +280,7 @@ def test_never_while_torch_traces(learn):
 def test_never_with_a_kernel_that_would_compile_or_was_not_tested(learn, clock):
     fakes(clock, first=100.0)
     register(compiles := Fake("fake.compiles", prior=1e5, jit=True), untested := Fake("fake.untested", untested=True))
-    lz.configure(allow_jit=True, allow_untested=True, rules=())
+    lz.configure(jit="in_request", allow_untested=True, rules=())
     x = rows()
     plan = lz.explain("rms_norm", x)
     assert {"fake.compiles", "fake.untested"} <= {s.kernel for s in plan.steps}
@@ -314,7 +314,7 @@ def test_a_candidate_that_throws_is_blamed_and_leaves(path, learn, clock, happen
     made["broken"].fault = ValueError("no luck")
     serve(rows(), call=path_of("rms_norm", path))
     assert made["broken"].calls == 1
-    assert health_of("fake.broken").failures == 1 and health_of("fake.first") is None
+    assert faults_of("fake.broken") == 1 and faults_of("fake.first") == 0
     assert [e.kernel for e in of(Fallback, happened)] == ["fake.broken"]
     assert of(Learned, happened)[0].kernel == "fake.fast"
 
@@ -331,7 +331,7 @@ def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(lear
     before = dict(lz.stats().calls.get("rms_norm", {}))
     serve(rows())
     assert of(Learned, happened)[0].kernel == "fake.fast"
-    assert broken.calls == 1 and health_of("fake.broken").failures == 1
+    assert broken.calls == 1 and faults_of("fake.broken") == 1
     assert [(e.kernel, e.served_by) for e in of(Fallback, happened)] == [("fake.broken", "fake.first")]
     after = lz.stats().calls["rms_norm"]
     assert {f.id: after.get(f.id, 0) - before.get(f.id, 0) for f in (first, fast, broken)} == {
@@ -344,7 +344,7 @@ def test_what_serves_anyway_may_fail_too(learn, clock):
     x = rows()
     for _ in range(10):
         torch.testing.assert_close(lz.rms_norm(x), normed(x))
-    assert health_of("fake.first").failures >= 1
+    assert faults_of("fake.first") >= 1
 
 
 def test_a_candidate_that_cannot_be_loaded_is_left_out(learn, clock):

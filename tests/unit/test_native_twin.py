@@ -386,7 +386,7 @@ def test_an_entry_of_another_epoch_is_refused(both):
     values = found.bound((x,), {})
     found.twin(x)
     entry = found.cache.table[found.key_of(*values)]
-    epoch = worlds.current().epoch
+    epoch = worlds.current().version("rms_norm")
     assert not found.native.put(entry, epoch - 1, values, False, None)
     assert not found.native.put(entry, epoch + 1, values, False, None)
     assert found.native.compiled.lookup(x) is None
@@ -486,7 +486,7 @@ def test_keys_lookups_and_refusals_leak_no_references(both):
         found.native.compiled.key(x, y)
         found.native.compiled.lookup(x, y)
         found.native.compiled.key(x, "y")
-        found.native.put(entry, worlds.current().epoch, values, False, None)
+        found.native.put(entry, worlds.current().version("synthetic"), values, False, None)
         found.native.collect()
     assert [sys.getrefcount(o) for o in watched] == before
 

@@ -144,7 +144,7 @@ def test_the_mode_of_the_call_and_of_the_policy_decide(declared, known, settings
 @pytest.mark.parametrize(("declared", "known", "settings"), [
     ({"deterministic_backward": False}, {"deterministic": True}, {}),         # no gradient is asked for
     ({"differentiable": False}, {"grad": False}, {}),
-    ({"jit": True}, {}, {"allow_jit": True}),
+    ({"jit": True}, {}, {"jit": "in_request"}),
     ({"untested": True}, {}, {"allow_untested": True}),
     ({"baseline": True}, {}, {"disabled": True}),
 ])
@@ -397,7 +397,7 @@ def test_of_the_real_kernels_each_is_accepted_or_refused_with_a_reason_and_the_o
         call, where, pretend, shuffle):
     ours = list(BUILTIN.kernels_of("attention"))
     given, names = facts(**call), {k.id for k in ours}
-    lenient = policy(allow_jit=True, allow_untested=True) if pretend else policy()
+    lenient = policy(jit="in_request", allow_untested=True) if pretend else policy()
     plan = decide(ours, on=where, given=given, policy=lenient)
     steps, refused = [s.kernel for s in plan.steps], [r.kernel for r in plan.rejected]
     assert sorted([*steps, *refused]) == sorted(names)
@@ -416,7 +416,7 @@ def test_of_the_real_kernels_each_is_accepted_or_refused_with_a_reason_and_the_o
 @settings(deadline=None, max_examples=25)
 @given(any_call(), st.sampled_from(DEVICES))
 def test_whatever_is_accepted_breaks_none_of_its_own_rules_but_those_a_transform_repairs(call, where):
-    lenient = policy(allow_jit=True, allow_untested=True)
+    lenient = policy(jit="in_request", allow_untested=True)
     plan = decide(BUILTIN.kernels_of("attention"), on=where, given=facts(**call), policy=lenient)
     for step in plan.steps:
         k = BUILTIN.by_id[step.kernel]

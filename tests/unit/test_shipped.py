@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch, world):
 
 def renewed():
     """The world as it would be in a new process: nothing of the tables is remembered."""
-    worlds.publish(lambda w: replace(w, epoch=w.epoch + 1, memo={}), "test")
+    worlds.publish(lambda w: replace(w, epoch=w.epoch + 1, changed=w.epoch + 1, memo={}), "test")
 
 
 # the format

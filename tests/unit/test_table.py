@@ -150,7 +150,7 @@ def test_a_three_dimensional_call_is_solved_as_the_one_it_becomes(world):
 def test_what_compiles_on_first_use_is_listed_and_compiled_before_it_serves(world):
     jit = Fake("fake.jit", jit=True)
     register(jit)
-    lz.configure(allow_jit=True)
+    lz.configure(jit="in_request")
     table = lz.solve([norm(4)], device="cpu")
     assert [(a.kernel, a.call.op) for a in table.jit] == [("fake.jit", "rms_norm")]
     assert Table.from_json(json.loads(json.dumps(table.to_json()))) == table

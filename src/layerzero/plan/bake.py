@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import context, events, loading, tracing
+from ..runtime import casting, context, events, loading, tracing
 from ..runtime import facts as reading
 from ..runtime import world as worlds
 from ..runtime.binding import Binding
@@ -55,7 +55,7 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     tensors = reading.check_types(found.op, named)
     if not tensors:
         raise ConfigError(f"lz.bind: lz.{found.op.name} was given no tensor; give the call as you would make it")
-    if found.lowered(named, next(iter(tensors.values()))) is not None:
+    if casting.autocast(found.op, named, next(iter(tensors.values()))) is not None:
         raise ConfigError(f"lz.bind: lz.{found.op.name} under autocast: cast the tensors, then bind outside of it")
     if found.op.canonical is not None and found.op.canonical(dict(named)) is not None:
         raise ConfigError(f"lz.bind: this call of lz.{found.op.name} is rewritten before it is served (its rank or "

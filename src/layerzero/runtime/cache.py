@@ -67,6 +67,7 @@ class Ledger:
     def __init__(self) -> None:
         self.fallbacks: dict[str, int] = {}    # kernel that served in another's place -> how often
         self._closed: dict[str, int] = {}
+        self._tried: dict[str, int] = {}       # kernel -> how often it was tried in another's place
         self._open: list[tuple[weakref.ref[Entry], str, Count]] = []
         self._limit = 64
         self._lock = threading.Lock()
@@ -92,6 +93,20 @@ class Ledger:
     def fell_back(self, kernel: str) -> None:
         with self._lock:
             self.fallbacks[kernel] = self.fallbacks.get(kernel, 0) + 1
+
+    def tried(self, kernel: str) -> None:
+        with self._lock:
+            self._tried[kernel] = self._tried.get(kernel, 0) + 1
+
+    def calls(self, kernel: str) -> int:
+        """How often a kernel was called so far, chosen or in another's place."""
+        with self._lock:
+            total = self._closed.get(kernel, 0) + self._tried.get(kernel, 0)
+            for reference, name, count in self._open:
+                if name == kernel:
+                    entry = reference()
+                    total += count.total if entry is None else entry.hits
+        return total
 
     def moved(self, kernel: str, to: str) -> None:
         """A call that was counted for `kernel` was served by another, to learn how fast that is; "": it is counted."""

@@ -278,7 +278,7 @@ def _workspace(value: str, op: Op) -> str:
 
 
 _CHECKS = {
-    "version": _range, "torch": _range, "workspace": _workspace,
+    "version": _range, "torch": _range, "workspace": _workspace, "shared_memory": _workspace,
     "prior": lambda value, op: "" if value > 0 else "a number > 0",
     "overhead_us": lambda value, op: "" if value >= 0 else "a number >= 0"}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..select.conditions import parse_when
-from ..select.policy import ACTIONS, SETTINGS, Layer, PolicyRule, suggest, validate_setting
+from ..select.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, suggest, validate_setting
 from ..spec.errors import ConfigError
 
 PREFIX = "LAYERZERO_"
@@ -27,6 +27,7 @@ _MAX_DEPTH = 16                                # of nesting in a policy file; th
 
 VARIABLES: Mapping[str, str] = {
     **{PREFIX + name.upper(): setting.doc for name, setting in SETTINGS.items()},
+    **{PREFIX + name.upper(): f"deprecated; use {PREFIX + new.upper()}" for name, new in RENAMED.items()},
     "LAYERZERO_POLICY": "path of the policy file",
     "LAYERZERO_CACHE_DIR": "folder for measurements, certificates and tables; default ~/.cache/layerzero",
     "LAYERZERO_LOCK": "op=kernel pairs, separated by ';'",
@@ -58,7 +59,7 @@ def environment_layer(environ: Mapping[str, str] | None = None, ops: OpFacts | N
         try:
             if variable not in VARIABLES:
                 raise ConfigError(f"unknown variable{suggest(variable, VARIABLES)}")
-            if text and name in SETTINGS:
+            if text and name in (*SETTINGS, *RENAMED):
                 settings[name] = validate_setting(name, text)
             elif text and name in ACTIONS:
                 rules += _variable_rules(name, text, variable, ops)

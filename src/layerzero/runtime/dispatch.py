@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import reduce
 from types import FunctionType
 from typing import Any
 
@@ -23,11 +22,13 @@ from ..select.predicates import compile_verdicts
 from ..spec.errors import InvalidCall, KernelFailed, LayerZeroError
 from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
 from ..spec.kernel import Direct, Kernel
-from ..spec.op import Adaptation, Op
-from ..spec.plan import Plan, Step, Transform
-from ..spec.reason import Code, Reason
+from ..spec.op import Op
+from ..spec.plan import Plan, Step
+from ..spec.reason import Code
 from . import (
+    casting,
     clock,
+    compiling,
     context,
     events,
     faults,
@@ -48,10 +49,12 @@ from .cache import Entry, Ledger, OpCache
 from .context import Override
 from .exploring import Exploring
 from .incidents import (
+    Failure,
     ProbeBusy,
     blame,
-    change_health,
     compile_failed,
+    count_fault,
+    count_success,
     learn,
     loaded,
     mark_unloadable,
@@ -103,6 +106,10 @@ class Dispatcher:
     # a new world: new cache, and new code where the key changed
 
     def install(self, world: World) -> None:
+        version = world.version(self.op.name)
+        if self.world is not None and self.world.version(self.op.name) == version:
+            self.world, self.cache = self.now = world, self.cache      # another op's business: what is remembered holds
+            return
         program = world.program(self.op)
         cache = OpCache(world.policy.setting("cache_size"), self._evicted)
         # An op without tensors goes the slow way, which is quick beside such work.
@@ -118,7 +125,7 @@ class Dispatcher:
         self.world, self.cache = self.now = world, cache
         self.globals["TABLE"] = cache.table
         if self.native is not None:
-            self.native.install(program, world.epoch, world.policy.setting("cache_size"))
+            self.native.install(program, version, world.policy.setting("cache_size"))
 
     def _evicted(self, entries: int) -> None:
         events.emit(Evicted(op=self.op.name, entries=entries))
@@ -157,8 +164,8 @@ class Dispatcher:
         if key is None:
             facts = self.facts(values, world)
             key = ("facts", override, *facts.values())
-            return cache.obtain(key, lambda: self.entry(world, facts, override))
-        return cache.obtain(key, lambda: self.entry(world, self.facts(values, world), override))
+            return cache.obtain(key, lambda: self.entry(world, facts, override, values))
+        return cache.obtain(key, lambda: self.entry(world, self.facts(values, world), override, values))
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
         """The native table does not know this call: serve it, and tell the table if it is an ordinary one."""
@@ -177,7 +184,8 @@ class Dispatcher:
             return self.mended(values, e, override, backend, policy)
         entry.tick()
         if self.native is not None:            # refused if the world has changed meanwhile
-            self.native.put(entry, world.epoch, values, self.serves_captures(world, entry, override), override)
+            anywhere = self.serves_captures(world, entry, override)
+            self.native.put(entry, world.version(self.op.name), values, anywhere, override)
         return self.serve(entry, values)
 
     def serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
@@ -215,8 +223,12 @@ class Dispatcher:
             self.op.extra_check(dict(zip(self.names, values)), facts)
         return facts
 
-    def entry(self, world: World, facts: Mapping[str, Any], override: Override | None) -> Entry:
-        """Select, load and bind. A library that fails to load leaves the world, and the choice is made again."""
+    def entry(self, world: World, facts: Mapping[str, Any], override: Override | None,
+              values: tuple[Any, ...] | None = None) -> Entry:
+        """Select, load and bind. A library that fails to load leaves the world, and the choice is made again.
+
+        `values`: of the call it is made for, so that a better kernel can be compiled for calls like it.
+        """
         began = time.perf_counter()
         while True:
             plan = world.plan(self.op, facts, override)
@@ -239,6 +251,8 @@ class Dispatcher:
             run = replays.recorded(run, recordings)
         if kernel.jit:
             run = self.warming(world, kernel, run, plan, override)
+        if values is not None:
+            compiling.request_better(self, world, plan, override, values)
         run = learning.exploring(self, world, plan, run, override)
         if isinstance(run, Exploring):
             recordings = None                  # what is replayed would not be explored
@@ -263,9 +277,9 @@ class Dispatcher:
         return found
 
     def watched(self, kernel: Kernel, binding: Binding, state: health.Health, named: bool) -> Callable[..., Any]:
-        """A kernel that failed lately: the first success clears it.
+        """A kernel whose breaker is half open: the first success closes it.
 
-        A half-open one is tried by one call at a time, whatever its shapes; calls that name it have no other choice.
+        It is tried by one call at a time, whatever its shapes; calls that name it have no other choice.
         """
         probing = state.state == "half_open" and not named
 
@@ -278,7 +292,7 @@ class Dispatcher:
             finally:
                 if token is not None:
                     token.release()
-            change_health(kernel.health, health.succeeded)
+            count_success(kernel)
             return out
 
         return run
@@ -286,9 +300,9 @@ class Dispatcher:
     def warming(self, world: World, kernel: Kernel, run: Callable[..., Any], plan: Plan,
                 override: Override | None) -> Callable[..., Any]:
         """One that compiles on first use: only in forms it was warmed up for, unless a name or a policy allows more."""
-        facts, free = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("allow_jit")
-        if free or plan.locked or kernel.id in world.warmed:
-            return jit.timed(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault))
+        facts, mode = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("jit")
+        if mode == "in_request" or plan.locked or kernel.id in world.warmed:
+            return jit.timed(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault, facts))
         cold: list[Entry] = []
 
         def instead(values: tuple[Any, ...]) -> tuple[str, Any]:
@@ -301,7 +315,11 @@ class Dispatcher:
             except LayerZeroError as e:
                 raise _Settled(e) from e
 
-        return jit.guarded(kernel, run, facts, world.warmed, instead)
+        def unready(values: tuple[Any, ...]) -> None:
+            if mode == "background" and not facts["graph"] and compiling.is_worth_it(kernel, plan.steps[0]):
+                compiling.request(self, kernel, plan.steps[0], facts, values)
+
+        return jit.guarded(kernel, run, facts, world.warmed, instead, unready)
 
     # run
 
@@ -320,33 +338,48 @@ class Dispatcher:
         except InvalidCall as mistake:
             raise mistake from fault
         world = worlds.current()
-        failures: list[tuple[str, Reason]] = []
+        failures: list[Failure] = []
         plain = facts["tensor_kind"] == "plain"        # what a subclass makes of a kernel is not the kernel's fault
-        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name, plain)
+        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name, facts, plain)
         others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
         for kernel, step in sorted(others, key=lambda other: other[0].jit):    # what might compile comes last
+            self.ledger.tried(kernel.id)
             try:
                 out = self.binding(kernel, step, facts, {}).run(*values)
             except loading.LoadFailed as e:
                 mark_unloadable(kernel, e.reason)
-                failures.append((kernel.id, e.reason))
+                failures.append(Failure(kernel.id, e.reason))
                 continue
             except faults.PASSED_ON:
                 raise
             except faults.FAULTS as next_fault:
-                blame(world, kernel, next_fault, failures, self.op.name, plain)
+                blame(world, kernel, next_fault, failures, self.op.name, facts, plain)
                 continue
             if kernel.health in worlds.current().health:
-                change_health(kernel.health, health.succeeded)
+                count_success(kernel)
             self.ledger.fell_back(kernel.id)
-            events.emit(Fallback(self.op.name, failures[0][0], kernel.id, failures[0][1]))
+            self.count_faults(failures)
+            events.emit(Fallback(self.op.name, failures[0].name, kernel.id, failures[0].reason))
             return out
-        if all(reason.code is Code.SDPA_BACKEND_DISABLED for _, reason in failures):
+        if all(failure.reason.code is Code.SDPA_BACKEND_DISABLED for failure in failures):
             raise switched_off(world, self.op, entry.plan, failures, context.current.get()) from fault
-        lines = [f"  {name}: {reason.message}" for name, reason in failures]
+        if len(failures) == 1:                 # where several kernels fail on one call it is the call that is wrong
+            self.count_faults(failures)
+        lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
         named = f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked else ""
         raise KernelFailed(f"lz.{self.op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
-                           [reason for _, reason in failures]) from fault
+                           [failure.reason for failure in failures]) from fault
+
+    def count_faults(self, failures: list[Failure]) -> None:
+        for failure in failures:
+            if failure.kernel is not None:
+                count_fault(failure.kernel, failure.reason, self.calls_of(failure.kernel.id))
+
+    def calls_of(self, kernel: str) -> int:
+        """How often it was called in this process."""
+        if self.native is not None:
+            self.native.collect()
+        return self.ledger.calls(kernel)
 
     # unusual calls
 
@@ -358,7 +391,7 @@ class Dispatcher:
         tensors = reading.check_types(self.op, named)
         reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
         first = next(iter(tensors.values()), None)
-        lowered = self.lowered(named, first)
+        lowered = casting.autocast(self.op, named, first)
         if lowered is not None and first is not None:
             with torch.autocast(first.device.type, enabled=False):
                 return self.slow(tuple(lowered[n] for n in self.names), backend, policy)
@@ -385,48 +418,16 @@ class Dispatcher:
         world, cache = self._here()
         facts = self.facts(values, world)
         key = ("facts", override, *facts.values())
-        return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override))
-
-    def lowered(self, named: dict[str, Any], first: torch.Tensor | None) -> dict[str, Any] | None:
-        """As torch does under autocast: the inputs in its dtype, or together in the widest one; float64 as it is.
-
-        None: no autocast, or nothing to do.
-        """
-        kind = first.device.type if first is not None else "meta"
-        if not self.op.autocast or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-            return None
-        together = [n for n in self.op.same_dtype if n in self.op.differentiable]
-        dtype, eligible = torch.get_autocast_dtype(kind), {*(together or self.op.differentiable), "attn_mask"}
-        if self.op.autocast == "promote":
-            dtypes = {named[n].dtype for n in together if named[n] is not None}
-            if len(dtypes) < 2:
-                return None
-            dtype = reduce(torch.promote_types, dtypes)
-        return {n: t.to(dtype) if n in eligible and t is not None and t.is_floating_point() and t.dtype != torch.float64
-                else t for n, t in named.items()}
+        return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override, values))
 
     def mended(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
                backend: str | None = None, policy: Any = None) -> Any:
         """The same call with its dtypes made to fit, which an event says; the error, where that is not allowed."""
-        found = self.adapted(dict(zip(self.names, values)), error, override)
+        found = casting.adapted(self.op, dict(zip(self.names, values)), error, override)
         if found is None:
             raise error
         events.emit(Adapted(op=self.op.name, transforms=tuple(map(str, found.casts))))
         return self.slow(tuple(found.values[n] for n in self.names), backend, policy)
-
-    def adapted(self, named: dict[str, Any], error: InvalidCall, override: Override | None) -> Adaptation | None:
-        """Where the policy allows it: mixed dtypes cast to the first tensor's, a KV cache as its op knows how."""
-        codes = set(error.codes)
-        if codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH} or self.op.adapt is None):
-            return None
-        setting = worlds.current().surroundings("cpu", override).policy.setting
-        if not setting("allow_adaptation") or setting("strict_mode"):
-            return None
-        if self.op.adapt is not None and Code.KV_CACHE_DTYPE_MISMATCH in codes:
-            return self.op.adapt(named)
-        dtype = named[self.op.same_dtype[0]].dtype
-        cast = {n: named[n].to(dtype) for n in self.op.same_dtype if named[n] is not None and named[n].dtype != dtype}
-        return Adaptation({**named, **cast}, tuple(Transform("cast", n, t.nbytes) for n, t in cast.items()))
 
     def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
         """Under torch.compile or export: choose for symbolic sizes, and run what was chosen so that it is inlined."""

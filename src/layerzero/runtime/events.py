@@ -14,6 +14,7 @@ from ..spec.event import (
     Event,
     Fallback,
     HealthChanged,
+    KernelRefused,
     PolicyRejected,
     StoreTrouble,
 )
@@ -24,7 +25,7 @@ Sink = Callable[[Event], None]
 _sinks: tuple[Sink, ...] = ()
 _counts: Counter[tuple[str, str, str]] = Counter()
 _lock = threading.Lock()
-_LOUD = (BackendUnavailable, CertificateRefused, Fallback, HealthChanged, PolicyRejected, StoreTrouble)
+_LOUD = (BackendUnavailable, CertificateRefused, Fallback, HealthChanged, KernelRefused, PolicyRejected, StoreTrouble)
 
 
 def emit(event: Event) -> None:

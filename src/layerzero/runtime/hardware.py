@@ -86,7 +86,8 @@ def nvidia_device(props: Any, index: int, software: Software, table: Table = GEN
     return Device(
         "cuda", index, props.name, "nvidia", sm=sm, gpu_generation=row.name, tensor_core_generation=row.tensor_core,
         supports_bf16=row.bf16, supports_fp8=row.fp8, supports_fp4=row.fp4,
-        cores=props.multi_processor_count, total_memory=props.total_memory, **software)
+        cores=props.multi_processor_count, total_memory=props.total_memory,
+        shared_per_block=getattr(props, "shared_memory_per_block_optin", 0), **software)
 
 
 def amd_device(props: Any, index: int, software: Software, table: Table = GENERATIONS) -> Device:

@@ -1,4 +1,7 @@
-"""What befalls a kernel outside the call itself: it is loaded, blamed, taken out, refused; the world learns of it."""
+"""What befalls a kernel outside the call itself: it is loaded, blamed, taken out, refused; the world learns of it.
+
+The world learns only what selection must know, and only for the ops of that kernel. Single faults are counted here.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,29 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
+from ..select.engine import kind_to_compile
 from ..spec.errors import DeviceLost, KernelFailed, NamedKernelRefused, NoKernel
-from ..spec.event import BackendUnavailable, HealthChanged
+from ..spec.event import BackendUnavailable, HealthChanged, KernelRefused
 from ..spec.kernel import Kernel
+from ..spec.launch import LaunchRefused
 from ..spec.op import Op
 from ..spec.plan import Plan, Rejected
 from ..spec.reason import Code, Reason
 from . import events, faults, health, loading
 from . import world as worlds
+from .catalog import Catalog
 from .context import Override
 from .world import World
 
 _loaded: dict[str, Any] = {}
 _loading: dict[str, threading.RLock] = {}      # kernel -> held while it is loaded
+_faults: dict[str, health.Faults] = {}         # kernel -> its faults among its last calls
+_counting = threading.Lock()                   # guards _faults
+_catalog: Catalog | None = None                # that of the last world that was looked at
+MOST_REFUSALS = 512                            # kinds of calls of one kernel; the oldest are forgotten
 
 
 class ProbeBusy(RuntimeError):
@@ -38,11 +49,35 @@ def loaded(kernel: Kernel) -> Any:
     return run[1]
 
 
-def compile_failed(kernel: Kernel, fault: BaseException) -> Reason:
-    """Compiling takes seconds and fails the same way again: the kernel is out for the rest of the process."""
-    text = faults.reason_of(fault, "kernel").got
-    reason = Reason(Code.KERNEL_FAILED, None, f"compiling failed: {text}")
-    change_health(kernel.id, lambda old: health.disabled(reason))
+def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason) -> None:
+    """The kernel cannot serve this kind of call, and would fail the same way again: it is not asked again for this
+    kind. For every other it stays what it was."""
+    name, kind = kernel.id, kind_to_compile(kernel.op, facts)
+
+    def apply(world: World) -> World:
+        known = world.refused.get(name, {})
+        if kind in known or name not in world.catalog.by_id:
+            return world
+        kept = dict(islice(known.items(), max(len(known) + 1 - MOST_REFUSALS, 0), None))
+        return world.but({kernel.op.name}, refused={**world.refused, name: {**kept, kind: reason}})
+
+    before = worlds.current()
+    if kind not in before.refused.get(name, {}) and worlds.publish(apply, f"refused:{name}") is not before:
+        events.emit(KernelRefused(kernel.op.name, name, kind, reason))
+
+
+def refused(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
+    kinds = worlds.current().refused.get(kernel.id)
+    return kinds is not None and kind_to_compile(kernel.op, facts) in kinds
+
+
+def compile_failed(kernel: Kernel, fault: BaseException, facts: Mapping[str, Any]) -> Reason:
+    """Compiling takes seconds and fails the same way again: the kernel is out for this kind of call."""
+    kind = faults.classify(fault)
+    reason = faults.reason_of(fault, kind)
+    if kind != "refused":
+        reason = Reason(Code.KERNEL_FAILED, None, f"compiling failed: {reason.got}")
+    refuse(kernel, facts, reason)
     return reason
 
 
@@ -56,12 +91,25 @@ def learn(override: Override | None) -> None:
 
 
 def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
-    events.emit(BackendUnavailable(kernel.op.name, kernel.id, reason))
-    return worlds.publish(lambda w: w.but(unloadable={**w.unloadable, kernel.id: reason}), f"unloadable:{kernel.id}")
+    """Several threads may find it out at once; the world learns it, and an event says it, once."""
+    new: list[World] = []
+
+    def apply(world: World) -> World:
+        if kernel.id in world.unloadable:
+            return world
+        new.append(world.but({kernel.op.name}, unloadable={**world.unloadable, kernel.id: reason}))
+        return new[0]
+
+    world = worlds.publish(apply, f"unloadable:{kernel.id}")
+    if new:
+        events.emit(BackendUnavailable(kernel.op.name, kernel.id, reason))
+    return world
 
 
 def change_health(group: str, change: Callable[[health.Health | None], health.Health | None]) -> None:
-    """Replace the health of `group` by `change` of it; in one step, so that no fault is lost among threads."""
+    """Replace the breaker of `group` by `change` of it, in one step. Only the ops of its kernels choose anew."""
+    if group.partition(".")[0] == "reference":
+        return                                 # what the others are compared with, and fall back to, stays
     before = after = None
 
     def apply(world: World) -> World:
@@ -69,7 +117,8 @@ def change_health(group: str, change: Callable[[health.Health | None], health.He
         before = world.health.get(group)
         after = change(before)
         rest = {k: h for k, h in world.health.items() if k != group}
-        return world if after == before else world.but(health=rest if after is None else {**rest, group: after})
+        return world if after == before else world.but(
+            world.ops_of(group), health=rest if after is None else {**rest, group: after})
 
     worlds.publish(apply, f"health:{group}")
     state = after.state if after else "closed"
@@ -77,25 +126,83 @@ def change_health(group: str, change: Callable[[health.Health | None], health.He
         events.emit(HealthChanged(kernel=group, state=state, reason=after.reason if after else None))
 
 
-def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[tuple[str, Reason]],
-          op: str, counts: bool = True) -> None:
-    """Record what went wrong and count it against the kernel if it was the kernel."""
+class Failure(NamedTuple):
+    """One kernel of a plan that did not serve a call."""
+
+    name: str
+    reason: Reason
+    kernel: Kernel | None = None               # set where the fault may be the kernel's own
+
+
+def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure], op: str,
+          facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
+    """Note what went wrong. Raises where nothing else could serve the call either; counts nothing yet."""
     if kernel is None:
-        failures.append(("(unregistered)", faults.reason_of(fault, "kernel")))
+        failures.append(Failure("(unregistered)", faults.reason_of(fault, "kernel")))
         return
     kind = faults.classify(fault)
     reason = faults.reason_of(fault, kind)
-    failures.append((kernel.id, reason))
     if kind == "sticky":
         change_health(kernel.health, lambda old: health.disabled(reason))
         raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}. Faults are reported late: an "
                          "earlier kernel may have caused it (CUDA_LAUNCH_BLOCKING=1 tells).", [reason]) from fault
     if kind in ("capture", "lost"):
         raise _capture_lost(kernel, reason, op, kind == "capture") from fault
-    if counts and kind in ("kernel", "timeout") and not isinstance(fault, ProbeBusy):
-        threshold, cooldown = map(world.policy.setting, ("breaker_threshold", "breaker_cooldown"))
-        now = time.monotonic()
-        change_health(kernel.health, lambda old: health.failed(old, reason, now, threshold, cooldown))
+    if isinstance(fault, LaunchRefused) and facts is not None:
+        refuse(kernel, facts, reason)
+    out = facts is not None and refused(kernel, facts)
+    counts = counts and kind in ("kernel", "timeout") and not out and not isinstance(fault, ProbeBusy)
+    failures.append(Failure(kernel.id, reason, kernel if counts else None))
+
+
+def limits_of(world: World) -> health.Limits:
+    setting = world.policy.setting
+    return health.Limits(setting("breaker_threshold"), setting("breaker_rate"), setting("breaker_window"))
+
+
+def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
+    """Hold a fault against the kernel, which was called `calls` times so far."""
+    world = worlds.current()
+    limits, cooldown, now = limits_of(world), world.policy.setting("breaker_cooldown"), time.monotonic()
+    with _counting:
+        found = _faults.setdefault(kernel.id, health.Faults())
+        too_many = found.add(calls, reason, limits)
+        failures = found.among_last(calls, limits)
+    if too_many or kernel.health in world.health:
+        change_health(kernel.health,
+                      lambda old: health.failed(old, reason, now, too_many, failures, cooldown))
+
+
+def count_success(kernel: Kernel) -> None:
+    """A kernel whose breaker was half open has served a call."""
+    with _counting:
+        for other in worlds.current().catalog.kernels:
+            if other.health == kernel.health:
+                _faults.pop(other.id, None)
+    change_health(kernel.health, health.succeeded)
+
+
+def faults_of(kernel: str, calls: int) -> tuple[int, Reason | None]:
+    """How many of its last calls failed, and the last fault."""
+    with _counting:
+        found = _faults.get(kernel)
+        return (0, None) if found is None else (found.among_last(calls, limits_of(worlds.current())), found.last)
+
+
+def _look(world: World) -> None:
+    """What was unregistered leaves nothing behind."""
+    global _catalog
+    if world.catalog is _catalog:
+        return
+    _catalog = world.catalog
+    for kernel in [k for k in list(_loaded) if k not in world.catalog.by_id]:
+        _loaded.pop(kernel, None)
+    with _counting:
+        for kernel in [k for k in _faults if k not in world.catalog.by_id]:
+            del _faults[kernel]
+
+
+worlds.listen(_look)
 
 
 def _suspect(reason: Reason) -> None:
@@ -121,14 +228,14 @@ def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> Kern
                         "under way is lost; capture again: another kernel will be chosen", [reason])
 
 
-def switched_off(world: World, op: Op, plan: Plan, refused: Sequence[tuple[str, Reason]],
+def switched_off(world: World, op: Op, plan: Plan, refused: Sequence[Failure],
                  override: Override | None) -> NoKernel:
     """The error for a call that everything sdpa_kernel allows has refused when it was called."""
-    reasons = [reason for _, reason in refused]
-    told = tuple(Rejected(kernel, (reason,)) for kernel, reason in refused)
+    reasons = [failure.reason for failure in refused]
+    told = tuple(Rejected(failure.name, (failure.reason,)) for failure in refused)
     if plan.locked:
-        return NamedKernelRefused(f"lz.{op.name}: {refused[0][0]} was asked for by {plan.locked} and cannot serve this "
-                                  f"call: {reasons[0]}", reasons)
+        return NamedKernelRefused(f"lz.{op.name}: {refused[0].name} was asked for by {plan.locked} and cannot serve "
+                                  f"this call: {reasons[0]}", reasons)
     rejected = world.plan(op, plan.facts, override, thorough=True).rejected
     return NoKernel(f"lz.{op.name}: no kernel can serve this call\n{replace(plan, steps=(), rejected=told + rejected)}"
                     f"\n  hint: {Code.SDPA_BACKEND_DISABLED.advice}", reasons)
@@ -151,5 +258,7 @@ def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override |
 
 
 def after_fork() -> None:
-    """In the child: a thread that was loading a kernel is gone."""
+    """In the child: a thread that was loading a kernel, or counted a fault, is gone."""
+    global _counting
     _loading.clear()
+    _counting = threading.Lock()

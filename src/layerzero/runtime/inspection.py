@@ -16,11 +16,11 @@ from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from . import catalog, context, events, hardware, jit, learning, loading, measurements, native
+from . import casting, catalog, compiling, context, events, hardware, jit, learning, loading, measurements, native
 from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function
-from .incidents import learn, refusal
+from .incidents import faults_of, learn, refusal
 
 
 def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
@@ -52,7 +52,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     named = dict(zip(found.names, values))
     tensors = reading.check_types(found.op, named)             # before anything looks into them
     first = next(iter(tensors.values()), None)
-    lowered = found.lowered(named, first)
+    lowered = casting.autocast(found.op, named, first)
     if lowered is not None and first is not None:
         with torch.autocast(first.device.type, enabled=False):
             return explain(op, backend=backend, policy=policy, on=on, **lowered)
@@ -63,7 +63,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     try:
         facts = found.facts(values, worlds.current())
     except InvalidCall as e:
-        fit = found.adapted(named, e, override)
+        fit = casting.adapted(found.op, named, e, override)
         if fit is None:
             raise
         plan = explain(op, backend=backend, policy=policy, on=on, **fit.values)
@@ -89,8 +89,11 @@ def _notes(step: Step, found: Dispatcher, world: worlds.World) -> Iterator[str]:
     if step.note:
         yield step.note
     health = world.health.get(world.catalog.by_id[step.kernel].health)
+    failures, last = faults_of(step.kernel, found.calls_of(step.kernel))
     if health is not None:
-        yield f"{health.state}, {health.failures} faults in a row; last: {health.reason.got if health.reason else ''}"
+        yield f"{health.state}, {health.failures} faults; last: {health.reason.got if health.reason else ''}"
+    elif failures and last is not None:
+        yield f"{failures} of its last calls failed; last: {last.got}"
     if times := found.ledger.fallbacks.get(step.kernel):
         yield f"served {times} calls as a fallback"
 
@@ -257,6 +260,12 @@ def doctor(deep: bool = False) -> Diagnosis:
                             str(health.reason.message) if health.reason else ""))
     for name, reason in world.unloadable.items():
         checks.append(Check(f"loading {name}", False, reason.message, reason.code.advice))
+    for name, kinds in world.refused.items():
+        kind, reason = list(kinds.items())[-1]
+        checks.append(Check(f"refused by {name}", True, f"{len(kinds)} kinds of calls; last: {kind}", reason.message))
+    busy = compiling.status()
+    if busy.compiling:
+        checks.append(Check("compiling in the background", True, str(busy), "another kernel serves meanwhile"))
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "layerzero": _version()}
     return Diagnosis(tuple(checks), devices, versions)
 
@@ -267,15 +276,16 @@ def _version() -> str:
 
 @dataclass(frozen=True)
 class Stats:
-    """What ran so far, by op and kernel; events by name; what was learned while serving."""
+    """What ran so far, by op and kernel; events by name; what was learned while serving; what is compiled behind it."""
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]
     learning: learning.Status
+    compiling: compiling.Status = field(default_factory=compiling.Status)
 
     def to_json(self) -> dict[str, Any]:
         return {"calls": {k: dict(v) for k, v in self.calls.items()}, "events": dict(self.events),
-                "learning": self.learning._asdict()}
+                "learning": self.learning._asdict(), "compiling": self.compiling.to_json()}
 
 
 def stats() -> Stats:
@@ -283,7 +293,7 @@ def stats() -> Stats:
     totals: dict[str, int] = {}
     for (name, _, _), n in events.counts().items():
         totals[name] = totals.get(name, 0) + n
-    return Stats(calls, totals, learning.status())
+    return Stats(calls, totals, learning.status(), compiling.status())
 
 
 def get_config() -> dict[str, Any]:

@@ -115,7 +115,7 @@ def as_seen(world: World, op: Op, facts: Mapping[str, Any], values: tuple[Any, .
 
 def without(world: World, kernels: Collection[str]) -> World:
     """The world before these kernels were warmed up."""
-    return world.but(warmed=frozenset(w for w in world.warmed if w[0] not in kernels))
+    return world.but((), warmed=frozenset(w for w in world.warmed if w[0] not in kernels))
 
 
 def call(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> Any:
@@ -144,8 +144,10 @@ def _plain(value: Any) -> Any:
 
 
 def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], warmed: Collection[Any],
-            instead: Callable[[tuple[Any, ...]], tuple[str, Any]]) -> Callable[..., Any]:
-    """`run` for the forms it was compiled for. Any other call goes to `instead`, which gives (kernel, result)."""
+            instead: Callable[[tuple[Any, ...]], tuple[str, Any]],
+            unready: Callable[[tuple[Any, ...]], object] = lambda values: None) -> Callable[..., Any]:
+    """`run` for the forms it was compiled for. Any other call goes to `instead`, which gives (kernel, result);
+    `unready` is told of the first call in each such form."""
     kind, constant, grad = kind_to_compile(kernel.op, facts), constant_axes(kernel.op, facts), facts["grad"]
     passed = passed_on(kernel)
     known: dict[Form, bool] = {}
@@ -166,6 +168,7 @@ def guarded(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], w
         if form is not None and form not in told and len(told) < MOST_TOLD:
             told.add(form)
             events.emit(Fallback(kernel.op.name, kernel.id, served_by, Reason(Code.JIT_NOT_WARMED)))
+            unready(values)
         return out
 
     return ready

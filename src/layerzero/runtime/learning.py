@@ -271,7 +271,8 @@ def publish(kinds: list[Kind]) -> None:
     if rows:
         measurements.record(rows)
     else:
-        worlds.publish(lambda w: w.but(), "learned")
+        ops = {kind.op.name for kind in kinds}
+        worlds.publish(lambda w: w.but(ops), "learned")
 
 
 def _close(kind: Kind) -> None:

@@ -7,7 +7,7 @@ a size is a multiple of 16. After a call at both ends of a bucket there is code 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,23 @@ from ..spec.errors import InvalidCall
 from ..spec.grid import bucket, bucket_bottom, bucket_top
 from ..spec.op import Op
 from . import jit
-from .dispatch import Dispatcher
 
 EXACT = 16                                     # sizes up to this are a bucket of their own
 
 
-def at_the_ends(found: Dispatcher, facts: Mapping[str, Any], values: tuple[Any, ...],
+class Caller(Protocol):
+    """A dispatcher, as far as it matters here."""
+
+    @property
+    def op(self) -> Op: ...
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def facts(self, values: tuple[Any, ...]) -> dict[str, Any]: ...
+
+
+def at_the_ends(found: Caller, facts: Mapping[str, Any], values: tuple[Any, ...],
                 kind: str) -> Iterator[tuple[Any, ...]]:
     """The call at the smallest and at the largest sizes of its kind, where it can be made so."""
     op, named = found.op, dict(zip(found.names, values))

@@ -10,40 +10,31 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from ..select.engine import kind_to_compile
 from ..spec.call import Call, read_calls
 from ..spec.errors import ConfigError, LayerZeroError
-from ..spec.event import Fallback, WarmedUp, WarmupSkipped
+from ..spec.event import Fallback, WarmupSkipped
 from ..spec.kernel import Kernel
 from ..spec.plan import Step
 from ..spec.reason import Code, Reason
-from . import config, context, events, faults, hardware, health, jit, loading, sizes
+from . import context, events, faults, hardware
 from . import world as worlds
 from .calls import values as make_values
+from .compiling import LAST_WORDS, compile_now, share_caches
 from .dispatch import Dispatcher
-from .filelock import alone
-from .incidents import change_health, compile_failed, mark_unloadable
 from .inspection import dispatcher_of
 
 MOST_WAITING = 256                             # calls in the background queue; more are skipped, with an event
-PATIENCE = 900.0                               # seconds to wait for another process that compiles the same
-LAST_WORDS = 10.0                              # seconds that a compile under way gets when the process ends
-FORK_PATIENCE = 30.0
 CANNOT_BE_MADE: tuple[type[BaseException], ...] = (LayerZeroError, *faults.OUT_OF_MEMORY)
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 class Artefact(Protocol):
@@ -167,7 +158,6 @@ _critical: deque[_Job | _Settling] = deque()
 _rest: deque[_Job] = deque()
 _thread: threading.Thread | None = None
 _current: _Job | None = None
-_compiling = threading.RLock()                 # held while something is compiled: a fork waits for it
 _closing = False
 
 
@@ -214,14 +204,6 @@ def _listed(source: Source) -> tuple[Call, ...]:
     if wrong is not None:
         raise ConfigError(f"lz.warmup: wanted calls (lz.Call), a file of them or a table, got {wrong!r:.120}")
     return calls
-
-
-def share_caches() -> None:
-    """Compiled code outlives the process, in our cache folder unless the user says where."""
-    torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")     # which torch sets itself, where nobody did
-    for variable, name in CACHES.items():
-        if (os.environ.get(variable) or torchs_own).startswith(torchs_own):
-            os.environ[variable] = str(config.cache_dir() / name)
 
 
 # the queue
@@ -343,7 +325,7 @@ def _warm(job: _Job) -> Outcome:
             kernel, step = choice
             if kernel.jit:
                 job.aim = kernel.id, meanwhile
-                problem = _compile(found, kernel, step, facts, values)
+                problem = compile_now(found, kernel, step, facts, values)
                 if problem is not None:
                     left_out[kernel.id] = problem
                     continue
@@ -365,50 +347,8 @@ def _serve_meanwhile(found: Dispatcher, values: tuple[Any, ...]) -> str:
 def _choice(found: Dispatcher, facts: Mapping[str, Any], left_out: Mapping[str, str]) -> tuple[Kernel, Step] | None:
     """What would serve if everything were compiled."""
     world = worlds.current()
-    compiled = {k.id for k in world.kernels(found.op.name) if k.jit}
-    plan = world.but(warmed=world.warmed | compiled).plan(found.op, facts, context.current.get())
+    plan = world.plan(found.op, facts, context.current.get(), compiled=True)
     return next(((world.catalog.by_id[s.kernel], s) for s in plan.steps if s.kernel not in left_out), None)
-
-
-def _compile(found: Dispatcher, kernel: Kernel, step: Step, facts: Mapping[str, Any],
-             values: tuple[Any, ...]) -> str | None:
-    """Load and call the kernel for this kind of call; None, or why it stays out."""
-    kind, grad, new = kind_to_compile(found.op, facts), facts["grad"], jit.entries(kernel, facts, values)
-    if new <= worlds.current().warmed:
-        return None
-    began = time.perf_counter()
-    try:
-        with alone(f"{kernel.id} {kind} {torch.__version__}", PATIENCE, lambda: _closing), _compiling:
-            run = found.binding(kernel, step, facts, {}).run
-            _run(run, values, grad)
-            for other in sizes.at_the_ends(found, facts, values, kind):
-                _run(run, other, grad)
-                new |= jit.entries(kernel, facts, other)
-    except loading.LoadFailed as e:
-        mark_unloadable(kernel, e.reason)
-        return e.reason.message
-    except faults.FAULTS as e:
-        fault = faults.classify(e)
-        reason = faults.reason_of(e, fault)
-        if fault == "kernel":
-            reason = compile_failed(kernel, e)
-        elif fault == "sticky":
-            change_health(kernel.health, lambda old: health.disabled(reason))
-        return reason.message
-    events.emit(WarmedUp(found.op.name, kernel.id, time.perf_counter() - began))
-    worlds.publish(lambda w: w.but(warmed=w.warmed | new), f"warmed:{kernel.id}")
-    return None
-
-
-def _run(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:
-    out = jit.call(run, values, grad)
-    tensors = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor)]
-    leaves = [v for v in values if isinstance(v, Tensor) and v.requires_grad] if grad else []
-    outs = [t for t in tensors if t.requires_grad]
-    if leaves and outs:
-        torch.autograd.grad(outs, leaves, [torch.ones_like(t) for t in outs], allow_unused=True)
-    for kind in {t.device.type for t in tensors} - {"cpu", "meta"}:
-        getattr(torch, kind).synchronize()     # a fault of the device must show here
 
 
 def _first_line(error: BaseException) -> str:
@@ -427,20 +367,11 @@ def _close() -> None:
         thread.join(LAST_WORDS)
 
 
-def _before_fork() -> None:
-    _compiling.acquire(timeout=FORK_PATIENCE)  # a child must not inherit a compiler's lock that nobody gives back
-
-
-def _after_fork_in_parent() -> None:
-    with suppress(RuntimeError):               # the wait was too long and the fork went on
-        _compiling.release()
-
-
 def _after_fork() -> None:
     """In the child: the thread is gone, so nothing more comes of what waits."""
-    global _turn, _thread, _current, _compiling
+    global _turn, _thread, _current
     waiting = [*(job for job in (*_critical, *_rest) if isinstance(job, _Job)), *([_current] if _current else [])]
-    _turn, _thread, _current, _compiling = threading.Condition(), None, None, threading.RLock()
+    _turn, _thread, _current = threading.Condition(), None, None
     _critical.clear()
     _rest.clear()
     for job in waiting:
@@ -450,4 +381,4 @@ def _after_fork() -> None:
 
 atexit.register(_close)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_after_fork)

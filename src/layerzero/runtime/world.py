@@ -1,7 +1,8 @@
 """Everything a selection may depend on, as one frozen value. To change anything, publish a new one.
 
-Readers take one attribute load and no lock. Publishing gives every op a fresh, empty cache: that *is*
-the invalidation, and it costs the same however much was remembered.
+Readers take one attribute load and no lock. Publishing gives every op that the change concerns a fresh,
+empty cache: that *is* the invalidation, and it costs the same however much was remembered. What befalls one
+kernel (it was compiled, it is out of service) concerns the ops it belongs to, and no other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +49,8 @@ class World:
     policy: Policy
     epoch: int = 0
     perf: PerfView = field(default_factory=PerfView)
-    health: Mapping[str, health.Health] = field(default_factory=dict)
+    health: Mapping[str, health.Health] = field(default_factory=dict)  # breakers that are not closed
+    refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)  # kernel -> kind of call -> why not
     unloadable: Mapping[str, Reason] = field(default_factory=dict)     # found out when loading
     warmed: frozenset[Any] = frozenset()       # kernel, (kernel, kind) and (kernel, kind, form): see warmup.py
     certified: frozenset[str] = frozenset()
@@ -59,6 +61,8 @@ class World:
     policy_file: Path | None = None
     policy_stamp: config.FileStamp | None = None
     born: float = 0.0
+    changed: int = 0                           # the epoch of the last change that concerned every op
+    changed_for: Mapping[str, int] = field(default_factory=dict)       # op -> of the last one that concerned it
     memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def kernels(self, op: str) -> tuple[Kernel, ...]:
@@ -81,7 +85,7 @@ class World:
             leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
             leaves += self.table.table.leaves(op.name) if self.table is not None else ()
             found = self.memo["program", op.name] = compile_key(
-                op, leaves, [k.workspace for k in self.kernels(op.name)])
+                op, leaves, [text for k in self.kernels(op.name) for text in (k.workspace, k.shared_memory)])
         return found  # type: ignore[no-any-return]
 
     def surroundings(self, kind: str, override: Override | None) -> Surroundings:
@@ -107,7 +111,7 @@ class World:
             found = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
                 self.availability(), blocked, self.warmed, proven, lambda: headroom(kind, policy),
-                lambda: self.captures(kind), shipped)
+                lambda: self.captures(kind), shipped, self.refused)
         return found  # type: ignore[no-any-return]
 
     def shipped(self, kind: str) -> Shipped:
@@ -141,21 +145,43 @@ class World:
             found = self.memo[key] = roster(self.kernels(op.name), around)
         return found  # type: ignore[no-any-return]
 
-    def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False) -> Plan:
+    def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False,
+             compiled: bool = False) -> Plan:
+        """`compiled`: as if everything that compiles were compiled."""
         around = self.surroundings(facts["device"], override)
+        if compiled:
+            around = replace(around, warmed=frozenset(k.id for k in self.kernels(op.name) if k.jit))
         merged = {**around.device, **facts}
         crew = self.roster(op, facts["device"], around)
         if self.table is not None and override is None:        # an override is another policy than the table's
             return self.table.plan(self.catalog, op, crew, merged, around, thorough)
         return select(op, crew, merged, around, thorough)
 
-    def but(self, **changes: Any) -> World:
-        """This world with something changed: a new epoch, nothing remembered but what still holds."""
-        held: tuple[Any, ...] = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
-        if not changes.keys() & {"catalog", "devices"}:
-            held += tuple(("shipped", kind) for kind in hardware.KINDS)
-        keep = {k: self.memo[k] for k in held if k in self.memo}       # by name: other threads add to it meanwhile
-        return replace(self, epoch=self.epoch + 1, memo=keep, **changes)
+    def but(self, ops: Collection[str] | None = None, /, **changes: Any) -> World:
+        """This world with something changed: a new epoch, nothing remembered but what still holds.
+
+        `ops`: those that the change concerns, where it is not all of them; the others keep what they remember.
+        """
+        epoch = self.epoch + 1
+        if ops is None:
+            held: tuple[Any, ...] = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
+            if not changes.keys() & {"catalog", "devices"}:
+                held += tuple(("shipped", kind) for kind in hardware.KINDS)
+            keep = {k: self.memo[k] for k in held if k in self.memo}   # by name: other threads add to it meanwhile
+            return replace(self, epoch=epoch, changed=epoch, changed_for={}, memo=keep, **changes)
+        keep = {k: v for k in list(self.memo) if _holds(k, ops) and (v := self.memo.get(k)) is not None}
+        if "unloadable" in changes and "availability" in keep:
+            keep["availability"] = {**keep["availability"], **changes["unloadable"]}
+        return replace(self, epoch=epoch, changed_for={**self.changed_for, **dict.fromkeys(ops, epoch)}, memo=keep,
+                       **changes)
+
+    def version(self, op: str) -> int:
+        """The epoch of the last change that concerned `op`: what was remembered of it since then holds."""
+        return max(self.changed, self.changed_for.get(op, 0))
+
+    def ops_of(self, group: str) -> frozenset[str]:
+        """The ops that a breaker speaks of: those of a library's kernels, or of a kernel's own."""
+        return frozenset(k.op.name for k in self.catalog.kernels if group in (k.health, k.id))
 
     @property
     def next_deadline(self) -> float | None:
@@ -165,6 +191,13 @@ class World:
                  self.born + ttl if ttl else None, min(self.deadlines, default=None),
                  time.monotonic() + poll if poll and self.policy_file else None]
         return min((t for t in times if t is not None), default=None)
+
+
+def _holds(memo: Any, ops: Collection[str]) -> bool:
+    """Is what is remembered under this name the same after a change that concerns `ops` only?"""
+    if memo == "availability" or memo[0] in ("program", "captures", "shipped"):
+        return True
+    return bool(memo[0] == "roster" and memo[1] not in ops)
 
 
 def leaves_of(kernel: Kernel) -> list[Rule]:
@@ -275,8 +308,11 @@ def forget() -> None:
 
 def pass_time(now: float) -> None:
     """Let happen what is due: called by the clock, and on a miss."""
+    told: list[Event] = []
+
     def change(world: World) -> World:
         changes: dict[str, Any] = {}
+        ops: set[str] = set()
         policy = world.policy.expired(now)
         if policy is not world.policy:
             changes["policy"] = policy
@@ -284,8 +320,9 @@ def pass_time(now: float) -> None:
         if cooled != world.health:
             changes["health"] = cooled
             for name, h in cooled.items():
-                if h.state == "half_open" and world.health[name].state == "open":
-                    events.emit(HealthChanged(kernel=name, state="half_open", reason=h.reason))
+                if h is not world.health[name]:
+                    told.append(HealthChanged(kernel=name, state=h.state, reason=h.reason))
+                    ops |= world.ops_of(name)
         ttl = policy.setting("cache_ttl")
         if ttl and now >= world.born + ttl:
             changes["born"] = now
@@ -294,9 +331,13 @@ def pass_time(now: float) -> None:
             changes["deadlines"] = ahead
         if world.policy_file is not None:
             changes.update(_reread(world, policy))
-        return world.but(**changes) if changes else world
+        if not changes:
+            return world
+        return world.but(ops, **changes) if changes.keys() == {"health"} else world.but(**changes)
 
     publish(change, "time")
+    for event in told:
+        events.emit(event)
 
 
 def _reread(world: World, policy: Policy) -> dict[str, Any]:
@@ -323,7 +364,17 @@ def register(item: Op | Kernel, origin: str = "lz.register()") -> None:
 
 
 def unregister(name: str) -> None:
-    publish(lambda w: w.but(catalog=w.catalog.without(name)), f"unregister:{name}")
+    """Take an op or a kernel away, and with it all that was found out about it."""
+    def change(world: World) -> World:
+        catalog = world.catalog.without(name)
+        groups = {group for k in catalog.kernels for group in (k.health, k.id)}
+        return world.but(
+            catalog=catalog, health={g: h for g, h in world.health.items() if g in groups},
+            refused={k: r for k, r in world.refused.items() if k in catalog.by_id},
+            unloadable={k: r for k, r in world.unloadable.items() if k in catalog.by_id},
+            warmed=frozenset(w for w in world.warmed if (w if isinstance(w, str) else w[0]) in catalog.by_id))
+
+    publish(change, f"unregister:{name}")
 
 
 def note(event: Event) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..perf.record import PerfView, Rates, kind_of, mode_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.kernel import SDPA, Kernel
+from ..spec.launch import SHARED
 from ..spec.op import DEVICE_FACTS, Op
 from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Rejected, Step, Transform
 from ..spec.reason import Code, Reason
@@ -49,6 +50,7 @@ class Surroundings:
     headroom: Callable[[], int] = lambda: 1 << 62
     captures: Callable[[], Mapping[str, bool]] = dict  # kernel -> could it be captured in a CUDA graph here? Tried ones
     shipped: Shipped = NOTHING_SHIPPED
+    refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)  # kernel -> kind of call -> why not
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
             if asked.refuses(kernel) or (speaks and policy.verdict(kernel.id, op.name, facts) is not None):
                 continue
             rules, moved = crew.mendable[kernel.id], _moved(kernel, op, facts)
-            if not rules and not moved and kernel.workspace == "0":
+            if not rules and not moved and kernel.workspace == "0" == kernel.shared_memory:
                 fit.append((kernel, (), 0))
                 continue
             reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around, largest)
@@ -177,14 +179,25 @@ def _fitted(kernel: Kernel, mendable: tuple[Any, ...], op: Op, facts: Mapping[st
                 else:
                     reasons.append(Reason(rule.code, rule.want, False, rule.fact))
     workspace = 0
+    if not largest and (kernel.workspace != "0" or kernel.shared_memory != "0"):
+        largest.update(_largest(op, facts))
+    if kernel.shared_memory != "0" and (reason := _lack_of_shared(kernel, largest)) is not None:
+        reasons.append(reason)
     if kernel.workspace != "0":
-        if not largest:
-            largest.update(_largest(op, facts))
         workspace = int(parse(kernel.workspace)(largest))
         ask = workspace > SMALL_WORKSPACE or policy.setting("memory_headroom") is not None
         if ask and workspace > (room := around.headroom()):
             reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, room, workspace))
     return reasons, tuple(dict.fromkeys(transforms)), workspace
+
+
+def _lack_of_shared(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | None:
+    """A launch that the device would refuse. A number that was not given counts as 0."""
+    room, needs = facts.get("shared_per_block"), parse(kernel.shared_memory)
+    if not room:                               # not known of this device
+        return None
+    need = int(needs({name: facts[name] or 0 for name in needs.names}))
+    return Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, f"<= {room}", need, SHARED) if need > room else None
 
 
 def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
@@ -194,6 +207,11 @@ def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
 
 def is_warm(kernel: Kernel, facts: Mapping[str, Any], warmed: Collection[Any]) -> bool:
     return kernel.id in warmed or (bool(warmed) and (kernel.id, kind_to_compile(kernel.op, facts)) in warmed)
+
+
+def _refused(facts: Mapping[str, Any], around: Surroundings, kernel: Kernel) -> Reason | None:
+    kinds = around.refused.get(kernel.id)
+    return kinds.get(kind_to_compile(kernel.op, facts)) if kinds else None
 
 
 class Demands(NamedTuple):
@@ -208,6 +226,7 @@ class Demands(NamedTuple):
     tested: bool
     captures: Mapping[str, bool]               # which kernels a capture has shown to be safe, or not
     sdpa_backends: Collection[str] | None      # what torch.nn.attention.sdpa_kernel allows; None: everything
+    refused: Callable[[Kernel], Reason | None]     # was it found unable to serve this kind of call?
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
@@ -216,9 +235,9 @@ class Demands(NamedTuple):
         return cls(
             facts["grad"], facts["deterministic"] or settings["deterministic"], graph, settings["disabled"],
             around.certified if settings["require_certificates"] else None,
-            None if named or settings["allow_jit"] else lambda kernel: is_warm(kernel, facts, around.warmed),
+            None if named or settings["jit"] == "in_request" else lambda kernel: is_warm(kernel, facts, around.warmed),
             not (named or settings["allow_untested"]), around.captures() if graph else {},
-            facts.get("sdpa_backends"))
+            facts.get("sdpa_backends"), partial(_refused, facts, around))
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
@@ -229,7 +248,7 @@ class Demands(NamedTuple):
                     or self.unproven(kernel)
                     or (kernel.jit and self.jit is not None and not self.jit(kernel))
                     or (self.tested and kernel.untested)
-                    or self.switched_off(kernel))
+                    or self.switched_off(kernel) or self.refused(kernel) is not None)
 
     def switched_off(self, kernel: Kernel) -> bool:
         """Is it another implementation of attention than those the caller allows torch to use?"""
@@ -266,7 +285,8 @@ class Demands(NamedTuple):
         if self.switched_off(kernel):
             own = kernel.sdpa_backend or "none of torch's implementations"
             reasons.append(Reason(Code.SDPA_BACKEND_DISABLED, own, tuple(self.sdpa_backends or ())))
-        return reasons
+        refused = self.refused(kernel)
+        return reasons if refused is None else [*reasons, refused]
 
 
 def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:

@@ -18,7 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..spec.errors import ConfigError
+from ..spec.errors import ConfigError, warn_caller
 from ..spec.reason import Code, Reason
 from ..spec.rules import Facts, Rule, condition_from_json
 from .conditions import Like, Test, covered, is_pattern, parse_when
@@ -27,6 +27,7 @@ LAYERS = ("call", "context", "programmatic", "environment", "file", "default")  
 ACTIONS = ("lock", "allow", "deny", "boost")
 ALWAYS = ("reference.*",)                      # an allow list leaves these in: a fallback must remain
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+JIT_MODES = ("background", "never", "in_request")
 
 
 class Setting(NamedTuple):
@@ -43,7 +44,8 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "deterministic": Setting(bool, False, "only kernels that give the same bits every time"),
     "graph_strict_mode": Setting(bool, False, "on CUDA, only kernels that may be captured in a graph"),
     "require_certificates": Setting(bool, False, "only kernels verified on this machine with these versions"),
-    "allow_jit": Setting(bool, False, "kernels that compile on first use may be chosen before they are warmed up"),
+    "jit": Setting(str, "background", "when a kernel that must be compiled first is: in the background while another "
+                   "serves, never (but by lz.warmup and lz.tune), or in_request, which waits for it"),
     "allow_untested": Setting(bool, False, "kernels never run on their hardware may be chosen"),
     "disabled": Setting(bool, False, "call torch's default only"),
     "memory_headroom": Setting(int, None, "bytes a kernel's workspace may take; none: the device's free memory, live"),
@@ -54,8 +56,11 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
                      "it in turn and timed, until it is clear which is fastest; see docs/learning.md"),
     "cache_size": Setting(int, 4096, "remembered choices per op"),
     "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: never"),
-    "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is disabled"),
-    "breaker_cooldown": Setting(float, 30.0, "seconds until a disabled kernel is tried again"),
+    "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is left out, and the fewest that count "
+                                 "as a rate"),
+    "breaker_rate": Setting(float, 0.05, "share of its last calls that must fail for a kernel to be left out"),
+    "breaker_window": Setting(int, 200, "how many calls of a kernel are its last ones"),
+    "breaker_cooldown": Setting(float, 30.0, "seconds until a kernel that is left out is tried again"),
     "native": Setting(bool, True, "use the compiled call path where it is built; read from the environment at import"),
     "log_level": Setting(str, "warning", f"how much is logged: {', '.join(LOG_LEVELS)}"),
     "perfdb": Setting(str, "", "where measurements are kept: a file, postgresql://... for a fleet, or off; empty: "
@@ -66,8 +71,11 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
 
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1), "cache_size": (1, math.inf),
-    "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf),
-    "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf), "perfdb_ttl": (0, math.inf)}
+    "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf), "breaker_rate": (0, 1),
+    "breaker_window": (1, 1 << 20), "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf),
+    "perfdb_ttl": (0, math.inf)}
+_CHOICES: Mapping[str, tuple[str, ...]] = {"log_level": LOG_LEVELS, "jit": JIT_MODES}
+RENAMED: Mapping[str, str] = {"allow_jit": "jit"}          # settings of earlier releases -> what they are now
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _TAKES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str), str: (str,)}
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -82,6 +90,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def validate_setting(name: str, value: Any) -> Any:
     """`value` as the setting's own type; text is read the way an environment variable is."""
+    if name in RENAMED:
+        return validate_setting(RENAMED[name], _in_new_words(name, value))
     if name not in SETTINGS:
         raise ConfigError(f"unknown setting {name!r}{suggest(str(name), SETTINGS)}")
     kind, default, _ = SETTINGS[name]
@@ -93,6 +103,20 @@ def validate_setting(name: str, value: Any) -> Any:
         raise ConfigError(f"{name} must be {_wanted(name)}, got {value!r}") from None
 
 
+def _in_new_words(name: str, value: Any) -> str:
+    """allow_jit was true or false."""
+    if value in JIT_MODES:                     # read before
+        return str(value)
+    allowed = _BOOLS.get(str(value).strip().lower())
+    if allowed is None:
+        raise ConfigError(f"{name} must be true or false, got {value!r}; it is deprecated: write jit: in_request for "
+                          "true, jit: never for false")
+    new = "in_request" if allowed else "never"
+    warn_caller(f"the setting {name} is deprecated; write jit: {new} for {str(allowed).lower()}, or leave it out: "
+                "kernels are compiled in the background then", DeprecationWarning)
+    return new
+
+
 def _coerced(name: str, kind: type, value: Any) -> Any:
     if kind is bool:
         return _BOOLS[str(value).strip().lower()]
@@ -101,7 +125,8 @@ def _coerced(name: str, kind: type, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, _TAKES[kind]):
         raise TypeError
     if kind is str:
-        return LOG_LEVELS[LOG_LEVELS.index(str(value).strip().lower())] if name == "log_level" else value
+        words = _CHOICES.get(name)
+        return value if words is None else words[words.index(str(value).strip().lower())]
     low, high = _LIMITS[name]
     number = kind(value)
     if not low <= number <= high or not math.isfinite(number):
@@ -111,7 +136,7 @@ def _coerced(name: str, kind: type, value: Any) -> Any:
 
 def _wanted(name: str) -> str:
     kind, default, _ = SETTINGS[name]
-    text = f"one of {', '.join(LOG_LEVELS)}" if name == "log_level" else _TYPE_WORDS[kind]
+    text = f"one of {', '.join(_CHOICES[name])}" if name in _CHOICES else _TYPE_WORDS[kind]
     if name in _LIMITS:
         low, high = _LIMITS[name]
         text += f" from {low} to {high}" if math.isfinite(high) else f" >= {low}"
@@ -237,7 +262,8 @@ class Layer:
     def __post_init__(self) -> None:
         if self.name not in LAYERS:
             raise ConfigError(f"unknown policy layer {self.name!r}{suggest(str(self.name), LAYERS)}")
-        settings = {name: validate_setting(name, value) for name, value in self.settings.items()}
+        settings = {RENAMED.get(name, name): validate_setting(name, value) for name, value in
+                    sorted(self.settings.items(), key=lambda item: item[0] not in RENAMED)}    # the new name wins
         object.__setattr__(self, "settings", MappingProxyType(settings))
         object.__setattr__(self, "rules", tuple(self.rules))
 
@@ -293,6 +319,8 @@ class Policy:
         return MappingProxyType(merged)
 
     def setting(self, name: str) -> Any:
+        if name == "allow_jit":                # what it is called since is "jit"
+            return self.settings["jit"] == "in_request"
         try:
             return self.settings[name]
         except KeyError:

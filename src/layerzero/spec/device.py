@@ -166,6 +166,7 @@ class Device:
     isa: tuple[str, ...] = ()                  # of a CPU, in the order of CPU_ISA
     cores: int = 0                             # physical cores, multiprocessors or compute units
     total_memory: int = 0                      # bytes
+    shared_per_block: int = 0                  # bytes of shared memory that a block of a GPU may ask for
     driver_version: str = ""
     runtime_version: str = ""                  # CUDA, HIP or SYCL, as torch was built for
     cudnn_version: str = ""
@@ -207,9 +208,11 @@ class Device:
     def signature(self) -> str:
         """What a measurement or a proof made here is valid for: hardware and software, not which of two twins.
 
-        Memory is left out: what a system reports wobbles by a few pages and decides no speed.
+        Memory is left out: what a system reports wobbles by a few pages and decides no speed; and what a block may
+        share follows from the model.
         """
-        identity = {k: v for k, v in self.to_json().items() if k not in ("index", "total_memory")}
+        left_out = ("index", "total_memory", "shared_per_block")
+        identity = {k: v for k, v in self.to_json().items() if k not in left_out}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, Any]:
@@ -221,6 +224,7 @@ class Device:
             "fast_fp16_matmul": self.multiplies_fast(FAST_FP16_MATMUL),
             "supports_bf16": self.supports_bf16, "supports_fp8": self.supports_fp8,
             "supports_fp4": self.supports_fp4, "torch_version": self.torch_version,
+            "shared_per_block": self.shared_per_block,
             "cuda_version": self.runtime_version if self.sm else "",  # HIP's number is no CUDA version
         }
 

@@ -101,6 +101,31 @@ class HealthChanged(Event):
 
 
 @dataclass(frozen=True)
+class KernelRefused(Event):
+    """A kernel could not be compiled or launched for a kind of call; it is not asked again for that kind."""
+
+    name: ClassVar[str] = "refused"
+    kind: str = ""
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True)
+class CompileQueued(Event):
+    """A kernel that must be compiled for a kind of call first will be, in the background."""
+
+    name: ClassVar[str] = "compile_queued"
+    waiting: int = 0                           # how many are in the queue with it
+
+
+@dataclass(frozen=True)
+class CompileSkipped(Event):
+    """A kernel is not compiled in the background for a kind of call; `problem` says why."""
+
+    name: ClassVar[str] = "compile_skipped"
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class BackendUnavailable(Event):
     """A library could not be loaded when it was first chosen."""
 
@@ -110,7 +135,7 @@ class BackendUnavailable(Event):
 
 @dataclass(frozen=True)
 class WorldPublished(Event):
-    """Something that selection depends on changed; every remembered choice is dropped."""
+    """Something that selection depends on changed; the choices it concerns are made anew."""
 
     name: ClassVar[str] = "world"
     epoch: int = 0

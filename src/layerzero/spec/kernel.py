@@ -104,6 +104,7 @@ class Kernel:
     prior: float = 1.0                         # guessed speed relative to the eager formula, until measured
     overhead_us: float = 0.0                   # guessed fixed cost of one call
     workspace: str = "0"                       # bytes beyond inputs and outputs
+    shared_memory: str = "0"                   # bytes that a block of a GPU must have at least; 0: any has enough
     variants: tuple[str, ...] = ()             # values of the op's variant parameter it takes natively
     deterministic: bool = True
     deterministic_backward: bool = True
@@ -126,6 +127,7 @@ class Kernel:
         for rule in (*self.requires, *self.less_work_when):
             self.op.check_rule(rule, f"kernel {self.id!r}")
         self.op.check_expression(self.workspace, f"kernel {self.id!r}: workspace")
+        self.op.check_expression(self.shared_memory, f"kernel {self.id!r}: shared_memory")
         if self.prior <= 0:
             raise RegistrationError(f"kernel {self.id!r}: prior must be > 0, got {self.prior}")
         if self.sdpa_backend not in ("", SDPA, *SDPA_BACKENDS):
@@ -167,7 +169,7 @@ class Kernel:
         return replace(self, requires=requires, **changes)
 
 
-_PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace",
+_PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace", "shared_memory",
           "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
           "less_work", "jit", "replayable", "sdpa_backend", "untested", "note")
 

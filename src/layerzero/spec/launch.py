@@ -10,6 +10,7 @@ from .errors import LayerZeroError
 from .reason import Code, Reason
 
 AXES = ("grid x", "grid y", "grid z")
+SHARED = "shared memory of a block in bytes"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def misfits(grid: Sequence[int], limits: LaunchLimits) -> tuple[Reason, ...]:
 def too_large(num_warps: int, shared: int, limits: LaunchLimits) -> tuple[Reason, ...]:
     """What of a compiled kernel does not fit one block of this device."""
     asked = (("threads of a block", num_warps * limits.warp, limits.threads),
-             ("shared memory of a block in bytes", shared, limits.shared))
+             (SHARED, shared, limits.shared))
     return tuple(Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, f"<= {most}", got, name)
                  for name, got, most in asked if got > most)
 

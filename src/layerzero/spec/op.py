@@ -24,7 +24,8 @@ from .rules import Condition, condition_from_json
 
 DEVICE_FACTS = frozenset({
     "device", "vendor", "sm", "gpu_generation", "tensor_core_generation", "isa", "fast_bf16_matmul",
-    "fast_fp16_matmul", "supports_bf16", "supports_fp8", "supports_fp4", "torch_version", "cuda_version"})
+    "fast_fp16_matmul", "supports_bf16", "supports_fp8", "supports_fp4", "torch_version", "cuda_version",
+    "shared_per_block"})
 CALL_FACTS = frozenset({"dtype", "grad", "deterministic", "graph", "tensor_kind", "itemsize"})
 TENSOR_FACTS = ("dtype", "device", "stride_last", "contiguous", "alignment", "requires_grad", "ndim", "broadcast")
 

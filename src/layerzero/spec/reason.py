@@ -127,7 +127,7 @@ class Code(str, Enum):
         "results may differ across tensor-parallel sizes; {want} was asked for")
     JIT_NOT_WARMED = (
         "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
-        "run lz warmup or lz tune for such calls, name it with backend=, or set allow_jit: true")
+        "run lz warmup or lz tune for such calls, name it with backend=, or set jit: in_request")
     SDPA_BACKEND_DISABLED = (
         "SDPA_BACKEND_DISABLED", Category.MODE, "is {want}; torch.nn.attention.sdpa_kernel allows only {got}",
         "leave that block, name more implementations in it, or undo torch.backends.cuda.enable_*_sdp(False)")

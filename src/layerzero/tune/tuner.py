@@ -258,7 +258,7 @@ class Tuner:
         with _mode(job.call):
             compiled = frozenset().union(*(jit.entries(k, facts, values) for k in timed if k.jit))
         if not compiled <= worlds.current().warmed:
-            worlds.publish(lambda w: w.but(warmed=w.warmed | compiled), "warmed")
+            worlds.publish(lambda w: w.but({contest.op.name}, warmed=w.warmed | compiled), "warmed")
         return found
 
     def _inputs(self, job: Job) -> tuple[Dispatcher, tuple[Any, ...]]:

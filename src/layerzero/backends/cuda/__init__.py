@@ -111,6 +111,14 @@ def _decode(tokens: str) -> tuple[Condition, ...]:
             unit_stride("query"), aligned("query", 16))
 
 
+def _decode_shared(rows: str) -> str:
+    """What decode.shared_of gives for two warps and two stages: the launcher takes what the device has room for."""
+    return f"256 * head_dim + (({rows}) + 7) // 8 * 16 * head_dim + ({rows}) * (4 * head_dim + 192) + 16"
+
+
+# Of gemv.cu: x, shared out among the most blocks that a cluster has; beside it tiles of the weight, sums and scales.
+GEMV_SHARED = "(1 + (rows > 1) + 2 * (rows > 2) + 4 * (rows > 4) + 8 * (rows > 8)) * in_features // 4 + 73728"
+
 INT4, EIGHT_BITS = one_of("format", "int4"), one_of("format", "int8", "fp8_e4m3")
 CODES: tuple[Condition, ...] = (               # what gemv.cu reads of a weight
     contiguous("weight_q", repair=False),
@@ -137,7 +145,7 @@ KERNELS = (
             when(equals("is_causal", True), LAST_AT_LAST), when(at_least("window_left", 0), LAST_AT_LAST),
             equals("window_right", -1, Code.WINDOW_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
             absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
-            variants=("bhsd", "bshd"),
+            variants=("bhsd", "bshd"), shared_memory=_decode_shared("group * seq_q"),
             note="each KV head is a cluster of blocks that meet in shared memory; nothing goes through global memory"),
     _kernel("paged_attention_decode", paged_attention, _paged_attention, 10.0, 20.0, *_decode("max_seqlen_q"),
             any_of(absent("cu_seqlens_q.dtype"), present("max_seqlen_q", Code.MISSING_METADATA)),
@@ -149,16 +157,20 @@ KERNELS = (
             dtypes("int32", of="block_table.dtype"), dtypes("int32", of="context_lens.dtype"),
             one_of("cu_seqlens_q.dtype", None, "int32", code=Code.DTYPE_UNSUPPORTED), unit_stride("block_table"),
             unit_stride("context_lens"), unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
+            shared_memory=_decode_shared("group * max(max_seqlen_q, 1)"),
             less_work="reads each page once, where it lies; no length is read on the host"),
     _kernel("quantized_linear", quantized_linear, _quantized_linear, 10.0, 14.0, HALF, *CODES,
             at_least("rows", 1, Code.EMPTY_INPUT), at_most("rows", 16), equals("activations", "none"),
-            unit_stride("bias"), less_work="reads the codes, and writes no dequantized weight",
+            unit_stride("bias"), shared_memory=GEMV_SHARED,
+            less_work="reads the codes, and writes no dequantized weight",
             note="codes go to the tensor cores as the bits they are; nothing is converted"),
-    _kernel("rms_norm", rms_norm, _rms_norm, 8.0, 10.0, *NORM, note="a block for each row"),
+    _kernel("rms_norm", rms_norm, _rms_norm, 8.0, 10.0, *NORM, shared_memory="256",
+            note="a block for each row"),
     _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 8.0, 10.0, *NORM, unit_stride("residual"),
-            aligned("residual", 16), less_work="one pass for sum and norm", note="a block for each row"),
+            aligned("residual", 16), shared_memory="256", less_work="one pass for sum and norm",
+            note="a block for each row"),
     _kernel("sample", sample, _sample, 6.0, 30.0, dtypes("float16", "bfloat16", "float32"), unit_stride("logits"),
-            at_most("vocab", 1 << 20),
+            at_most("vocab", 1 << 20), shared_memory="28672",
             less_work="finds where top-k and top-p cut without a sort, in one launch",
             note="each row is a cluster of blocks that keeps it in shared memory"),
 )

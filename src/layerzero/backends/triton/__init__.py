@@ -152,6 +152,23 @@ def _few_rows(tokens: str) -> tuple[Condition, ...]:
               for most in (32, 16, 8, 4, 2, 1)))
 
 
+def _power_of_two(fact: str, most: int, least: int = 16) -> str:
+    """The next power of two, from `least` to `most`: the sizes of Triton's tiles."""
+    steps = [1 << n for n in range(least.bit_length() - 1, most.bit_length() - 1)]
+    return "(" + " + ".join([str(least), *(f"{n} * ({fact} > {n})" for n in steps)]) + ")"
+
+
+def _decode_shared(tokens: str) -> str:
+    """What decode.shared_of gives for a single stage: the launcher takes as many as the device has room for."""
+    rows, block = _power_of_two(f"group * {tokens}", 64), f"(64 + 64 * (group * {tokens} > 16))"
+    dim, dim_v = _power_of_two("head_dim", 256), _power_of_two("head_dim_v", 256)
+    return f"2 * {block} * ({dim} + {dim_v}) + 2 * {rows} * ({dim} + {block}) + 16 * {block}"
+
+
+# Of several rows: four stages of a tile of 64 x 128 of the weight and 128 x 16 of x; of one: where threads add up.
+GEMV_SHARED = "8192 + 81920 * (rows > 1)"
+SMALL_SHARED = "16384"         # where threads exchange what they have, and nothing is kept
+
 POSITIVE_SCALE = at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
 HEADS: tuple[Condition, ...] = (
     at_least("head_dim", 1, Code.EMPTY_INPUT), at_most("head_dim", 256), at_most("head_dim_v", 256),
@@ -182,34 +199,37 @@ DEFAULTS = (
             at_least("kv_heads", 1, Code.EMPTY_INPUT), unit_stride("query"), unit_stride("key"), unit_stride("value"),
             unit_stride("alibi_slopes"), absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
             equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), variants=("bhsd", "bshd"),
-            workspace="264 * 4 * 64 * (head_dim_v + 1)",
+            workspace="264 * 4 * 64 * (head_dim_v + 1)", shared_memory=_decode_shared("seq_q"),
             note="reads each key and value once for all query heads and tokens that share it; one launch"),
     _kernel("paged_attention_decode", paged_attention, _paged_attention, 8.0, 25.0, HALF, *_few_rows("max_seqlen_q"),
             *HEADS, POSITIVE_SCALE, at_least("batch", 1, Code.EMPTY_INPUT),
             any_of(absent("cu_seqlens_q.dtype"), present("max_seqlen_q", Code.MISSING_METADATA)),
             unit_stride("query"), *_cache("key_cache"), *_cache("value_cache"), unit_stride("block_table"),
             unit_stride("context_lens"), unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
-            workspace="264 * 4 * 64 * (head_dim_v + 1)",
+            workspace="264 * 4 * 64 * (head_dim_v + 1)", shared_memory=_decode_shared("max_seqlen_q"),
             less_work="reads each page once, where it lies; no length is read on the host"),
-    _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM),
+    _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM, shared_memory="1024"),
     _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM, unit_stride("residual"),
-            less_work="one pass for sum and norm"),
+            shared_memory="1024", less_work="one pass for sum and norm"),
     _kernel("linear_gemv", linear, _linear, 1.2, 14.0, *FEW, unit_stride("weight"), absent("activation"),
             at_least("in_features", 16), at_least("out_features", 1, Code.EMPTY_INPUT),
+            shared_memory=GEMV_SHARED,
             note="for as few rows as a decode step has: reading the weight is all the time there is"),
     _kernel("quantized_linear_gemv", quantized_linear, _quantized_linear, 8.0, 16.0, *FEW,
             equals("activations", "none"), contiguous("weight_q"), aligned("weight_q", 16), contiguous("scales"),
             contiguous("zeros"), multiple_of("in_features", 32), equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
             one_of("group_size", 0, 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
             any_of(one_of("format", "int8", "int4"), sm(at_least=89)),
-            less_work="reads the codes, and writes no dequantized weight"),
+            shared_memory=GEMV_SHARED, less_work="reads the codes, and writes no dequantized weight"),
     _kernel("sample", sample, _sample, 4.0, 90.0, FLOATS, unit_stride("logits"), at_most("vocab", 1 << 20),
             at_most("batch", MOST_GRID), at_most("top_k", 1024), absent("temperature_rows.dtype"),
             absent("top_k_rows.dtype"), absent("top_p_rows.dtype"), absent("min_p_rows.dtype"),
             differs("temperature", 0.0), workspace="batch * (49152 + vocab // 64)",
+            shared_memory=SMALL_SHARED,
             less_work="finds where top-k and top-p cut without a sort"),
     _kernel("rope", rope, _rope, 6.0, 20.0, FLOATS, unit_stride("q"), unit_stride("k"), unit_stride("cos"),
             unit_stride("sin"), at_most("heads", MOST_GRID), at_most("half", 1024), variants=("bhsd", "bshd"),
+            shared_memory=SMALL_SHARED,
             less_work="q and k in one pass, where torch runs a kernel for each step of the formula",
             note="an id outside the table gives NaN"),
     _kernel("mlp", mlp, _mlp, 1.1, 20.0, FLOATS, at_most("rows", MOST_GRID),
@@ -221,7 +241,7 @@ DEFAULTS = (
             any_of(equals("granularity", "block"), at_most("width", 1 << 15)), at_most("block_size", 4096),
             at_most("block_rows", 256),
             one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), absent("zeros.dtype"),
-            absent("global_scale.dtype")),
+            absent("global_scale.dtype"), shared_memory=SMALL_SHARED),
 )
 
 # After the defaults where nothing was measured.

@@ -33,15 +33,32 @@ class Config(NamedTuple):
     splits: int
 
 
+def stage_of_64(dim: int, dim_v: int, key_bytes: int, value_bytes: int) -> int:
+    """Bytes of 64 keys and values in shared memory: Triton's tiles are powers of two."""
+    return 64 * (_tile(dim) * key_bytes + _tile(dim_v) * value_bytes)
+
+
+def beside_stages(rows: int, dim: int, dim_v: int, converted: bool) -> int:
+    """Bytes of shared memory beside the stages: queries, probabilities, pages; and what is stored with fewer bits is
+    converted once more. As Triton's compiler lays it out; a test on a GPU compares."""
+    block_n = 64 if rows <= 16 else 128
+    return (2 * rows * (_tile(dim) + block_n) + 16 * block_n
+            + (2 * block_n * max(_tile(dim), _tile(dim_v)) if converted else 0))
+
+
+def _tile(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
 @lru_cache(maxsize=4096)
 def config(rows: int, homes: int, tiles_of_64: int, stage_bytes_of_64: int, paged: bool,
-           device: torch.device, programs: float = 1.0) -> Config:
+           device: torch.device, programs: float = 1.0, beside: int = 16 << 10) -> Config:
     """`homes` is batch x KV heads. A split has a tile at least; on an H200 one program for each multiprocessor was
     fastest. Rows of pages are of many lengths, so that four programs for each are better than one that others wait
     for. `programs`: how many, as a multiple of that; tuning finds out what is fastest elsewhere."""
     processors, shared = size_of(device)
     block_n, warps = (64, 4) if rows <= 16 else (128, 8)
-    fit = (shared - (16 << 10)) // (stage_bytes_of_64 * (block_n // 64))
+    fit = (shared - beside) // (stage_bytes_of_64 * (block_n // 64))
     stages = max(1, min(4 if block_n == 64 and not paged else 3, fit))
     tiles = max(1, tiles_of_64 * 64 // block_n)
     splits = max(int(4 * programs) if paged else 1, min(int(processors * programs) // homes, MOST_SPLITS))
@@ -77,11 +94,11 @@ def launch(
     rows = max(16, triton.next_power_of_2(group * room))
     reach = -1 if left < 0 else left + room + 63
     seen = keys if reach < 0 else min(keys, reach)
+    sizes = key.element_size(), value.element_size()
+    stage, beside = stage_of_64(dim, dim_v, *sizes), beside_stages(rows, dim, dim_v, min(sizes) < 2)
 
     def config_of(tiles: int) -> Config:
-        return chosen or config(rows, batch * kv_heads, tiles,
-                                64 * (dim * key.element_size() + dim_v * value.element_size()), page > 0, query.device,
-                                programs)
+        return chosen or config(rows, batch * kv_heads, tiles, stage, page > 0, query.device, programs, beside)
 
     made = config_of(-(-seen // 64))
     varying: tuple[Varying, ...] = ()

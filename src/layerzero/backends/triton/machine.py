@@ -50,7 +50,8 @@ def counters(device: torch.device, count: int) -> Tensor:
                 _captured[index] = torch.zeros(CAPTURED_ROOM, dtype=torch.int32, device=device), 0
             found = torch.zeros(max(count, ROOM), dtype=torch.int32, device=device)
             _streams[index, stream] = found
-            torch.cuda.synchronize(device)     # other streams may use them from now on
+            # Other streams may use them from now on. Not the whole device: another thread may be capturing.
+            torch.cuda.current_stream(device).synchronize()
     if watcher is not None:
         watcher.keeps(found, stream)
     return found

@@ -55,7 +55,7 @@ class Binder:
         if not self._captured:
             return bind(op, *tensors, **fixed)
         # What is compiled on first use is compiled before the capture. Inductor's takes too long for what it gains.
-        with context.overriding({"allow_jit": True, "graph_strict_mode": True},
+        with context.overriding({"jit": "in_request", "graph_strict_mode": True},
                                 (PolicyRule.of("deny", "torch.compiled*"),)):
             return bind(op, *tensors, **fixed)
 
@@ -79,7 +79,7 @@ class Binder:
             if step.kernel.startswith(("reference.", "torch.compiled")) or step.kernel in runs:
                 continue
             try:
-                with context.overriding({"allow_jit": True, "graph_strict_mode": True}):
+                with context.overriding({"jit": "in_request", "graph_strict_mode": True}):
                     runs[step.kernel] = bind(op, *calls[0], backend=step.kernel, **fixed)
             except LayerZeroError:             # it cannot serve in a graph
                 continue

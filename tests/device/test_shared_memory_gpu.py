@@ -1,0 +1,61 @@
+"""Shared memory of our Triton kernels as their compiler lays it out, against what is declared and reckoned with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.runtime import world as worlds
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 1), (8, 2), (8, 4), (8, 8)])
+def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, group, tokens):
+    """The compiler decides, and another release may decide otherwise. What is declared is what one stage takes."""
+    from layerzero.backends.triton import decode
+    from layerzero.backends.triton.decode_attention import decode_kernel
+    from layerzero.spec.expr import parse
+
+    kernel = worlds.current().catalog.by_id["triton.attention_decode"]
+    room = worlds.current().device("cuda").shared_per_block
+    rows = max(16, 1 << (group * tokens - 1).bit_length())
+    declared = int(parse(kernel.shared_memory)({"group": group, "seq_q": tokens, "head_dim": dim, "head_dim_v": dim}))
+    stage, beside = decode.stage_of_64(dim, dim, 2, 2), decode.beside_stages(rows, dim, dim, False)
+    assert declared == stage * (1 if rows <= 16 else 2) + beside
+    q = torch.randn(1, 2 * group, tokens, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 2, 700, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    if declared > room:
+        assert lz.validate("attention", kernel.id, q, k, v)
+        return
+    made = decode.config(rows, 2, 11, stage, False, q.device, 1.0, beside)
+    before = {id(c) for cached in decode_kernel.device_caches.values() for c in cached[0].values()}
+    out = decode.dense(q, k, v)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+                               rtol=2e-2, atol=2e-2)
+    for c in (c for cached in decode_kernel.device_caches.values() for c in cached[0].values() if id(c) not in before):
+        assert c.metadata.shared <= made.stages * stage * (made.block_n // 64) + beside <= room
+
+
+def test_every_specialisation_of_ours_takes_what_it_declares_or_less():
+    """Of the kernels whose declaration is a bound over all sizes."""
+    from layerzero.backends.triton import gemv, norm
+    from layerzero.spec.expr import parse
+
+    by_id = worlds.current().catalog.by_id
+    for rows, wide in ((1, 4096), (4, 4096), (16, 11008)):
+        x = torch.randn(rows, wide, device="cuda", dtype=torch.bfloat16)
+        gemv.linear(x, torch.randn(8192, wide, device="cuda", dtype=torch.bfloat16))
+        norm.rms_norm(x)
+    bounds = {"triton.linear_gemv": (gemv.one_row_kernel, gemv.few_rows_kernel),
+              "triton.rms_norm": (norm.rms_norm_kernel,)}
+    for name, functions in bounds.items():
+        most = int(parse(by_id[name].shared_memory)({"rows": 16}))
+        for function in functions:
+            for cached in function.device_caches.values():
+                assert all(c.metadata.shared <= most for c in cached[0].values()), (name, function)

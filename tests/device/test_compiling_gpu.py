@@ -55,18 +55,18 @@ def test_a_capture_in_another_thread_is_not_spoilt(happened):
             except RuntimeError as e:
                 errors.append(str(e))
 
-    shapes = [(keys, dim) for dim in (64, 128) for keys in (300, 3000)]
+    calls = [decode(keys, dim) for dim in (64, 128) for keys in (300, 3000)]    # no random numbers during a capture
     with lz.prefer(jit="never"):
-        for keys, dim in shapes:
-            lz.attention(*decode(keys, dim))               # what torch's own kernels set up is there before
+        for call in calls:
+            lz.attention(*call)                # what torch's own kernels set up is there before
     x @ x
     torch.cuda.synchronize()
     worker = threading.Thread(target=capture)
     worker.start()
     try:
         with lz.prefer("cuda.attention_decode", "triton.attention_decode"):
-            for keys, dim in shapes:
-                lz.attention(*decode(keys, dim))
+            for call in calls:
+                lz.attention(*call)
             assert compiling.wait(120)
     finally:
         stop.set()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import nvidia, rows
+from helpers import nvidia, qkv
 
 import layerzero as lz
 from layerzero.perf import shipped
@@ -28,15 +28,15 @@ def here(**changes):
     return {"type": "cpu", "name": device.name, "threads": torch.get_num_threads(), "isa": list(device.isa), **changes}
 
 
-def norm_times(**us):
-    kind = kind_of(OPS["rms_norm"], lz.explain("rms_norm", rows()).facts)
-    return [Measurement(name.replace("__", "."), "rms_norm", kind.bucket, "here", n, family=kind.family,
+def call_times(**us):
+    kind = kind_of(OPS["attention"], lz.explain("attention", *qkv()).facts)
+    return [Measurement(name.replace("__", "."), "attention", kind.bucket, "here", n, family=kind.family,
                         sizes=kind.sizes_text, flops=10.0, bytes=20.0) for name, n in us.items()]
 
 
 def written(path, device=None, versions=None, **us):
     text = shipped.text_of(device or here(), versions or {"torch": ">=2.8"}, "2026-01-01", "a test", Rates(1e5, 1e4),
-                           norm_times(**us), BASELINES)
+                           call_times(**us), BASELINES)
     path.write_text(text)
     return path
 
@@ -70,9 +70,10 @@ def test_all_of_them_are_small():
 
 
 def test_a_table_holds_torchs_own_the_fastest_and_those_near_it(tmp_path):
-    path = written(tmp_path / "t.json", torch__rms_norm=90.0, native__rms_norm=10.0, reference__rms_norm=50.0)
+    path = written(tmp_path / "t.json", torch__sdpa=90.0, torch__sdpa_flash=10.0, torch__sdpa_math=50.0,
+                   reference__attention=9.5)
     assert {m.kernel: m.median_us for m in shipped.read(path, OPS).rows} == {
-        "torch.rms_norm": 90.0, "native.rms_norm": 10.0}
+        "torch.sdpa": 90.0, "torch.sdpa_flash": 10.0}
 
 
 @pytest.mark.parametrize("change", [
@@ -81,7 +82,7 @@ def test_a_table_holds_torchs_own_the_fastest_and_those_near_it(tmp_path):
     {"rows": [["rms_norm", "fast", "float32", "rows=1", 1.0, 1.0, {"0": 1.0}]]},
     {"rows": [["rms_norm", "eager", "float32", "rows=1", 1.0, 1.0, {"0": -1.0}]]}])
 def test_a_file_that_is_not_as_it_should_be_is_refused_by_name(tmp_path, change):
-    path = written(tmp_path / "t.json", torch__rms_norm=9.0, native__rms_norm=8.0)
+    path = written(tmp_path / "t.json", torch__sdpa=9.0, native__attention_decode_mha=8.0)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=r"t\.json"):
         shipped.read(path, OPS)
@@ -98,8 +99,8 @@ def test_a_file_that_is_no_table_is_refused_by_name(tmp_path, text):
 # what it applies to
 
 def test_device_threads_and_versions_must_be_those_it_was_measured_with(tmp_path):
-    path = written(tmp_path / "t.json", versions={"torch": ">=2.8,<2.12", "driver": ">=570"}, torch__rms_norm=9.0,
-                   native__rms_norm=8.0, device={"type": "cuda", "name": "NVIDIA X"})
+    path = written(tmp_path / "t.json", versions={"torch": ">=2.8,<2.12", "driver": ">=570"}, torch__sdpa=9.0,
+                   native__attention_decode_mha=8.0, device={"type": "cuda", "name": "NVIDIA X"})
     table, gpu = shipped.read(path, OPS), replace(nvidia(90), name="NVIDIA X", torch_version="2.11.0+cu130",
                                                   driver_version="580.65.06")
     assert table.is_for(gpu) and not table.is_for(replace(gpu, name="NVIDIA Y")) and not table.is_for(
@@ -111,7 +112,7 @@ def test_device_threads_and_versions_must_be_those_it_was_measured_with(tmp_path
 
 
 def test_a_cpu_needs_the_same_threads_and_what_the_kernels_were_compiled_for(tmp_path):
-    path = written(tmp_path / "t.json", torch__rms_norm=9.0, native__rms_norm=8.0, device=here(threads=7))
+    path = written(tmp_path / "t.json", torch__sdpa=9.0, native__attention_decode_mha=8.0, device=here(threads=7))
     table, cpu = shipped.read(path, OPS), hardware.probe("cpu")
     assert table.is_for(cpu) and table.refusal(cpu, 7, satisfies) == ""
     assert "7 threads" in table.refusal(cpu, 3, satisfies)
@@ -122,38 +123,38 @@ def test_a_cpu_needs_the_same_threads_and_what_the_kernels_were_compiled_for(tmp
 
 def test_it_decides_until_something_was_measured_here(folder):
     lz.configure(perfdb="off")
-    written(folder / "t.json", torch__rms_norm=5.0, reference__rms_norm=4.0)
+    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
     renewed()
-    plan = lz.explain("rms_norm", rows())
-    assert plan.kernel == "reference.rms_norm"
+    plan = lz.explain("attention", *qkv())
+    assert plan.kernel == "torch.sdpa_flash"
     assert plan.steps[0].score.origin.startswith("shipped: ") and "2026-01-01" in plan.steps[0].score.origin
     place = worlds.current().place("cpu")
-    measurements.record([m._replace(place=place, median_us=9.0 if m.kernel.startswith("reference") else m.median_us)
-                         for m in norm_times(torch__rms_norm=5.0, reference__rms_norm=4.0)])
-    plan = lz.explain("rms_norm", rows())
-    assert plan.kernel == "torch.rms_norm" and plan.steps[0].score.source == "measured"
+    measurements.record([m._replace(place=place, median_us=9.0 if m.kernel.endswith("flash") else m.median_us)
+                         for m in call_times(torch__sdpa=5.0, torch__sdpa_flash=4.0)])
+    plan = lz.explain("attention", *qkv())
+    assert plan.kernel == "torch.sdpa" and plan.steps[0].score.source == "measured"
 
 
 def test_a_setting_switches_it_off(folder):
-    written(folder / "t.json", torch__rms_norm=5.0, reference__rms_norm=4.0)
+    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
     lz.configure(shipped_measurements=False)
     renewed()
-    assert lz.which("rms_norm", rows()) != "reference.rms_norm"
+    assert lz.which("attention", *qkv()) != "torch.sdpa_flash"
 
 
 def test_a_library_of_another_version_is_left_out(folder):
-    written(folder / "t.json", versions={"torch": ">=2.8", "layerzero": ">=99"}, torch__rms_norm=5.0,
-            native__rms_norm=3.0, reference__rms_norm=4.0)
+    written(folder / "t.json", versions={"torch": ">=2.8", "layerzero": ">=99"}, torch__sdpa=5.0,
+            native__attention_decode_mha=3.0, torch__sdpa_flash=4.0)
     renewed()
     known = {m.kernel for m in worlds.current().shipped("cpu").view}
-    assert known == {"torch.rms_norm", "reference.rms_norm"}   # native comes from the distribution layerzero
+    assert known == {"torch.sdpa", "torch.sdpa_flash"}   # native comes from the distribution layerzero
 
 
 def test_a_damaged_file_costs_itself_and_is_told(folder, happened):
     (folder / "bad.json").write_text("{")
-    written(folder / "t.json", torch__rms_norm=5.0, reference__rms_norm=4.0)
+    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
     renewed()
-    assert lz.which("rms_norm", rows()) == "reference.rms_norm"
+    assert lz.which("attention", *qkv()) == "torch.sdpa_flash"
     assert {e.store for e in happened if e.name == "store_trouble"} == {"bad.json"}
 
 
@@ -163,7 +164,7 @@ def test_the_doctor_says_which_one_applies(folder):
         return next(c for c in lz.doctor().checks if c.name == "shipped measurements (cpu)").found
 
     assert told().startswith("none for ")
-    written(folder / "t.json", torch__rms_norm=5.0, reference__rms_norm=4.0)
+    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)
     assert "1 kinds of call" in told() and "2026-01-01" in told()
-    written(folder / "t.json", torch__rms_norm=5.0, reference__rms_norm=4.0, versions={"torch": ">=99"})
+    written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0, versions={"torch": ">=99"})
     assert "do not count here" in told() and "torch >=99" in told()

@@ -259,28 +259,43 @@ class PerfView:
     def get(self, kernel: str, bucket: str, place: str, mode: str = EAGER) -> Measurement | None:
         return self._of(kernel).get((bucket, place, mode))
 
-    def estimate(self, kernel: str, kind: Kind, place: str, rates: Rates, roofline_us: float,
-                 mode: str = EAGER) -> Estimate | None:
-        """From the nearest measurements of the same kernel and family: how far each stayed behind the roofline."""
+    def near(self, kernel: str, kind: Kind, place: str, mode: str = EAGER) -> list[tuple[float, Measurement]]:
+        """The nearest measurements of a kernel in the same family, with their distances; nearest first."""
         index = self._near.get(kernel)
         if index is None:
             index = self._near[kernel] = _index(self._of(kernel))
-        rows = index.get((place, kind.family, mode))
-        if not rows:
-            return None
         here = {name: _octave(n) for name, n in kind.sizes}
-        near = sorted(((d, m) for sizes, m in rows if (d := _distance(here, sizes)) <= FARTHEST), key=lambda x: x[0])
+        found = ((_distance(here, sizes), m) for sizes, m in index.get((place, kind.family, mode), ()))
+        return sorted((pair for pair in found if pair[0] <= FARTHEST), key=lambda pair: pair[0])[:NEIGHBOURS]
+
+    def estimate(self, kernel: str, kind: Kind, place: str, rates: Rates, roofline_us: float,
+                 mode: str = EAGER) -> Estimate | None:
+        """From the nearest measurements of the same kernel and family: how far each stayed behind the roofline."""
+        near = self.near(kernel, kind, place, mode)
         if not near:
             return None
         behind = weight = trust = 0.0
-        for distance, m in near[:NEIGHBOURS]:
+        for distance, m in near:
             w = m.trust / (0.25 + distance * distance)
             behind += w * math.log(m.median_us / (OVERHEAD_US + rates.roofline_us(m.flops, m.bytes)))
             trust += w * m.trust
             weight += w
         nearest = near[0][0]
         us = (OVERHEAD_US + roofline_us) * math.exp(behind / weight)
-        return Estimate(us, trust / weight / (1.0 + nearest / 2), sum(m.samples for _, m in near[:NEIGHBOURS]), nearest)
+        return Estimate(us, trust / weight / (1.0 + nearest / 2), sum(m.samples for _, m in near), nearest)
+
+    def relative(self, kernel: str, near: list[tuple[float, Measurement]]) -> float | None:
+        """How many times as long it took as what `near` has, at each of the same kinds of call. None if one is
+        missing: what was kept only where it is fast must not look fast everywhere."""
+        total = weight = 0.0
+        for distance, m in near:
+            own = self.get(kernel, m.bucket, m.place, m.mode)
+            if own is None:
+                return None
+            w = min(own.trust, m.trust) / (0.25 + distance * distance)
+            total += w * math.log(own.median_us / m.median_us)
+            weight += w
+        return math.exp(total / weight) if weight else None
 
     def __len__(self) -> int:
         return self._more + (self._source.count() if self._source is not None else 0)

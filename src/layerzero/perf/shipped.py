@@ -2,7 +2,8 @@
 
 They count until something was measured on the machine itself, and only where device, torch, driver and libraries are
 within the ranges that the file names. A row holds one kind of call in one mode, with the microseconds of the kernels
-worth knowing: torch's own, the fastest, and those near it. benchmarks/ship.py writes these files.
+worth knowing: torch's own, the fastest, and those near it; not the reference, which is there to compare with.
+benchmarks/ship.py writes these files.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, c
     kept: dict[tuple[str, str, str, str], dict[str, Measurement]] = {}
     for kind, of in sorted(kinds.items()):
         best = min(m.median_us for m in of.values())
-        useful = {k: m for k, m in of.items() if k in baselines or m.median_us <= NEAR * best}
+        useful = {k: m for k, m in of.items() if k in baselines
+                  or (m.median_us <= NEAR * best and not k.startswith("reference."))}
         if len(useful) > 1:                    # a choice of one needs no evidence
             kept[kind] = useful
     names = sorted({kernel for of in kept.values() for kernel in of})

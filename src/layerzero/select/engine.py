@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from ..perf.record import PerfView, Rates, kind_of, mode_of
+from ..perf.record import Kind, PerfView, Rates, kind_of, mode_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.kernel import SDPA, Kernel
@@ -374,6 +374,18 @@ class Numbers(NamedTuple):
     shipped: str = ""                          # the table they come from, where they came with the package
 
 
+def _beside(view: PerfView, default: str, ids: Sequence[str], kind: Kind, around: Surroundings, roofline: float,
+            mode: str) -> dict[str, Found]:
+    """Estimates for a kind of call that was not measured: torch's own by its neighbours, each other kernel by how it
+    stood beside torch's own at those same neighbours."""
+    own = view.estimate(default, kind, around.place, around.rates, roofline, mode)
+    if own is None:
+        return {}
+    near = view.near(default, kind, around.place, mode)
+    ratios = ((k, view.relative(k, near)) for k in ids if k != default)
+    return {default: own, **{k: own._replace(us=own.us * ratio) for k, ratio in ratios if ratio is not None}}
+
+
 def _numbers(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings, roofline: float,
              default: Kernel | None) -> Numbers:
     """The best source that knows the default: this kind of call as measured here, as shipped, then neighbours."""
@@ -384,12 +396,14 @@ def _numbers(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around:
         for view, table in ((around.perf, ""), (around.shipped.view, around.shipped.title)):
             if not view:
                 continue
-            found: dict[str, Found] = {}
-            for kernel, _, _ in fit:
-                number = (view.estimate(kernel.id, kind, place, around.rates, roofline, mode) if near
-                          else view.get(kernel.id, kind.bucket, place, mode))
-                if number is not None:
-                    found[kernel.id] = number
+            ids = [kernel.id for kernel, _, _ in fit]
+            found: dict[str, Found]
+            if not near:
+                found = {k: m for k in ids if (m := view.get(k, kind.bucket, place, mode)) is not None}
+            elif default is None:
+                found = {k: e for k in ids if (e := view.estimate(k, kind, place, around.rates, roofline, mode))}
+            else:
+                found = _beside(view, default.id, ids, kind, around, roofline, mode)
             if found and (default is None or default.id in found):
                 return Numbers(found, table)
     return Numbers()

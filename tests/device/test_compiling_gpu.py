@@ -44,10 +44,14 @@ def test_a_capture_in_another_thread_is_not_spoilt(happened):
     x = torch.randn(64, 64, device="cuda")
 
     def capture() -> None:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x @ x                              # a thread's first product sets cuBLAS up: not in a capture
+        side.synchronize()
         while not stop.is_set():
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+                with torch.cuda.graph(graph, stream=side):
                     y = x
                     for _ in range(50):
                         y = y @ x

@@ -357,6 +357,8 @@ KERNELS = (
     Kernel("torch.sdpa_flash_cuda", attention, _flash_cuda, sdpa_backend=FLASH,
            prior=12.0, variants=BHSD, requires=(
         *CUDA_FLASH, *NO_WINDOW, NO_LSE, BOTTOM_RIGHT),
+        less_work="builds no mask and skips what it would hide",
+        less_work_when=(on("is_causal"), differs("causal_offset", 0)),
         note="aligns causality bottom-right, which is why torch refuses it unequal lengths"),
     Kernel("torch.sdpa_flash_cuda_lse", attention, _flash_cuda_lse, sdpa_backend=FLASH,
            prior=12.0, variants=BHSD, differentiable=False,

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..backends.cuda.compiler import outside_captures
 from ..select.engine import kind_to_compile
 from ..spec.event import CompileQueued, CompileSkipped, WarmedUp
 from ..spec.kernel import Kernel
@@ -316,6 +315,8 @@ def _aside(job: _Job) -> Iterator[None]:
         if device is not None:
             stack.enter_context(torch.cuda.device(device))
             if torch.version.hip is None:
+                from ..backends.cuda.compiler import outside_captures  # `import layerzero` reads no backend
+
                 stack.enter_context(outside_captures())
             stream = torch.cuda.Stream(device)
             if job.waits_for is not None:

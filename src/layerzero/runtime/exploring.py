@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..backends.packing import PACKED
 from ..perf.record import EAGER, Measurement, kind_of
 from ..select.trial import Budget, Ticket, Trial
 from ..spec.errors import KernelFailed
@@ -322,18 +321,25 @@ class Exploring:
         return out
 
 
+def _packed() -> int:
+    """How many weights kernels keep in an arrangement of their own: a call that adds one is no sample."""
+    from ..backends.packing import PACKED  # `import layerzero` reads no backend
+
+    return len(PACKED)
+
+
 def _timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, Sample]:
-    packed, worked = len(PACKED), _worked()
+    packed, worked = _packed(), _worked()
     start = _now()
     out = run(*values)
     took = _now() - start
-    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, len(PACKED) != packed, (_worked() - worked) * 1e6)
+    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, _packed() != packed, (_worked() - worked) * 1e6)
 
 
 def _timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
                    began: float) -> tuple[Any, Sample]:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    packed = len(PACKED)
+    packed = _packed()
     begin.record()
     start = _now()
     out = run(*values)
@@ -341,4 +347,4 @@ def _timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Tic
     end.record()
     behind = not begin.query()
     overhead = _now() - began - took
-    return out, Sample(ticket, took * 1e6, overhead * 1e6, len(PACKED) != packed, 0.0, (begin, end), behind)
+    return out, Sample(ticket, took * 1e6, overhead * 1e6, _packed() != packed, 0.0, (begin, end), behind)

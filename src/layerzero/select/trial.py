@@ -23,7 +23,7 @@ UNSURE = 0.01              # how often an interval may miss the true ratio
 LOOK_EVERY = 4             # rounds
 FIRST = 2                  # samples of the kernel that serves anyway, before another is tried
 MOST_SAMPLES = 160         # of one kind of call, over all kernels: then the medians decide
-MOST_CALLS = 1000          # of one kind of call, timed or not
+MOST_CALLS = 20_000        # of one kind of call, timed or not: a first call may have used up the budget for long
 MOST_IN_FLIGHT = 32        # calls whose time is not known yet
 MOST_UNKNOWN = 3           # of a kernel that has no time yet: it may turn out to be slow
 HOPELESS = 3.0             # times slower than the best: out at once
@@ -44,7 +44,7 @@ class Ticket(NamedTuple):
 class Budget:
     """Exploring may cost this share of the time so far, and an allowance to begin with. Microseconds."""
 
-    def __init__(self, share: float = 0.015, allowance_us: float = 100_000.0) -> None:
+    def __init__(self, share: float = 0.015, allowance_us: float = 200_000.0) -> None:
         self.share, self.allowance_us = share, allowance_us
         self.total_us = self.lost_us = self.reserved_us = 0.0
 

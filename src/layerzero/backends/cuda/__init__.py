@@ -169,7 +169,7 @@ KERNELS = (
     _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 8.0, 10.0, *NORM, unit_stride("residual"),
             aligned("residual", 16), shared_memory="256", less_work="one pass for sum and norm",
             note="a block for each row"),
-    _kernel("sample", sample, _sample, 6.0, 30.0, dtypes("float16", "bfloat16", "float32"), unit_stride("logits"),
+    _kernel("sample", sample, _sample, 6.0, 15.0, dtypes("float16", "bfloat16", "float32"), unit_stride("logits"),
             at_most("vocab", 1 << 20), shared_memory="28672",
             less_work="finds where top-k and top-p cut without a sort, in one launch",
             note="each row is a cluster of blocks that keeps it in shared memory"),

@@ -227,7 +227,7 @@ DEFAULTS = (
             differs("temperature", 0.0), workspace="batch * (49152 + vocab // 64)",
             shared_memory=SMALL_SHARED,
             less_work="finds where top-k and top-p cut without a sort"),
-    _kernel("rope", rope, _rope, 6.0, 20.0, FLOATS, unit_stride("q"), unit_stride("k"), unit_stride("cos"),
+    _kernel("rope", rope, _rope, 6.0, 12.0, FLOATS, unit_stride("q"), unit_stride("k"), unit_stride("cos"),
             unit_stride("sin"), at_most("heads", MOST_GRID), at_most("half", 1024), variants=("bhsd", "bshd"),
             shared_memory=SMALL_SHARED,
             less_work="q and k in one pass, where torch runs a kernel for each step of the formula",
@@ -235,13 +235,14 @@ DEFAULTS = (
     _kernel("mlp", mlp, _mlp, 1.1, 20.0, FLOATS, at_most("rows", MOST_GRID),
             one_of("activation", "swiglu", "geglu", "geglu_tanh", "reglu"), workspace="3 * itemsize * rows * inner",
             less_work="activation and product between the matrix products in one pass", replayable=False),
-    _kernel("quantize", quantize, _quantize, 6.0, 15.0, FLOATS, unit_stride("x"), on("symmetric"),
+    _kernel("quantize", quantize, _quantize, 6.0, 12.0, FLOATS, unit_stride("x"), on("symmetric"),
             one_of("format", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
             one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),
             any_of(equals("granularity", "block"), at_most("width", 1 << 15)), at_most("block_size", 4096),
             at_most("block_rows", 256),
             one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), absent("zeros.dtype"),
-            absent("global_scale.dtype"), shared_memory=SMALL_SHARED),
+            absent("global_scale.dtype"),
+            less_work="one pass, where torch runs a kernel for each step of the formula", shared_memory=SMALL_SHARED),
 )
 
 # After the defaults where nothing was measured.

@@ -384,12 +384,13 @@ KERNELS = (
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
     Kernel("torch.sdpa_cudnn", attention, _cudnn, sdpa_backend=CUDNN,
            prior=20.0, overhead_us=2.0, variants=BHSD, deterministic=False,
-           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), note=CUDNN_PLANS),
+           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True, note=CUDNN_PLANS),
     Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, sdpa_backend=CUDNN,
            prior=11.0, overhead_us=3.0, variants=BHSD,
-           deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE), note=CUDNN_PLANS),
+           deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE),
+           plans_each_size=True, note=CUDNN_PLANS),
     Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, sdpa_backend=CUDNN,
            prior=4.5, overhead_us=20.0, variants=BHSD,
            workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False, requires=(
-               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), note=CUDNN_PLANS),
+               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), plans_each_size=True, note=CUDNN_PLANS),
 )

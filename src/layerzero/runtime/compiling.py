@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..select.engine import kind_to_compile
+from ..select.trial import worth_trying
 from ..spec.event import CompileQueued, CompileSkipped, WarmedUp
 from ..spec.kernel import Kernel
 from ..spec.launch import LaunchRefused
@@ -206,6 +207,11 @@ def request_better(found: Binds, world: World, plan: Plan, override: Override | 
         kernel = world.catalog.by_id[steps[0].kernel] if steps else None
         if kernel is not None and kernel.jit and kernel.id != plan.kernel and is_worth_it(kernel, steps[0]):
             request(found, kernel, steps[0], facts, values)
+        if not graph and world.policy.setting("learn"):        # what is not compiled cannot be tried
+            for step in steps:
+                kernel = world.catalog.by_id[step.kernel]
+                if kernel.jit and kernel.replayable and worth_trying(step.score.total_us, steps[0].score.total_us):
+                    request(found, kernel, step, facts, values)
 
 
 def _may(op: Op, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:

@@ -111,6 +111,7 @@ def _candidates(world: World, plan: Plan) -> list[Step]:
     def may(step: Step) -> bool:
         kernel = world.catalog.by_id[step.kernel]
         return (kernel.backend != "reference" and not kernel.untested and kernel.health not in world.health
+                and not kernel.plans_each_size         # one such call would use up what exploring may cost
                 and (not kernel.jit or is_warm(kernel, plan.facts, world.warmed))
                 and (not measured or (kernel.jit and step.score.source != MEASURED))
                 and worth_trying(step.score.total_us, first.score.total_us))

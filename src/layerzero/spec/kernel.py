@@ -115,6 +115,7 @@ class Kernel:
     less_work: str = ""                        # why it does less than the baseline by construction, in words
     less_work_when: tuple[Condition, ...] = () # where that is so; everywhere, if empty
     jit: bool = False                          # compiles on first use: never chosen unwarmed
+    plans_each_size: bool = False              # the first call of every new size takes tens of milliseconds
     sdpa_backend: str = ""                     # one of SDPA_BACKENDS, or SDPA; "": serves while none is switched off
     replayable: bool = False                   # tells spec/replay.py all that it launches
     untested: bool = False                     # written from source, not run on the hardware it is for
@@ -171,6 +172,7 @@ class Kernel:
 
 _PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace", "shared_memory",
           "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
+          "plans_each_size",
           "less_work", "jit", "replayable", "sdpa_backend", "untested", "note")
 
 

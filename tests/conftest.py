@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,22 @@ os.environ["LAYERZERO_SHIPPED_MEASUREMENTS"] = "0"
 # Processes that a test starts find the library from any folder, installed or not.
 _src = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_src, os.environ.get("PYTHONPATH"))))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured_stays() -> Iterator[None]:
+    """What one test measured, or a page of the documentation learned, must not decide the next."""
+    _forget_measurements()
+    yield
+    _forget_measurements()
+
+
+def _forget_measurements() -> None:
+    for file in Path(_own).glob("perf.sqlite*"):
+        file.unlink(missing_ok=True)
+    worlds = sys.modules.get("layerzero.runtime.world")
+    if worlds is not None and worlds.exists() and worlds.current().perf:
+        sys.modules["layerzero.runtime.measurements"].forget_measurements()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from helpers import python
 
 from layerzero.backends.torch_compiled import compiler
-from layerzero.runtime.warmup import CACHES
+from layerzero.runtime.compiling import CACHES
 
 pytestmark = [
     pytest.mark.skipif(compiler() is not True, reason="torch.compile needs a C++ compiler; there is none here"),

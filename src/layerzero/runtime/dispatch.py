@@ -105,9 +105,10 @@ class Dispatcher:
 
     # a new world: new cache, and new code where the key changed
 
-    def install(self, world: World) -> None:
+    def install(self, world: World, anew: bool = False) -> None:
+        """Take over a world. `anew`: forget what is remembered even if nothing of this op has changed."""
         version = world.version(self.op.name)
-        if self.world is not None and self.world.version(self.op.name) == version:
+        if not anew and self.world is not None and self.world.version(self.op.name) == version:
             self.world, self.cache = self.now = world, self.cache      # another op's business: what is remembered holds
             return
         program = world.program(self.op)

@@ -161,8 +161,8 @@ class Recorder:
 class Recorded(dispatch.Dispatcher):
     """A dispatcher that never hits, and tells the recorders what was served."""
 
-    def install(self, world: World) -> None:
-        super().install(world)
+    def install(self, world: World, anew: bool = False) -> None:
+        super().install(world, anew)
         self.globals["TABLE"] = {}
         if self.native is not None and self.program is not None:
             self.native.install(self.program, NO_WORLD, 1)
@@ -221,7 +221,7 @@ def _switch(kind: type[dispatch.Dispatcher]) -> None:
     for found in dispatch.dispatchers.values():
         found.__class__ = kind
         if found.world is not None:
-            found.install(found.world)
+            found.install(found.world, anew=True)
 
 
 _PLAIN = dispatch.Dispatcher

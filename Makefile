@@ -28,9 +28,7 @@ run: setup $(VENV)/.native
 
 test: setup $(VENV)/.native lint
 	@echo "==> pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) || { \
-	  echo "==> what failed, once more and alone: only what fails again counts"; \
-	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --timeout=300 -q; }
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: setup
 	@echo "==> ruff"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..runtime.kv_cache import kv_cache
+from ..models.kv_cache import kv_cache
 from ..spec.errors import ConfigError
 
 Weights = dict[str, Tensor]

@@ -27,7 +27,7 @@ from . import tune as tuning
 from . import verify as verification
 from . import warmup as warming
 from .arguments import parse_call
-from .block import SIZES
+from .fit import SIZES
 from .options import DeviceKind, Json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.decoder import DecoderConfig
 from ..models.positions import rope_tables
 from ..runtime import context
 from ..runtime import world as worlds
@@ -23,7 +24,6 @@ from ..runtime.inspection import dispatcher_of
 from ..select.policy import PolicyRule, suggest
 from ..spec.errors import ConfigError, NamedKernelRefused
 from ..spec.event import Fallback
-from .layer import DecoderConfig
 
 DECODER_OPS = ("embedding", "rms_norm", "layer_norm", "add_rms_norm", "linear", "rope", "attention",
                "paged_attention", "mlp", "cross_entropy")

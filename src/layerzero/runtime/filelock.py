@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from . import config, events
+from ..spec.errors import DataError
+from ..spec.paths import cache_dir
+from ..spec.sealed import PRIVATE_FILE, trusted_folder
+from . import events
 
 _BETWEEN_TRIES = 0.02
 
@@ -19,11 +23,11 @@ def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) 
 
     Where no lock can be had, it goes on without one: this is for work that is wasteful to do twice, not wrong.
     """
-    path = config.cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+    path = cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError as e:
+        trusted_folder(cache_dir(), "locks")
+        file = open(path, "a", opener=_open_own)
+    except (OSError, DataError) as e:
         events.log.warning("cannot lock %s (%s); other processes may do the same work", path, e)
         yield
         return
@@ -35,6 +39,11 @@ def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) 
             yield
         finally:
             _try(file, False)                  # said aloud: a forked child may hold the file open as well
+
+
+def _open_own(path: str, flags: int) -> int:
+    """For this user alone, and never through a link."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), PRIVATE_FILE)
 
 
 def _try(file: IO[str], wanted: bool) -> bool:

@@ -96,9 +96,9 @@ class Store:
         return self.root.joinpath(self.name, *parts)
 
     def problem(self, *parts: str) -> str | None:
-        """Why the file would not be used, as far as owners and permissions tell; None if it may be, "" if none is there.
+        """Why the file would not be used, as owners and permissions tell without its content being read.
 
-        The content is not read.
+        None if it may be used, "" if there is none.
         """
         try:
             with self._folder(parts[:-1]) as folder:
@@ -283,7 +283,7 @@ class _Folder:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
                 raise UntrustedFile(f"{self.path / name}: wanted a plain file, got something else; it is not used")
-            _check_owner(found, self.path / name)
+            check_owner(found, self.path / name)
         except BaseException:
             os.close(file)
             raise
@@ -381,22 +381,23 @@ def _enter(path: Path, parent: int | None, repair: bool, sticky: bool = False) -
                 sticky and found.st_mode & stat.S_ISVTX):
             os.fchmod(folder, PRIVATE_FOLDER)
             found = os.fstat(folder)
-        _check_owner(found, path, sticky)
+        check_owner(found, path, sticky)
     except BaseException:
         os.close(folder)
         raise
     return folder
 
 
-def _check_owner(found: os.stat_result, path: Path, sticky: bool = False) -> None:
+def check_owner(found: os.stat_result, path: Path, sticky: bool = False) -> None:
+    """UntrustedFile where a user other than this one and root has made what was found, or can write it."""
     if not _POSIX:
         return
     if found.st_uid not in (os.geteuid(), 0):
         raise UntrustedFile(f"{path} belongs to user {found.st_uid}, not to this one ({os.geteuid()}) or root; nothing "
                             "is used from there. Remove it, or set LAYERZERO_CACHE_DIR to a folder of your own")
     if found.st_mode & _OTHERS_WRITE and not (sticky and found.st_mode & stat.S_ISVTX):
-        raise UntrustedFile(f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); nothing is used "
-                            f"from there. Run: chmod go-w {path}")
+        raise UntrustedFile(f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); nothing is "
+                            f"used from there. Run: chmod go-w {path}")
 
 
 def _make(path: Path) -> None:

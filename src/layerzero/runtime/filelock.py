@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 from ..spec.errors import DataError
@@ -26,7 +27,7 @@ def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) 
     path = cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
     try:
         trusted_folder(cache_dir(), "locks")
-        file = open(path, "a", opener=_open_own)
+        file = os.fdopen(_open_own(path), "a")
     except (OSError, DataError) as e:
         events.log.warning("cannot lock %s (%s); other processes may do the same work", path, e)
         yield
@@ -41,9 +42,10 @@ def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) 
             _try(file, False)                  # said aloud: a forked child may hold the file open as well
 
 
-def _open_own(path: str, flags: int) -> int:
+def _open_own(path: Path) -> int:
     """For this user alone, and never through a link."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), PRIVATE_FILE)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    return os.open(path, flags, PRIVATE_FILE)
 
 
 def _try(file: IO[str], wanted: bool) -> bool:

@@ -14,6 +14,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,9 +30,9 @@ from layerzero.spec import sealed
 from layerzero.spec.errors import ConfigError, DataError
 from layerzero.spec.reason import Code, Reason
 from layerzero.spec.sealed import Store, UntrustedFile, trusted_folder
+from layerzero.verify import definition_tests
 from layerzero.verify.definition import Axis, Definition, Workload, find_workloads
 from layerzero.verify.definition_inputs import generate
-from layerzero.verify import definition_tests
 from layerzero.verify.definition_tests import as_docstring, write_tests
 from layerzero.verify.traces import solution_of
 
@@ -221,14 +222,15 @@ def test_a_pipe_or_folder_in_its_place_is_refused_and_blocks_nobody(store):
 
 
 @needs_root
-def test_a_read_only_cache_of_root_serves_other_users(store):
+def test_a_read_only_cache_of_root_serves_other_users(request):
     """An administrator builds once; others have no key, and cannot write there."""
-    for path in (store.root, *store.root.rglob("*")):
+    own = Path(tempfile.mkdtemp(prefix="layerzero-shared-"))   # only root may enter the folders of pytest
+    request.addfinalizer(lambda: shutil.rmtree(own))
+    store = Store(own, "native")
+    store.write(b"content", "tag", "x.so")
+    for path in (own, *own.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     store.path("seal.key").chmod(0o600)
-    for path in store.root.parents:            # of pytest, which only root may enter
-        if path.is_relative_to("/tmp") and path != Path("/tmp"):
-            path.chmod(0o755)
     code = f"""
 import os
 from pathlib import Path
@@ -536,8 +538,9 @@ def test_folders_that_were_open_to_others_are_not_used(root, tmp_path, no_caches
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "definitions"
 HOSTILE = (
-    '"""\nimport os\nos.mkdir({proof!r})\n"""', "'''\nimport os\n'''", '"', "'", "\\", '\\"""', 'ends with "', "ends \\",
-    '""" + __import__("os").mkdir({proof!r}) + """', "{{__import__('os')}}", "{{}}", "{{0}}", "%s", "\r\nimport os\r", "\x00",
+    '"""\nimport os\nos.mkdir({proof!r})\n"""', "'''\nimport os\n'''", '"', "'", "\\", '\\"""', 'ends with "',
+    '""" + __import__("os").mkdir({proof!r}) + """', "{{__import__('os')}}", "{{}}", "{{0}}", "%s", "ends \\", "\x00",
+    "\r\nimport os\r",
     "\x1b[2J", "# -*- coding: utf-7 -*-", "a\n# coding: utf-7\n+AAo-import os", "\u202eevil", "\u2028import os", "\x0c",
     "\\N{{BULLET}}", "\\x41", "\ufeff", "N" * 20000)
 
@@ -579,15 +582,15 @@ def _form(tree: ast.AST) -> list[str]:
 def test_what_is_written_can_be_imported_and_runs_nothing_of_a_description(tmp_path):
     proof = tmp_path / "proof"
     evil = f'"""\nimport os\nos.mkdir({str(proof)!r})\n"""'
-    hostile = plain_definition(description=evil, name=f"x\"+__import__('os').mkdir({str(proof)!r}.replace('!', chr(47)))+\""
-                               .replace("/", "!"))
+    name = 'x"+__import__("os").mkdir("proof")+"{__import__(\'os\').mkdir(\'proof\')}'
+    hostile = plain_definition(description=evil, name=name, op_type=name)
     [path] = write_tests(tmp_path / "tests", [hostile])
-    _process(f"import runpy; runpy.run_path({str(path)!r}); print()" + "or 0")
-    assert not proof.exists()
+    code = f"import os, runpy; os.chdir({str(tmp_path)!r}); print(runpy.run_path({str(path)!r})['NAME'])"
+    assert _process(code) == name and not proof.exists()
 
 
-@pytest.mark.parametrize("name", ["x=print('run'), y", "x):\n    import os\n    def y(", "a b", "lambda", "", "1x", "x.y",
-                                  "x'", "None", "x\n"])
+@pytest.mark.parametrize("name", ["x=print('run'), y", "x):\n    import os\n    def y(", "a b", "lambda", "", "1x",
+                                  "x.y", "x'", "None", "x\n"])
 @pytest.mark.parametrize("group", ["axes", "inputs", "outputs"])
 def test_names_that_are_none_are_refused_where_code_is_written(name, group, tmp_path):
     data = plain_definition().to_json()
@@ -618,7 +621,8 @@ def test_an_axis_called_like_an_argument_is_told(tmp_path):
 def test_a_solution_says_its_call_in_a_literal():
     [source] = solution_of(plain_definition()).sources
     tree = ast.parse(source.content)
-    assert ast.get_docstring(tree, clean=False) and [n.name for n in tree.body if isinstance(n, ast.FunctionDef)] == ["run"]
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert ast.get_docstring(tree, clean=False) and functions == ["run"]
 
 
 def test_reading_and_listing_definitions_runs_nothing(tmp_path):

@@ -468,6 +468,7 @@ def inside(root: Path, path: str | Path) -> Path:
     home = root.resolve()
     try:
         found = (home / path).resolve()
+        found.exists()                         # a name that no file can have is told here
     except (OSError, RuntimeError, ValueError) as e:
         raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r} ({e})") from e
     pure = PurePosixPath(str(path).replace("\\", "/"))

@@ -224,7 +224,7 @@ def test_file(definition: Definition, written: Definition, note: str = "", readi
     numerical = _DRAWN if random else _CLOSE
     text = head + _TESTS.format(title=title, numerical=numerical)
     try:
-        ast.parse(text)
+        compile(text, "<test>", "exec", dont_inherit=True)     # runs nothing
     except UNPARSED as e:                      # an axis is called like an argument, such as seed
         raise DataError(f"{definition.name!r}: no test can be written for it: {e}") from e
     return text

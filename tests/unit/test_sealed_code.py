@@ -21,13 +21,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import layerzero as lz
 from layerzero.backends.cuda import compiler
 from layerzero.backends.native import build
+from layerzero.plan.table import Table, digest, write_json
 from layerzero.runtime import certificates, compiling, filelock, native
+from layerzero.runtime.binding import bind
+from layerzero.runtime.catalog import discover
 from layerzero.spec import sealed
-from layerzero.spec.errors import ConfigError, DataError
+from layerzero.spec.call import Call, TensorSpec
+from layerzero.spec.errors import ConfigError, DataError, SpecError
+from layerzero.spec.plan import Transform
 from layerzero.spec.reason import Code, Reason
 from layerzero.spec.sealed import Store, UntrustedFile, trusted_folder
 from layerzero.verify import definition_tests
@@ -707,3 +713,47 @@ import layerzero, layerzero.cli.app
 print("evil_plugin" in sys.modules)
 """
     assert _process(code) == "False"
+
+
+# Tables are data, whose numbers and names are made into code
+
+@pytest.mark.parametrize(("kind", "target"), [
+    ("contiguous", "x[__import__('os').mkdir({proof!r})]"), ("contiguous", "weights"), ("contiguous", "eps"),
+    ("layout", "x'; __import__('os').mkdir({proof!r})#"), ("layout", "bhsd"),
+    ("cast", "load"), ("cast", "float99"), ("cast", "classes")])
+def test_what_a_table_does_to_inputs_is_checked(world, tmp_path, kind, target):
+    x, proof = torch.randn(4, 64), tmp_path / "proof"
+    call = Call("rms_norm", {"x": TensorSpec((4, 64), "float32")})
+    data = lz.solve([call], device="cpu").to_json()
+    for row in data["rows"]:
+        for choice in row["choices"]:
+            choice["transforms"] = [[kind, target.format(proof=str(proof))]]
+    data["hash"] = digest({k: v for k, v in data.items() if k != "hash"})
+    with pytest.raises(DataError, match="no call of rms_norm can be changed that way"):
+        try:
+            lz.use_table(Table.from_json(data))
+            lz.rms_norm(x)
+        finally:
+            lz.use_table(None)
+    assert not proof.exists()
+
+
+def test_code_is_made_of_the_names_of_parameters_alone(tmp_path):
+    from layerzero.ops.rms_norm import OP
+
+    kernel = discover()[0].by_id["torch.rms_norm"]
+    attack = Transform("contiguous", f"x[__import__('os').mkdir({str(tmp_path / 'proof')!r})]")
+    with pytest.raises(SpecError, match="wanted a tensor of rms_norm"):
+        bind(OP, kernel, OP.reference, (attack,), "", {})
+    assert not (tmp_path / "proof").exists()
+
+
+def test_what_the_user_asked_for_is_not_written_through_planted_names(tmp_path):
+    victim, target = tmp_path / "victim", tmp_path / "out.json"
+    victim.write_text("untouched")
+    (tmp_path / f".{target.name}.{os.getpid()}").symlink_to(victim)
+    write_json(target, {"a": 1})
+    with lz.recording(target):
+        lz.rms_norm(torch.randn(2, 8))
+    assert victim.read_text() == "untouched" and "rms_norm" in target.read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f".{target.name}.{os.getpid()}", target.name, victim.name]

@@ -21,7 +21,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +76,23 @@ def replace_file(path: Path, content: bytes) -> None:
     with _drafts(path.parent) as drafts:
         create_file(drafts / path.name, content)
         os.replace(drafts / path.name, path)
+
+
+def replace_output(path: Path, text: str) -> None:
+    """Write a file that the user asked for in one step: readers see the old one or the new one.
+
+    The draft beside it has a name that cannot be foreseen, and is never written through a link.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FOLLOW_NOT
+    try:
+        with os.fdopen(os.open(draft, flags, 0o666), "w", encoding="utf-8") as out:
+            out.write(text)
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
 
 
 @dataclass(frozen=True)

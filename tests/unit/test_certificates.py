@@ -104,7 +104,7 @@ def test_a_shared_key_lets_a_fleet_share_them(tmp_path, monkeypatch):
 
 def _key_of(folder):
     os.environ["LAYERZERO_CACHE_DIR"] = folder
-    return certificates._key()
+    return certificates._store().key(create=True)
 
 
 def test_processes_that_start_together_agree_on_the_key(tmp_path):

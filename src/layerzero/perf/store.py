@@ -166,7 +166,7 @@ class SqliteStore(Store):
             except sqlite3.OperationalError:   # a folder that cannot be written has no place for the files beside it
                 return self._connect(f"{uri}?immutable=1")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(0o755, parents=True, exist_ok=True)     # compiled code may be kept beside it
         except OSError as e:
             raise StoreError(f"{self.path}: cannot make the folder for measurements: {e.strerror}; set perfdb to a "
                              "file that can be written, or to off") from e

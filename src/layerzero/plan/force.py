@@ -10,6 +10,7 @@ import torch
 
 from ..runtime import jit
 from ..runtime import world as worlds
+from ..runtime.binding import can_change
 from ..runtime.calls import values
 from ..runtime.capabilities import is_numeric
 from ..runtime.inspection import dispatcher_of
@@ -62,6 +63,10 @@ def check(table: Table, world: World) -> None:
         unknown = [] if op is None else unknown_facts(row, op)
         if op is None or unknown:
             reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(), "absent", row.op))
+        odd = [t for step in row.steps for t in step.transforms if op is not None and not can_change(op, t)]
+        if odd:
+            raise DataError(f"{table} is refused: no call of {row.op} can be changed that way: {str(odd[0])[:120]!r}. "
+                            "Run lz solve again on this machine")
     if reasons:
         lines = [f"  {r.message}" for r in dict.fromkeys(reasons)]
         raise DataError(f"{table} is refused: not everything is as it was when it was solved\n" + "\n".join(lines)

@@ -29,6 +29,7 @@ from ..spec.kernel import Kernel
 from ..spec.plan import Score, Step, Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
+from ..spec.sealed import replace_output
 
 SCHEMA = "layerzero.dispatch_table/1"
 DEFAULT_PATH = "dispatch_table.json"
@@ -345,11 +346,8 @@ def read_json(path: str | os.PathLike[str], what: str) -> Any:
 
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
     """In one step: a reader sees the old file or the new one."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
-        os.replace(beside, target)
+        replace_output(Path(path), json.dumps(data, indent=1, allow_nan=False) + "\n")
     except OSError as e:
         raise DataError(f"{path} cannot be written: {e.strerror}; give a path in a folder that exists") from e
 

@@ -10,6 +10,7 @@ from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
 
 from ..spec import codegen
+from ..spec.errors import SpecError
 from ..spec.kernel import Const, Direct, Kernel, LastSize, accepted_params
 from ..spec.op import Op
 from ..spec.plan import Transform
@@ -50,6 +51,8 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
     lines: list[str] = []
     target = variant
     for t in sorted(transforms, key=lambda t: _ORDER.index(t.kind)):
+        if not can_change(op, t):
+            raise SpecError(f"wanted a tensor of {op.name}, one of its layouts or a dtype, got {t}")
         if t.kind == "layout":
             target = t.target
             lines += _permute_inputs(op, variant, target)
@@ -74,6 +77,13 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
     source = f"def run({names}):\n    " + "\n    ".join(lines)     # made above from declarations only
     exec(codegen.compile(source, f"{op.name} run"), scope)
     return Binding(scope["run"], None if transforms else call)
+
+
+def can_change(op: Op, t: Transform) -> bool:
+    """Is this something to be done to the op's inputs? A plan may come from a file, and its words become code here."""
+    if t.kind == "contiguous":
+        return t.target in op.by_name and op.by_name[t.target].kind == "tensor"
+    return t.target in op.patterns if t.kind == "layout" else t.kind == "cast" and _is_dtype(t.target)
 
 
 def lean(call: Direct, fixed: Mapping[str, Any]) -> Direct:
@@ -208,3 +218,8 @@ def _restore(op: Op, transforms: Sequence[Transform], source: str, target: str, 
 def _torch_dtype(name: str) -> Any:
     import torch
     return getattr(torch, name)
+
+
+def _is_dtype(name: str) -> bool:
+    import torch
+    return isinstance(getattr(torch, name, None), torch.dtype)

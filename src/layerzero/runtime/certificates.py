@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -24,10 +22,11 @@ from ..spec.errors import DataError
 from ..spec.event import CertificateRefused
 from ..spec.kernel import Kernel
 from ..spec.op import Op
+from ..spec.paths import cache_dir
 from ..spec.reason import Code, Reason
+from ..spec.sealed import Store, replace_file, trusted_folder
 from . import events
 from .builds import build_of, sources_of
-from .config import cache_dir
 
 FORMAT = 1
 
@@ -99,19 +98,20 @@ def contract_of(op: Op) -> str:
     return hashlib.sha256(f"{declared}\n{sources_of(op.reference)}".encode()).hexdigest()[:16]
 
 
+def _store() -> Store:
+    return Store(cache_dir(), "certificates")
+
+
 def folder(device: Device) -> Path:
-    return cache_dir() / "certificates" / device.signature
+    return _store().path(device.signature)
 
 
 def write(certificate: Certificate, device: Device) -> Path:
     """Put it where selection finds it. Written whole or not at all."""
-    path = folder(device) / f"{certificate.kernel}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    body = certificate.to_json()
-    text = json.dumps({"certificate": body, "seal": _seal(body)}, indent=1)
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(text)
-    os.replace(draft, path)
+    store, body = _store(), certificate.to_json()
+    path = trusted_folder(store.root, store.name, device.signature) / f"{certificate.kernel}.json"
+    text = json.dumps({"certificate": body, "seal": _seal(body, store.key(create=True))}, indent=1)
+    replace_file(path, text.encode())
     return path
 
 
@@ -124,7 +124,13 @@ def read(path: Path) -> Certificate:
     if not isinstance(data, Mapping) or not isinstance(data.get("certificate"), Mapping):
         raise DataError(f"{path}: wanted a certificate and its seal, got {str(data)[:120]}")
     seal = str(data.get("seal", "")).encode(errors="replace")   # of text, only ASCII can be compared
-    if not hmac.compare_digest(seal, _seal(data["certificate"]).encode()):
+    try:
+        key = _store().key()
+    except FileNotFoundError:
+        key = None                             # so nothing was ever sealed here
+    except OSError as e:
+        raise DataError(f"{path}: the key of its seal cannot be read: {e.strerror}") from e
+    if key is None or not hmac.compare_digest(seal, _seal(data["certificate"], key).encode()):
         raise DataError(f"{path}: the seal does not fit: the file was changed after it was written, or comes from "
                         "another machine; run lz verify here, or share the seal key (LAYERZERO_SEAL_KEY)")
     return Certificate.from_json(data["certificate"])
@@ -173,26 +179,5 @@ def capture_verdicts(kernels: Iterable[Kernel], device: Device) -> dict[str, boo
     return found | {k: not problem for k, (kernel, problem) in _tried.copy().items() if every.get(k) is kernel}
 
 
-def _seal(body: Mapping[str, Any]) -> str:
-    return hmac.new(_key(), json.dumps(body, sort_keys=True, default=str).encode(), hashlib.sha256).hexdigest()
-
-
-def _key() -> bytes:
-    shared = os.environ.get("LAYERZERO_SEAL_KEY", "").strip()
-    if shared:
-        return shared.encode()
-    path = cache_dir() / "certificates" / "seal.key"
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"seal.{os.getpid()}.tmp")
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
-            f.write(secrets.token_bytes(32))
-        try:
-            os.link(draft, path)               # the first of several processes wins; all then use its key
-        except FileExistsError:
-            pass
-        finally:
-            os.unlink(draft)
-        return path.read_bytes()
+def _seal(body: Mapping[str, Any], key: bytes) -> str:
+    return hmac.new(key, json.dumps(body, sort_keys=True, default=str).encode(), hashlib.sha256).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,11 +26,13 @@ from torch import Tensor
 
 from ..select.engine import kind_to_compile
 from ..select.trial import worth_trying
+from ..spec.errors import DataError
 from ..spec.event import CompileQueued, CompileSkipped, WarmedUp
 from ..spec.kernel import Kernel
 from ..spec.launch import LaunchRefused
 from ..spec.op import Op
 from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step
+from ..spec.sealed import PRIVATE_FOLDER, check_folder, trusted_folder
 from . import config, events, faults, health, jit, loading, sizes
 from . import world as worlds
 from .context import Override
@@ -60,7 +64,27 @@ def share_caches() -> None:
     torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")     # which torch sets itself, where nobody did
     for variable, name in CACHES.items():
         if (os.environ.get(variable) or torchs_own).startswith(torchs_own):
-            os.environ[variable] = str(config.cache_dir() / name)
+            os.environ[variable] = str(_own_cache(name))
+
+
+def _own_cache(name: str) -> Path:
+    """A folder whose files Triton or Inductor may run: they seal nothing, so it must never have been open to others.
+
+    One that was is left alone, and this process compiles for itself, into a folder that goes when it ends.
+    """
+    root = config.cache_dir()
+    try:
+        if os.path.lexists(root / name):
+            check_folder(root, name)
+            with suppress(PermissionError):    # root's, which nobody else can write
+                os.chmod(root / name, PRIVATE_FOLDER)
+            return root / name
+        return trusted_folder(root, name)
+    except (OSError, DataError) as e:
+        own = tempfile.mkdtemp(prefix=f"layerzero-{name}-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        events.log.warning("%s; %s compiles into a folder of this process instead", e, name)
+        return Path(own)
 
 
 # one kernel, now

@@ -18,7 +18,9 @@ from typing import Any
 
 from ..select.conditions import parse_when
 from ..select.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, suggest, validate_setting
+from ..spec import paths
 from ..spec.errors import ConfigError
+from ..spec.paths import cache_dir as cache_dir
 
 PREFIX = "LAYERZERO_"
 MAX_ERRORS = 10
@@ -33,7 +35,8 @@ VARIABLES: Mapping[str, str] = {
     "LAYERZERO_LOCK": "op=kernel pairs, separated by ';'",
     "LAYERZERO_ALLOW": "kernel patterns, separated by ','",
     "LAYERZERO_RECORD": "folder where each process writes the calls it makes; lz record sets it",
-    "LAYERZERO_SEAL_KEY": "the key certificates are sealed with, where machines share them; default: this user's own",
+    "LAYERZERO_SEAL_KEY": "the key that certificates and compiled code are sealed with, where machines share them; "
+                          "default: this user's own",
     "LAYERZERO_DENY": "kernel patterns, separated by ','",
 }
 
@@ -88,25 +91,7 @@ def _split(text: str) -> list[str]:
 def policy_path(environ: Mapping[str, str] | None = None) -> Path | None:
     """The policy file that LAYERZERO_POLICY names."""
     text = (os.environ if environ is None else environ).get("LAYERZERO_POLICY", "").strip()
-    return _expanded(text, "LAYERZERO_POLICY") if text else None
-
-
-def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Where measurements, certificates and tables live. It is not created here."""
-    environ = os.environ if environ is None else environ
-    text = environ.get("LAYERZERO_CACHE_DIR", "").strip()
-    if text:
-        return _expanded(text, "LAYERZERO_CACHE_DIR")
-    base = environ.get("XDG_CACHE_HOME", "").strip()
-    # The XDG specification tells programs to ignore a relative path.
-    return (Path(base) if os.path.isabs(base) else _expanded("~/.cache", "LAYERZERO_CACHE_DIR")) / "layerzero"
-
-
-def _expanded(text: str, variable: str) -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as e:
-        raise ConfigError(f"cannot expand {text!r}: {e}; set {variable} to an absolute path") from e
+    return paths.expanded(text, "LAYERZERO_POLICY") if text else None
 
 
 # layers made by calls

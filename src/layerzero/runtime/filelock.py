@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
-from . import config, events
+from ..spec.errors import DataError
+from ..spec.paths import cache_dir
+from ..spec.sealed import PRIVATE_FILE, trusted_folder
+from . import events
 
 _BETWEEN_TRIES = 0.02
 
@@ -19,11 +24,11 @@ def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) 
 
     Where no lock can be had, it goes on without one: this is for work that is wasteful to do twice, not wrong.
     """
-    path = config.cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+    path = cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError as e:
+        trusted_folder(cache_dir(), "locks")
+        file = os.fdopen(_open_own(path), "a")
+    except (OSError, DataError) as e:
         events.log.warning("cannot lock %s (%s); other processes may do the same work", path, e)
         yield
         return
@@ -35,6 +40,12 @@ def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) 
             yield
         finally:
             _try(file, False)                  # said aloud: a forked child may hold the file open as well
+
+
+def _open_own(path: Path) -> int:
+    """For this user alone, and never through a link."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    return os.open(path, flags, PRIVATE_FILE)
 
 
 def _try(file: IO[str], wanted: bool) -> bool:

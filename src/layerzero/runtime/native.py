@@ -1,13 +1,13 @@
 """The native fast path: found if it was built for this torch and Python, never built in a user's call.
 
 `lz build` compiles `fastpath.cpp` and its headers against the installed torch (some 20 seconds) into the cache folder,
-under a name made of the versions and the sources' hash. Without it everything works in pure Python.
+under a name made of the versions and the sources' hash, and seals it. Without it, or where others could have written
+it, everything works in pure Python.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import platform
 import shlex
@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +27,14 @@ import torch
 
 from ..select.key import KeyProgram, NumberField
 from ..select.policy import Layer
-from ..spec.errors import ConfigError
+from ..spec.errors import ConfigError, DataError
 from ..spec.expr import parse
 from ..spec.kernel import Const, Direct, LastSize
 from ..spec.op import INT64, Op, Param
+from ..spec.paths import cache_dir
+from ..spec.sealed import Store
 from . import context
 from .cache import Entry
-from .config import cache_dir
 from .context import Override
 from .faults import FAULTS
 from .hotpath import signature
@@ -67,15 +67,15 @@ def module() -> Any:
     if not wanted():
         return None
     try:
-        path = library_path()
-        if not path.exists():
-            return None
-        spec = importlib.util.spec_from_file_location("layerzero.runtime.fastpath", path)
-        assert spec is not None and spec.loader is not None
-        found = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
+        store, parts = Store.of(library_path())
+        found = store.import_library("layerzero.runtime.fastpath", *parts)
+    except FileNotFoundError:
+        return None
+    except DataError as e:
+        _problem.append(f"built but refused: {e}")
+        return None
     except (ImportError, OSError, ConfigError) as e:
-        _problem.append(f"{type(e).__name__}: {e}")
+        _problem.append(f"built but does not load: {type(e).__name__}: {e}")
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -101,7 +101,7 @@ def status() -> Status:
     if not wanted():
         return Status(False, False, "switched off; calls go through pure Python")
     if _problem:
-        return Status(False, True, f"built but does not load: {_problem[0]}", "build it again: lz build --force")
+        return Status(False, True, f"{_problem[0]}; calls go through pure Python", "build it again: lz build --force")
     return Status(False, False, "not built; calls go through pure Python (about 2 us instead of 0.2)", "run: lz build")
 
 
@@ -129,21 +129,22 @@ def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text:
 
 def build_fast_path(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
     path = library_path()
-    if path.exists() and not force:
+    store, parts = Store.of(path)
+    if not force and store.is_intact(*parts):
         return path
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise ConfigError("building the native fast path needs a C++ compiler (g++ or clang++); none was found. "
                           "Install one, or set CXX; LayerZero works without it")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            target = Path(folder) / path.name
+        with store.drafts(*parts) as target:
             say(f"compiling {SOURCE.name} with {Path(compiler).name} for torch {torch.__version__}")
             began = time.perf_counter()
             _compile(compile_command(compiler, target))
             say(f"{SOURCE.name} took {time.perf_counter() - began:.0f} s")
-            os.replace(target, path)           # in one step: another process sees all of it or nothing
+            store.adopt(target, *parts)
+    except DataError as e:
+        raise ConfigError(f"{e}; LayerZero works without the native fast path") from e
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
                           "written; LayerZero works without the native fast path") from e

@@ -31,6 +31,7 @@ from ..spec.call import Call, TensorSpec
 from ..spec.errors import ConfigError, DataError
 from ..spec.event import Event, Fallback
 from ..spec.op import Op
+from ..spec.sealed import replace_output
 from . import calls, dispatch, events, tracing
 from . import facts as reading
 from . import world as worlds
@@ -145,9 +146,7 @@ class Recorder:
         """Write everything, with the counts of this moment, in one step."""
         with self._writing, self._expecting_trouble():
             if self.path is not None and (self.folder is None or self._kinds):
-                beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-                beside.write_text("".join(json.dumps(call.to_json()) + "\n" for call in self.calls))
-                os.replace(beside, self.path)
+                replace_output(self.path, "".join(json.dumps(call.to_json()) + "\n" for call in self.calls))
 
     @contextmanager
     def _expecting_trouble(self) -> Iterator[None]:

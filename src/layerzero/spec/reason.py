@@ -134,6 +134,8 @@ class Code(str, Enum):
     # software
     NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed")
     NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet", "run: lz build")
+    BUILD_REFUSED = (
+        "BUILD_REFUSED", Category.SOFTWARE, "its compiled code is not trusted: {got}", "run: lz build")
     COMPILER_MISSING = (
         "COMPILER_MISSING", Category.SOFTWARE, "compiles its code with {want}, which was not found",
         "install one, or name it in CXX")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import keyword
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,6 +149,8 @@ def _definition(f: Fields, origin: Path | None) -> Definition:
             for axis in spec.shape or ():
                 if axis not in found.axes:
                     f.wrong(f"{group}.{name}.shape", f"made of the axes {', '.join(found.axes)}", axis)
+    for group, name in names_that_are_none(found):
+        f.wrong(f"{group}.{name}", "a name as Python has them, since it stands in the code that is written", name)
     for name in found.inputs.keys() & found.outputs.keys():
         f.wrong(f"outputs.{name}", "a name that no input has", name)
     for i, text in enumerate(found.constraints):
@@ -158,6 +161,19 @@ def _definition(f: Fields, origin: Path | None) -> Definition:
     if found.reference:
         _check_reference(f, found)
     return found
+
+
+def names_that_are_none(definition: Definition) -> list[tuple[str, str]]:
+    """(group, name) of axes, inputs and outputs whose names could not stand in code."""
+    return [(group, name) for group in ("axes", "inputs", "outputs") for name in getattr(definition, group)
+            if not name.isidentifier() or keyword.iskeyword(name)]
+
+
+def check_names(definition: Definition) -> None:
+    """DataError for names that would be something else than names in code that is written for the definition."""
+    for group, name in names_that_are_none(definition):
+        raise DataError(f"{definition.name!r}: wanted names as Python has them for its {group}, got {name!r}; no code "
+                        "is written for it")
 
 
 def _is_file_name(text: str) -> bool:
@@ -447,10 +463,25 @@ def dataset_root(definition: Definition) -> Path | None:
     return next((p.parent for p in parents if p.name == "definitions"), None)
 
 
+def inside(root: Path, path: str | Path) -> Path:
+    """`path`, which counts from `root`, with its links followed; DataError if that leads out of `root`."""
+    home = root.resolve()
+    try:
+        found = (home / path).resolve()
+        found.exists()                         # a name that no file can have is told here
+    except (OSError, RuntimeError, ValueError) as e:
+        raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r} ({e})") from e
+    pure = PurePosixPath(str(path).replace("\\", "/"))
+    if pure.is_absolute() or ".." in pure.parts or not found.is_relative_to(home):
+        raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r}, which leads out "
+                        "of it; it is not read")
+    return found
+
+
 def find_workloads(definition: Definition) -> tuple[Workload, ...]:
     """The workloads that the dataset of the definition has for it."""
     root = dataset_root(definition)
     if root is None:
         return ()
-    path = root / "workloads" / definition.op_type / f"{definition.name}.jsonl"
+    path = inside(root, Path("workloads", definition.op_type, f"{definition.name}.jsonl"))
     return tuple(t.workload for t in Trace.load_lines(path)) if path.exists() else ()

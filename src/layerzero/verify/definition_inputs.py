@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..spec.errors import DataError
 from .constraints import solved, total_axis, violated
-from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
+from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload, dataset_root, inside
 
 LARGE = 1 << 28                                # bytes from which the experts of a weight share their storage
 PERIOD = 4194301                               # a prime: random numbers may repeat, rows of a tensor shall not
@@ -78,12 +78,11 @@ def generate(definition: Definition, size: str = "small", axes: Mapping[str, int
 
 def _brought(definition: Definition, workload: Workload) -> dict[str, Any]:
     """What the workload itself says of its inputs. A stored tensor that is not here is made anew, and so not here."""
-    from .definition import dataset_root
     brought: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items() if isinstance(spec, ScalarInput)}
     root = dataset_root(definition)
     for name, spec in workload.inputs.items():
-        if isinstance(spec, StoredInput) and root is not None and (root / spec.path).is_file():
-            brought[name] = _stored(root / spec.path, spec.key)
+        if isinstance(spec, StoredInput) and root is not None and (path := inside(root, spec.path)).is_file():
+            brought[name] = _stored(path, spec.key)
     return brought
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..spec.errors import DataError
 from .answers import answers
 from .comparison import tolerance_of
-from .definition import Definition
+from .definition import UNPARSED, Definition, check_names, inside
 from .readings import Unmapped
 from .scaling import CannotScale, scaled, too_large
 
@@ -29,13 +31,17 @@ def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 '''
 
-_HEAD = '''"""Tests of the definition {name}.
+_ABOUT = '''Tests of the definition {name}.
 
 {description}
 {note}
 The reference against lz, and both against every independent ground truth that is here. Run it with pytest, or as a
-program for the numbers.
-"""
+program for the numbers: that runs the code of the reference, which stands below as the definition has it.
+'''
+
+# Whatever comes from a definition enters these texts as a literal or as a name that was checked; only its reference is
+# code, as it must be.
+_HEAD = '''{about}
 
 import importlib.util
 from pathlib import Path
@@ -56,7 +62,8 @@ SGLANG_AVAILABLE = importlib.util.find_spec("sgl_kernel") is not None and torch.
 # Constants of the definition
 {constants}
 
-DEFINITION = Definition.load(Path(__file__).parent / "definitions" / "{op_type}" / "{file}.json")
+NAME = {name!r}
+DEFINITION = Definition.load(Path(__file__).parent / "definitions" / {op_type!r} / {file!r})
 TOLERANCE = Tolerance(atol={atol:g}, rtol={rtol:g}, hit_ratio={hit_ratio:g}, cosine={cosine:g})
 SIZES = ["small", pytest.param("medium", marks=pytest.mark.slow)]
 READING = {reading}                                   # which of answers(): what the schema leaves open
@@ -119,7 +126,7 @@ def assert_close(got, want):
 '''
 
 _TESTS = '''class Test{title}:
-    """{name}."""
+    """One check per question."""
 
     def test_output_shape(self, device):
         inputs = generate_random_inputs(device=device)
@@ -172,7 +179,7 @@ def main():
     passed = 0
     sizes = ("small", "medium")
     for size in sizes:
-        print(f"\\n{name}: {{size}}")
+        print(f"\\n{{NAME}}: {{size}}")
         try:
             Test{title}().test_numerical_correctness(size, device)
             passed += 1
@@ -196,22 +203,42 @@ _DRAWN = '''        answer = answers(DEFINITION)[READING]
 
 def test_file(definition: Definition, written: Definition, note: str = "", reading: int = 0) -> str:
     """The text of the file; `written` is what lies beside it, smaller where the definition is too large."""
+    check_names(written)
     try:
         random, unmapped = answers(written)[reading].random, ""
     except Unmapped as e:
         unmapped, random = str(e), False
     limits = tolerance_of(s.dtype for s in (*written.inputs.values(), *written.outputs.values()))
-    constants = "\n".join(f"{axis.upper()} = {value}" for axis, value in written.const_axes.items()) or "# none"
-    title = re.sub(r"\W", "", definition.name.title().replace("_", ""))
-    head = _HEAD.format(
+    constants = "\n".join(f"{axis.upper()} = {value:d}" for axis, value in written.const_axes.items()) or "# none"
+    title = re.sub(r"[^0-9A-Za-z]", "", definition.name.title())
+    about = _ABOUT.format(
         name=definition.name, description=definition.description or f"An operation of the type {definition.op_type}.",
-        note=f"\n{note}\n" if note else "", constants=constants, op_type=written.op_type, file=definition.name,
+        note=f"\n{note}\n" if note else "")
+    head = _HEAD.format(
+        about=as_docstring(about), name=definition.name, constants=constants, op_type=written.op_type,
+        file=f"{definition.name}.json",
         atol=limits.atol, rtol=limits.rtol, hit_ratio=limits.hit_ratio, cosine=limits.cosine, unmapped=unmapped,
         reading=reading, random=random, reference=written.reference.strip() + "\n",
         parameters="".join(f"{axis}=None, " for axis in written.var_axes),
         axes=", ".join(f'"{axis}": {axis}' for axis in written.var_axes))
     numerical = _DRAWN if random else _CLOSE
-    return head + _TESTS.format(title=title, name=definition.name, numerical=numerical)
+    text = head + _TESTS.format(title=title, numerical=numerical)
+    try:
+        compile(text, "<test>", "exec", dont_inherit=True)     # runs nothing
+    except UNPARSED as e:                      # an axis is called like an argument, such as seed
+        raise DataError(f"{definition.name!r}: no test can be written for it: {e}") from e
+    return text
+
+
+def as_docstring(text: str) -> str:
+    """A literal of this text and nothing else: in triple quotes where that reads the same, else by repr."""
+    plain = f'"""{text}"""'
+    try:
+        if text.replace("\n", "").isprintable() and ast.literal_eval(plain) == text:
+            return plain
+    except UNPARSED:
+        pass
+    return repr(text)
 
 
 def write_tests(folder: str | Path, definitions: Iterable[Definition], readings: Mapping[str, int] | None = None, *,
@@ -236,9 +263,11 @@ def write_tests(folder: str | Path, definitions: Iterable[Definition], readings:
         path = root / f"test_{re.sub(r'[^0-9A-Za-z_]', '_', definition.name)}.py"
         if path.exists() and not overwrite:
             continue
-        beside = root / "definitions" / definition.op_type / f"{definition.name}.json"
+        text = test_file(definition, used, note, (readings or {}).get(definition.name, 0))
+        place = Path("definitions", definition.op_type, f"{definition.name}.json")
+        beside = inside(root, place)
         beside.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(used.to_json(), indent=2) + "\n", encoding="utf-8")
-        path.write_text(test_file(definition, used, note, (readings or {}).get(definition.name, 0)), encoding="utf-8")
+        inside(root, path.name).write_text(text, encoding="utf-8")
         written.append(path)
     return written

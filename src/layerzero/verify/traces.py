@@ -18,8 +18,9 @@ import torch
 
 from ..runtime import hardware, loading
 from .answers import answers
-from .definition import Definition, Evaluation, Solution, SourceFile, Trace
+from .definition import Definition, Evaluation, Solution, SourceFile, Trace, check_names
 from .definition_run import Comparison, Report
+from .definition_tests import as_docstring
 
 
 def solution_name(definition: Definition) -> str:
@@ -28,14 +29,15 @@ def solution_name(definition: Definition) -> str:
 
 def solution_of(definition: Definition, reading: int = 0) -> Solution:
     """A solution whose code is the lz call; `reading` is which of answers() it is."""
+    check_names(definition)
     stripped = json.dumps(replace(definition, description="").to_json(), indent=1)
     names = ", ".join(definition.inputs)
     given = ", ".join(f"{n!r}: {n}" for n in definition.inputs)
     outputs = ", ".join(f"made[{n!r}]" for n in definition.outputs)
-    content = (f'"""{answers(definition)[reading]}"""\n\nimport json\n\n'
+    content = (f'{as_docstring(str(answers(definition)[reading]))}\n\nimport json\n\n'
                "from layerzero.verify.answers import answers\nfrom layerzero.verify.definition import Definition\n\n"
                f"DEFINITION = Definition.from_json(json.loads({stripped!r}))\n"
-               f"ANSWER = answers(DEFINITION)[{reading}]\n\n\n"
+               f"ANSWER = answers(DEFINITION)[{reading:d}]\n\n\n"
                f"def run({names}):\n    made = ANSWER({{{given}}})\n    return {outputs}\n")
     return Solution(solution_name(definition), definition.name, "layerzero", "python", "main.py::run",
                     (SourceFile("main.py", content),), tuple(sorted({"cpu", *hardware.present()})),

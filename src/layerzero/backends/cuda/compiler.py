@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 
 from ...spec import replay
-from ...spec.errors import ConfigError, warn_caller
+from ...spec.errors import ConfigError, DataError, warn_caller
 from ...spec.launch import LaunchLimits, LaunchRefused, misfits, too_large
+from ...spec.paths import cache_dir
 from ...spec.reason import Code, Reason
 from ...spec.replay import Varying
-from .. import cache_dir
+from ...spec.sealed import Store
 
+_log = logging.getLogger("layerzero")
 FOLDER = Path(__file__).parent
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")               # a lambda is code of the device too
 MAJORS = ("13", "12")                          # of CUDA, where torch does not say which
@@ -115,32 +117,33 @@ def cubin(source: str, macros: Macros, arch: str) -> bytes:
     digest = hashlib.sha256("\0".join((version, *options)).encode())
     for part in (text, *headers.values()):
         digest.update(hashlib.sha256(part).digest())
-    path = cache_dir(os.environ) / "cuda" / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
+    store, name = Store(cache_dir(), "cuda"), f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
     with _compiling:                           # who waited here finds it on disk
-        found = _kept(path)
+        found = _kept(store, name)
         if found is None:
             found = _compiled(Path(source).name, text, headers, options)
-            _keep(path, found)
+            _keep(store, name, found)
     return found
 
 
-def _kept(path: Path) -> bytes | None:
+def _kept(store: Store, name: str) -> bytes | None:
+    """What was compiled before, if it is as it was sealed; it is compiled again if it is not."""
     try:
-        found = path.read_bytes()
+        return store.read(name)
+    except DataError as e:
+        _log.warning("%s; it is compiled again", e)
     except OSError:
-        return None
-    return found if found.startswith(b"\x7fELF") else None
+        pass
+    return None
 
 
-def _keep(path: Path, made: bytes) -> None:
+def _keep(store: Store, name: str, made: bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            (Path(folder) / path.name).write_bytes(made)
-            os.replace(Path(folder) / path.name, path)     # in one step: another process sees all of it or nothing
-    except OSError as e:
-        warn_caller(f"cannot write {path}: {e.strerror}. The kernel works and will be compiled again in the next "
-                    "process; set LAYERZERO_CACHE_DIR to a folder that can be written", RuntimeWarning)
+        store.write(made, name)
+    except (OSError, DataError) as e:
+        warn_caller(f"cannot keep {store.path(name)}: {e.strerror if isinstance(e, OSError) else e}. The kernel works "
+                    "and will be compiled again in the next process; set LAYERZERO_CACHE_DIR to a folder that can be "
+                    "written", RuntimeWarning)
 
 
 def _compiled(name: str, text: bytes, headers: Mapping[str, bytes], options: tuple[str, ...]) -> bytes:

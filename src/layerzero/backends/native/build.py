@@ -8,7 +8,6 @@ spinning on the same cores.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import platform
 import re
@@ -17,15 +16,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
-from ...spec.errors import ConfigError
-from .. import cache_dir
+from ...spec.errors import ConfigError, DataError
+from ...spec.paths import cache_dir
+from ...spec.reason import Code, Reason
+from ...spec.sealed import Store
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cpp"
@@ -40,16 +40,18 @@ def library_path(environ: Mapping[str, str] | None = None) -> Path:
         digest.update(source.read_bytes())
     python = "abi3" if _STABLE_ABI else str(sys.implementation.cache_tag)
     tag = f"kernels-{python}-{platform.machine()}-{processor()[:8]}-{digest.hexdigest()[:12]}"
-    return cache_dir(os.environ if environ is None else environ) / "native" / tag / "kernels.so"
+    return cache_dir(environ) / "native" / tag / "kernels.so"
 
 
 @lru_cache(maxsize=None)
-def is_built() -> bool:
+def is_built() -> bool | Reason:
     """Asked once: what is built later serves from the next process on."""
     try:
-        return library_path().exists()
+        store, parts = Store.of(library_path())
     except ConfigError:
         return False
+    problem = store.problem(*parts)
+    return problem is None or (Reason(Code.BUILD_REFUSED, None, problem) if problem else False)
 
 
 @lru_cache(maxsize=None)
@@ -66,39 +68,37 @@ def processor() -> str:
 @lru_cache(maxsize=None)
 def module() -> ModuleType:
     """The compiled module. ImportError where it is not built, with what to do about it."""
-    path = library_path()
-    if not path.exists():
-        raise ImportError("LayerZero's own CPU kernels are not built; run: lz build")
+    store, parts = Store.of(library_path())
     import torch  # noqa: F401  its OpenMP must be there first
 
-    # Python keeps it under this name for all to import: Hugging Face's library is called kernels.
-    spec = importlib.util.spec_from_file_location("layerzero_cpu_kernels", path)
-    assert spec is not None and spec.loader is not None
     try:
-        found = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
-    except ImportError as e:
+        # Python keeps it under this name for all to import: Hugging Face's library is called kernels.
+        return store.import_library("layerzero_cpu_kernels", *parts)
+    except FileNotFoundError as e:
+        raise ImportError("LayerZero's own CPU kernels are not built; run: lz build") from e
+    except (ImportError, DataError) as e:
         raise ImportError(f"LayerZero's own CPU kernels do not load ({e}); run: lz build --force") from e
-    return found
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
     """Compile for this processor; the path of the library. Safe to run in parallel."""
     path = library_path()
-    if path.exists() and not force:
+    store, parts = Store.of(path)
+    if not force and store.is_intact(*parts):
         return path
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise ConfigError("building the CPU kernels needs a C++ compiler (g++ or clang++); none was found. "
                           "Install one, or set CXX; LayerZero works without them")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with store.drafts(*parts) as target:
             say(f"compiling {SOURCE.name} with {Path(compiler).name} for this processor")
             began = time.perf_counter()
-            _compile(shlex.split(compiler), Path(folder), say)
+            _compile(shlex.split(compiler), target.parent, say)
             say(f"{SOURCE.name} took {time.perf_counter() - began:.0f} s")
-            os.replace(Path(folder) / path.name, path)     # in one step: another process sees all of it or nothing
+            store.adopt(target, *parts)
+    except DataError as e:
+        raise ConfigError(f"{e}; LayerZero works without its own CPU kernels") from e
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
                           "written; LayerZero works without its own CPU kernels") from e

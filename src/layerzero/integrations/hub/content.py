@@ -1,7 +1,7 @@
 """The files of one build: safe to read, hashed, and copied to where nobody changes them between check and import.
 
-Compiled Python files are left out of both. Python would prefer them to the source beside them, and no digest of a
-repository covers them.
+Compiled Python files are left out of both, and removed from the copy: Python would prefer them to the source beside
+them, and no digest of a repository covers them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from ...runtime.config import cache_dir
+from ...spec.paths import cache_dir
+from ...spec.sealed import (
+    PRIVATE_FILE,
+    PRIVATE_FOLDER,
+    UntrustedFile,
+    check_folder,
+    check_owner,
+    trusted_folder,
+)
 from .errors import HubError, Tampered, UnsafePath
 
 _BYTECODE = (".pyc", ".pyo")
@@ -102,13 +110,17 @@ def private_copy(folder: Path, root: Path, content: Content) -> Path:
     copy = home / folder.name
     if _is_intact(copy, content):
         return copy
-    home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        trusted_folder(cache_dir(), home.parent.name)
+    except UntrustedFile as e:
+        raise UnsafePath(f"{folder.name} is not loaded: {e}") from e
     draft = Path(tempfile.mkdtemp(prefix="copying-", dir=home.parent))
     try:
         for name, path in _files(folder, root):
             target = draft / folder.name / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
+        _make_private(draft)
         Content.of(draft / folder.name, draft).check(content.files, str(folder), "the check a moment ago")
         try:
             os.rename(draft, home)
@@ -122,7 +134,40 @@ def private_copy(folder: Path, root: Path, content: Content) -> Path:
 
 
 def _is_intact(copy: Path, content: Content) -> bool:
-    return copy.is_dir() and Content.of(copy, copy).files == content.files
+    """Is this the copy that we made, where nobody else can write?"""
+    home, root = copy.parent, cache_dir()
+    try:
+        for at, _, names in os.walk(copy):
+            check_folder(root, home.parent.name, home.name, *Path(at).relative_to(home).parts)
+            for name in names:
+                found = os.lstat(Path(at, name))
+                check_owner(found, Path(at, name))
+                if not stat.S_ISREG(found.st_mode):
+                    return False
+        if not copy.is_dir():
+            return False
+        _drop_bytecode(copy)
+        return Content.of(copy, copy).files == content.files
+    except (OSError, UntrustedFile, UnsafePath):
+        return False
+
+
+def _make_private(folder: Path) -> None:
+    """For this user alone, whatever the umask was."""
+    for at, _, names in os.walk(folder):
+        os.chmod(at, PRIVATE_FOLDER)
+        for name in names:
+            os.chmod(Path(at, name), PRIVATE_FILE)
+
+
+def _drop_bytecode(folder: Path) -> None:
+    for at, folders, names in os.walk(folder):
+        if "__pycache__" in folders:
+            folders.remove("__pycache__")
+            shutil.rmtree(Path(at, "__pycache__"))
+        for name in names:
+            if name.endswith(_BYTECODE):
+                Path(at, name).unlink()
 
 
 # Archives

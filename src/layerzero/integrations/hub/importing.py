@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from ...runtime.loading import LOAD_ERRORS, findable
+from ...spec.sealed import replace_file
 from .content import Content
 from .errors import HubError, NamespaceClash
 from .variants import compiled
@@ -64,9 +67,20 @@ def _import(build: Path, dependencies: dict[str, Path], backend: str | None) -> 
             folder = build if kernel.repo_id == str(build) else dependencies[dependency_key(kernel)]
             return LocalKernel(variant_path=folder, metadata=metadata_of(folder))
 
-    return get_kernel_with_resolver(
-        api=_get_hf_api(), backend=backend, kernel=KernelDependency(str(build), KernelVersion.Version(0)),
-        resolver=Checked(), metadata_validator=AllValidator([*default_metadata_validators(), ArchValidator()]))
+    with _without_bytecode():
+        return get_kernel_with_resolver(
+            api=_get_hf_api(), backend=backend, kernel=KernelDependency(str(build), KernelVersion.Version(0)),
+            resolver=Checked(), metadata_validator=AllValidator([*default_metadata_validators(), ArchValidator()]))
+
+
+@contextmanager
+def _without_bytecode() -> Iterator[None]:
+    """The checked copy stays as it is: no compiled file appears in it that a later import would prefer."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
 
 
 def dependency_key(wanted: Any) -> str:
@@ -194,7 +208,7 @@ def _seen_elsewhere(build: Path, dependencies: dict[str, Path], backend: str | N
         return {"namespaces": [], "error": lines[-1][:300] if lines else f"exit status {done.returncode}"}
     seen: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     if not seen["error"]:                      # a fault may be mended: it is asked again
-        note.write_text(json.dumps(seen))
+        replace_file(note, json.dumps(seen).encode())
     return seen
 
 

@@ -205,11 +205,12 @@ def _not_kept(name: str, error: Exception, action: str = "") -> StoreTrouble:
 
 def _set_aside(where: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
     """Put a damaged file aside and begin a new one. What was done, and whether there is a new one."""
-    from ..perf.store import set_aside  # as in `opened`: there is a file, so SQLite is loaded
+    from ..perf.store import real_path, set_aside  # as in `opened`: there is a file, so SQLite is loaded
     assert isinstance(where, Path)             # a server says StoreError
     try:
-        aside = set_aside(where, error.file)
-        opened(where).close()
+        real = real_path(where)                # a link would point to nothing once the file has gone
+        aside = set_aside(real, error.file)
+        opened(real).close()
     except (OSError, StoreError) as e:
         return _not_kept(str(where), error, f"it could not be set aside ({e}); "), False
     state.damaged = None

@@ -133,10 +133,10 @@ class FleetStore(Store):
         put = put.on_conflict_do_update(
             index_elements=KEY, set_={name: new[name] for name in COLUMNS if name not in KEY},
             where=self._sa.tuple_(new.spread <= QUIET, new.at)
-            >= self._sa.tuple_(c.spread <= QUIET, self._sa.func.least(c.at, now)))     # a clock may have been set back
+            >= self._sa.tuple_(c.spread <= QUIET, self._past(c.at, now)))
         roofs = insert(self._rates)
         roofs = roofs.on_conflict_do_update(
-            index_elements=("place",), where=roofs.excluded.at >= self._sa.func.least(self._rates.c.at, now),
+            index_elements=("place",), where=roofs.excluded.at >= self._past(self._rates.c.at, now),
             set_={name: roofs.excluded[name] for name in ("flops_per_us", "bytes_per_us", "at")})
         with self._told(), self._engine.begin() as connection:
             for i in sorted(environments):
@@ -147,6 +147,10 @@ class FleetStore(Store):
             for place, (found, at) in sorted(rates.items()):
                 connection.execute(roofs, {"place": place, "flops_per_us": float(found.flops_per_us),
                                            "bytes_per_us": float(found.bytes_per_us), "at": min(float(at), now)})
+
+    def _past(self, at: Any, now: float) -> Any:
+        """0 for a time in the future: see `settled`."""
+        return self._sa.case((at > now, 0.0), else_=at)
 
     def _select(self, *conditions: Any) -> Any:
         return self._sa.select(*(self._measurements.c[name] for name in COLUMNS)).where(*conditions)

@@ -152,7 +152,8 @@ class Store(ABC):
 def settled(rows: Iterable[Measurement]) -> list[Measurement]:
     """As they may be kept: checked, and none from the future, which would be the newest for ever.
 
-    A clock that was set back leaves rows of the future in a store; whoever writes treats them as of today.
+    A clock that was set back leaves rows of the future in a store. Nobody knows how old they are, so they give way to
+    any other: stores take the time of such a row for 0 when they compare.
     """
     now = time.time()
     checked = (m.checked() for m in rows)

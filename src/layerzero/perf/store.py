@@ -89,10 +89,10 @@ _PUT = (f"INSERT INTO measurements ({_ALL}, crc) VALUES ({', '.join('?' * (len(C
         f"ON CONFLICT ({', '.join(KEY)}) DO UPDATE SET "
         + ", ".join(f"{c} = excluded.{c}" for c in (*COLUMNS, "crc") if c not in KEY)
         + f" WHERE (excluded.spread <= {QUIET}, excluded.at) >= "
-        f"(measurements.spread <= {QUIET}, min(measurements.at, ?))")      # now: a clock may have been set back
+        f"(measurements.spread <= {QUIET}, measurements.at * (measurements.at <= ?))")     # now: see `settled`
 _PUT_RATES = ("INSERT INTO rates VALUES (?, ?, ?, ?) ON CONFLICT (place) DO UPDATE SET flops_per_us = "
               "excluded.flops_per_us, bytes_per_us = excluded.bytes_per_us, at = excluded.at "
-              "WHERE excluded.at >= min(rates.at, ?)")
+              "WHERE excluded.at >= rates.at * (rates.at <= ?)")
 
 # What SQLite says of the file's surroundings. Any other operational error ("no such column", "table exists already")
 # means that the file is not what it says it is.

@@ -123,21 +123,38 @@ def _read(policy: Policy, builds: Mapping[str, str], since: float) -> tuple[Perf
     except (LayerZeroError, OSError) as e:
         return PerfView(), _failed(shown(policy.setting("perfdb")), e, "measurements are kept in memory only")
 
-    def found_out(problem: str) -> None:
-        """While a call was choosing: it goes on without these rows."""
-        assert where is not None
-        error = CorruptStore(Path(where), problem, None)
-        state.damaged, state.reading = error, _failed(shown(where), error, AS_DAMAGED)
-        events.emit(state.reading)
-
+    damaged = DamagedRows(where)
     try:
         with opened(where, READ_SECONDS, read_only=True) as store:
-            return store.view(builds, since, found_out), None
+            return store.view(builds, since, damaged), damaged.loaded()
     except CorruptStore as e:
         state.damaged = e
         return PerfView(), _failed(shown(where), e, AS_DAMAGED)
     except StoreError as e:
         return PerfView(), _failed(shown(where), e, "choices are made without measurements")
+
+
+class DamagedRows:
+    """Damage that a view meets: while it is loaded, or later while a call is choosing, which goes on without."""
+
+    def __init__(self, where: Path | str) -> None:
+        self.where = where
+        self.loading = True
+        self.trouble: StoreTrouble | None = None
+
+    def __call__(self, problem: str) -> None:
+        if isinstance(self.where, Path):
+            error = state.damaged = CorruptStore(self.where, problem, None)
+            self.trouble = _failed(shown(self.where), error, AS_DAMAGED)
+        else:
+            self.trouble = _failed(shown(self.where), StoreError(problem), "choices are made without such rows")
+        if not self.loading:
+            state.reading = self.trouble
+            events.emit(self.trouble)
+
+    def loaded(self) -> StoreTrouble | None:
+        self.loading = False
+        return self.trouble
 
 
 AS_DAMAGED = ("choices are made without its measurements; it is set aside when something is to be written, or by "

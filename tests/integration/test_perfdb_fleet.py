@@ -159,7 +159,8 @@ def test_what_no_measurement_can_be_is_refused_and_nothing_is_written(store, cha
 def test_a_row_that_someone_else_spoilt_is_not_believed(store, url, server):
     """It costs itself, and no other row."""
     store.put([measured(1), measured(2)])
-    admin(server, "UPDATE layerzero_measurements SET median_us = 'NaN' WHERE sizes = 'rows=1'", url.rpartition("/")[2])
+    spoil = "UPDATE layerzero_measurements SET median_us = 'NaN' WHERE sizes = 'rows=1'"
+    admin(server, spoil, url.rpartition("/")[2])
     told: list[str] = []
     assert list(store.view({"torch.k": "v1"}, on_damage=told.append)) == [measured(2)]
     assert len(told) == 1 and "median_us" in told[0]
@@ -194,7 +195,8 @@ def test_a_row_of_the_future_gives_way_to_what_is_measured_today(store, url, ser
     assert seen.at <= time.time()
     store.put([measured(1, median_us=2.0)])
     store.put_rates({"here": Rates(2.0, 2.0)})
-    assert [m.median_us for m in store.rows()] == [2.0] and store.rates() == {"here": Rates(2.0, 2.0)}
+    assert [m.median_us for m in store.rows()] == [2.0]
+    assert store.rates() == {"here": Rates(2.0, 2.0)}
 
 
 def test_export_import_and_merge_go_between_a_file_and_the_fleet(store, tmp_path):
@@ -273,19 +275,22 @@ def test_the_setting_serves_calls_from_the_fleet(url, monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("world")
-def test_what_was_measured_while_the_server_was_away_is_written_when_it_is_back(url, server, monkeypatch, tmp_path):
+def test_what_was_measured_while_the_server_was_away_is_written_when_it_is_back(
+        url, server, monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     name = url.rpartition("/")[2]
     admin(server, f"ALTER DATABASE {name} RENAME TO {name}_away")
     lz.configure(perfdb=url)
     measurements.record([measured(1)])
     measurements.record([measured(2)], {"here": Rates(1.0, 2.0)})
-    assert len(state.unsaved) == 3 and "3 measurements are kept in memory" in measurements.status().hint
+    assert len(state.unsaved) == 3
+    assert "3 measurements are kept in memory" in measurements.status().hint
     admin(server, f"ALTER DATABASE {name}_away RENAME TO {name}")
     measurements.try_again()
     assert not state.unsaved and measurements.status().ok
     with FleetStore(url, read_only=True) as reader:
-        assert sorted(reader.rows()) == [measured(1), measured(2)] and reader.rates() == {"here": Rates(1.0, 2.0)}
+        assert sorted(reader.rows()) == [measured(1), measured(2)]
+        assert reader.rates() == {"here": Rates(1.0, 2.0)}
 
 
 @pytest.mark.usefixtures("world")

@@ -155,7 +155,8 @@ def test_a_store_that_cannot_be_opened_is_an_event(perfdb, happened, setting, wo
     register(Fake("fake.one"))
     measurements.record([torchs_own(), timing("fake.one", 5.0)])
     told = of(StoreTrouble, happened)
-    assert told and word in told[0].problem and "2 measurements are kept in memory" in told[-1].action
+    assert told and word in told[0].problem
+    assert "2 measurements are kept in memory" in told[-1].action
     assert "secret" not in str(told) and "secret" not in measurements.status().text
     assert source_of("fake.one") == "measured" and not measurements.status().ok
 
@@ -175,7 +176,7 @@ def test_a_store_that_is_locked_for_writing_costs_only_the_keeping(perfdb, happe
     assert next(iter(worlds.current().perf)).median_us == 4.0
     measurements.record([timing("fake.one", 3.0)])
     assert measurements.status().ok                            # it works again
-    assert of(StoreRecovered, happened)[0].written == 1        # of the same row the newer one was left
+    assert of(StoreRecovered, happened)[0].written == 1  # of the same row the newer one was left
 
 
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="there are no users here")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.perf import store as stores
+from layerzero.perf import ownership, schema
 from layerzero.perf.interface import CorruptStore, NewerStore, StoreError
 from layerzero.perf.record import Measurement, PerfView, Rates
 from layerzero.perf.store import SqliteStore, set_aside
@@ -323,16 +323,19 @@ def test_a_damaged_file_is_set_aside_by_whoever_writes_and_begun_anew(perfdb, ha
     happened.clear()
     lz.configure(perfdb=str(perfdb))
     (event,) = of(StoreTrouble, happened)
-    assert event.store == str(perfdb) and "when something is to be written" in event.action and event.problem
+    assert event.store == str(perfdb) and event.problem
+    assert "when something is to be written" in event.action
     assert len(worlds.current().perf) == 0
     assert not measurements.status().ok
     lz.rms_norm(rows())                                        # calls go on
-    assert [file.name for file in perfdb.parent.iterdir()] == ["perf.sqlite"] and perfdb.read_bytes() == data
+    assert [file.name for file in perfdb.parent.iterdir()] == ["perf.sqlite"]
+    assert perfdb.read_bytes() == data
     measurements.record([measured(1)])
     event = of(StoreTrouble, happened)[-1]
-    assert event.store == str(perfdb) and "set aside as perf.sqlite.corrupt-" in event.action and event.problem
+    assert event.store == str(perfdb) and event.problem
+    assert "set aside as perf.sqlite.corrupt-" in event.action
     (aside,) = perfdb.parent.glob("perf.sqlite.corrupt-*")
-    assert aside.read_bytes() == data                          # nothing is lost that someone may want to look at
+    assert aside.read_bytes() == data  # nothing is lost that someone may want to look at
     with SqliteStore(perfdb) as store:
         assert len(list(store.rows())) == 1
     assert measurements.status().ok and str(aside) in measurements.status().hint
@@ -425,14 +428,14 @@ def test_the_database_of_another_program_is_not_touched(path):
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("version", range(len(stores.STEPS)))
+@pytest.mark.parametrize("version", range(len(schema.STEPS)))
 def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
     path.parent.mkdir()
     c = sqlite3.connect(path, isolation_level=None)
-    for step in stores.STEPS[:version]:
+    for step in schema.STEPS[:version]:
         for statement in step:
             c.execute(statement) if isinstance(statement, str) else statement(c)
-    c.execute(f"PRAGMA application_id = {stores.APPLICATION_ID}")
+    c.execute(f"PRAGMA application_id = {ownership.APPLICATION_ID}")
     c.execute(f"PRAGMA user_version = {version}")
     kept = [measured(i)._replace(place="cpu-2t") for i in range(5)] if version else []
     # Of a GPU, where nobody can tell how it was timed, before rows had a mode.
@@ -440,7 +443,7 @@ def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
     columns = 18 if version < 3 else 19
     for m in (*kept, *others):
         row = tuple(m)[:columns - 1]
-        c.execute(f"INSERT INTO measurements VALUES ({','.join('?' * columns)})", (*row, stores._crc(row)))
+        c.execute(f"INSERT INTO measurements VALUES ({','.join('?' * columns)})", (*row, schema.checksum(row)))
     c.close()
     before = path.read_bytes()
     with SqliteStore(path, read_only=True) as store:           # as it is, when it may not be changed
@@ -451,4 +454,4 @@ def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
         assert sorted(store.rows()) == kept
         store.put_rates({"here": Rates(1.0, 2.0)})
         assert store.rates() == {"here": Rates(1.0, 2.0)}
-        assert store._version() == stores.VERSION
+        assert store._version() == schema.VERSION

@@ -1,11 +1,10 @@
-"""Attacks on the store of measurements: files that are not ours, damage at every kind of offset, commands that only
-read. What must hold each time: no error reaches a call, no wrong row is believed, nothing of others is touched, and
-what was measured is in the store or waits in memory."""
+"""Attacks on the store of measurements: files that are not ours, damage at every kind of offset,
+commands that only read. What must hold each time: no error reaches a call, no wrong row is
+believed, nothing of others is touched, and what was measured is in the store or waits in memory."""
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import socket
 import sqlite3
@@ -13,25 +12,40 @@ import struct
 from pathlib import Path
 
 import pytest
-from helpers import Fake, of, register, rows
+from helpers import of, rows
 
 import layerzero as lz
 from layerzero.cli import main
 from layerzero.perf import ownership
-from layerzero.perf.interface import CorruptStore, ForeignFile, StoreError
+from layerzero.perf.interface import ForeignFile, StoreError
 from layerzero.perf.record import Measurement, Rates
 from layerzero.perf.store import SqliteStore
-from layerzero.runtime import builds, measurements, perf_loading
-from layerzero.runtime import world as worlds
-from layerzero.runtime.perf_loading import state
+from layerzero.runtime import measurements
 from layerzero.spec.event import StoreTrouble
 
 ID = struct.pack(">I", ownership.APPLICATION_ID)
 
 
 def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
-    row = Measurement(kernel, "rms_norm", f"float32 rows={i} hidden=64", "0123456789abcdef-4t", 10.0 + i / 3, 0.02, 50,
-                      "float32", f"rows={i} hidden=64", 1e6 / 7, 1e4, 12.5, 13.0, 0.0, "v1", 1.7e9 + i, "")
+    row = Measurement(
+        kernel,
+        "rms_norm",
+        f"float32 rows={i} hidden=64",
+        "0123456789abcdef-4t",
+        10.0 + i / 3,
+        0.02,
+        50,
+        "float32",
+        f"rows={i} hidden=64",
+        1e6 / 7,
+        1e4,
+        12.5,
+        13.0,
+        0.0,
+        "v1",
+        1.7e9 + i,
+        "",
+    )
     return row._replace(**changes)
 
 
@@ -50,7 +64,12 @@ def tree(folder: Path) -> dict[str, object]:
     for path in sorted(folder.rglob("*")):
         status = os.lstat(path)
         content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-        found[str(path.relative_to(folder))] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+        found[str(path.relative_to(folder))] = (
+            status.st_mode,
+            status.st_ino,
+            status.st_mtime_ns,
+            content,
+        )
     return found
 
 
@@ -61,6 +80,7 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 
 
 # files that are not ours
+
 
 def other_program(path: Path, journal: str = "delete") -> sqlite3.Connection:
     found = sqlite3.connect(path, isolation_level=None)
@@ -75,7 +95,7 @@ def their_database(path):
 
 
 def their_open_database(path):
-    return other_program(path, "wal")          # held by the caller, so that its log stays
+    return other_program(path, "wal")  # held by the caller, so that its log stays
 
 
 def their_empty_database(path):
@@ -94,7 +114,7 @@ def our_tables_without_our_id(path):
 
 def a_socket(path):
     here = os.getcwd()
-    os.chdir(path.parent)                      # the address of a socket must be short
+    os.chdir(path.parent)  # the address of a socket must be short
     try:
         found = socket.socket(socket.AF_UNIX)
         found.bind(path.name)
@@ -117,7 +137,9 @@ FOREIGN = {
     "text": lambda path: path.write_text("dear diary\n" * 60),
     "a few bytes": lambda path: path.write_bytes(b"x"),
     "our source": lambda path: shutil.copy(ownership.__file__, path),
-    "text with our id where a header has it": lambda path: path.write_bytes(b"x" * 68 + ID + b"x" * 500),
+    "text with our id where a header has it": lambda path: path.write_bytes(
+        b"x" * 68 + ID + b"x" * 500
+    ),
     "the beginning of a header": lambda path: path.write_bytes(ownership.SQLITE + b"\x10\0"),
     "another program's database": their_database,
     "another program's database, which is open": their_open_database,
@@ -131,8 +153,12 @@ FOREIGN = {
     "a link to another program's database": link_to_their_database,
     "a link to nothing": lambda path: path.symlink_to("nothing"),
     "a link to itself": lambda path: path.symlink_to(path.name),
-    "their file where our log would be": lambda path: Path(f"{path}-wal").write_text("my waltzes\n" * 9),
-    "their file where our journal would be": lambda path: Path(f"{path}-journal").write_text("monday\n" * 9),
+    "their file where our log would be": lambda path: Path(f"{path}-wal").write_text(
+        "my waltzes\n" * 9
+    ),
+    "their file where our journal would be": lambda path: Path(f"{path}-journal").write_text(
+        "monday\n" * 9
+    ),
     "a link where our log would be": lambda path: Path(f"{path}-wal").symlink_to("/dev/zero"),
     "a folder where our log would be": lambda path: Path(f"{path}-wal").mkdir(),
 }
@@ -147,26 +173,36 @@ def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, happen
     lz.rms_norm(rows())
     measurements.record([measured(1)], {"here": Rates(1.0, 2.0)})
     event = of(StoreTrouble, happened)[-1]
-    assert "2 measurements are kept in memory" in event.action and event.problem and event.store == str(path)
+    assert (
+        "2 measurements are kept in memory" in event.action
+        and event.problem
+        and event.store == str(path)
+    )
     for command in ("show", "prune", "export"):
-        code, _, err = run(capsys, "perf", command, *[str(folder / "out.jsonl")] * (command == "export"))
-        if "where our" not in what or command == "prune":      # nothing to read is not an error
+        code, _, err = run(
+            capsys, "perf", command, *[str(folder / "out.jsonl")] * (command == "export")
+        )
+        if "where our" not in what or command == "prune":  # nothing to read is not an error
             assert code == 2 and err.startswith("error: "), (command, err)
         (folder / "out.jsonl").unlink(missing_ok=True)
     for command in (("doctor",), ("list",)):
         run(capsys, *command)
     assert tree(folder) == before
     assert not measurements.status().ok
-    lz.configure(perfdb=str(folder / "another.sqlite"))        # what the message says: a file of its own
+    lz.configure(perfdb=str(folder / "another.sqlite"))  # what the message says: a file of its own
     measurements.record([measured(2)])
     with SqliteStore(folder / "another.sqlite") as store:
-        assert sorted(store.rows()) == [measured(1), measured(2)] and store.rates() == {"here": Rates(1.0, 2.0)}
+        assert sorted(store.rows()) == [measured(1), measured(2)] and store.rates() == {
+            "here": Rates(1.0, 2.0)
+        }
     assert measurements.status().ok
     if isinstance(held, (sqlite3.Connection, socket.socket)):
         held.close()
 
 
-@pytest.mark.parametrize("name", [":memory:", "file:perf?mode=memory", "%41?x#y", "a\nb", "ä" * 60, " perf.sqlite"])
+@pytest.mark.parametrize(
+    "name", [":memory:", "file:perf?mode=memory", "%41?x#y", "a\nb", "ä" * 60, " perf.sqlite"]
+)
 def test_no_name_of_a_file_is_special(folder, name):
     with SqliteStore(folder / name) as store:
         store.put([measured(1)])
@@ -185,7 +221,8 @@ def test_a_name_that_no_file_can_have_is_an_event_and_no_failed_call(folder, hap
 
 
 def test_a_link_to_a_store_is_the_store(folder, happened):
-    """What SQLite keeps beside a file is beside the file, not beside the link; so is what is set aside."""
+    """What SQLite keeps beside a file is beside the file, not beside the link; so is what is set
+    aside."""
     (folder / "real").mkdir()
     real, link = folder / "real" / "store", folder / "link"
     with SqliteStore(real) as store:
@@ -199,7 +236,12 @@ def test_a_link_to_a_store_is_the_store(folder, happened):
     measurements.record([measured(3)])
     assert "set aside as store.corrupt-" in of(StoreTrouble, happened)[-1].action
     assert link.is_symlink() and sorted(p.name.partition("-2")[0] for p in folder.rglob("*")) == [
-        "link", "real", "store", "store.corrupt", "store.lock"]
+        "link",
+        "real",
+        "store",
+        "store.corrupt",
+        "store.lock",
+    ]
     with SqliteStore(link, read_only=True) as store:
         assert list(store.rows()) == [measured(3)]
 
@@ -213,6 +255,7 @@ def test_to_set_aside_follows_no_link_and_renames_nothing_of_others(folder):
     path.write_bytes(path.read_bytes()[:5000])
     Path(f"{path}.lock").symlink_to(victim)
     from layerzero.perf.store import set_aside
+
     with pytest.raises(OSError):
         set_aside(path, None)
     assert victim.read_text() == "precious" and path.exists()
@@ -228,7 +271,9 @@ def test_a_file_that_this_process_has_open_is_not_opened_beside_it(folder, monke
     path = folder / "perf.sqlite"
     read: list[Path] = []
     first = ownership._first
-    monkeypatch.setattr(ownership, "_first", lambda path, count: read.append(path) or first(path, count))
+    monkeypatch.setattr(
+        ownership, "_first", lambda path, count: read.append(path) or first(path, count)
+    )
     with SqliteStore(path) as store:
         store.put([measured(1)])
         read.clear()
@@ -241,8 +286,14 @@ def test_a_file_that_this_process_has_open_is_not_opened_beside_it(folder, monke
 
 # commands that only read
 
-READING = (("perf", "show"), ("perf", "show", "--all", "--json"), ("perf", "prune", "--dry-run"), ("doctor",), ("list",),
-           ("perf", "export"))
+READING = (
+    ("perf", "show"),
+    ("perf", "show", "--all", "--json"),
+    ("perf", "prune", "--dry-run"),
+    ("doctor",),
+    ("list",),
+    ("perf", "export"),
+)
 
 
 @pytest.mark.parametrize("damage", ["none", "half of it", "a page", "a row", "no file"])
@@ -253,8 +304,14 @@ def test_commands_that_read_change_nothing(folder, capsys, damage):
             store.put([measured(i) for i in range(300)])
         data = path.read_bytes()
         at = data.index(b"float32 rows=17 ") + 14
-        path.write_bytes({"none": data, "half of it": data[:len(data) // 2], "a row": data[:at] + b"X" + data[at + 1:],
-                          "a page": data[:4096 * 6] + bytes(4096) + data[4096 * 7:]}[damage])
+        path.write_bytes(
+            {
+                "none": data,
+                "half of it": data[: len(data) // 2],
+                "a row": data[:at] + b"X" + data[at + 1 :],
+                "a page": data[: 4096 * 6] + bytes(4096) + data[4096 * 7 :],
+            }[damage]
+        )
     before = tree(folder)
     lz.configure(perfdb=str(path))
     for command in READING:
@@ -288,142 +345,9 @@ def test_a_reader_does_not_wait_for_ever(folder):
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("PRAGMA journal_mode = DELETE")
     other.execute("BEGIN EXCLUSIVE")
-    Path(f"{path}-journal").write_bytes(bytes.fromhex("d9d505f920a163d7"))         # so that it is not simply read
+    # so that it is not simply read
+    Path(f"{path}-journal").write_bytes(bytes.fromhex("d9d505f920a163d7"))
     with pytest.raises(StoreError, match=r"locked|unable"):
         SqliteStore(path, timeout=0.2, read_only=True)
     other.execute("ROLLBACK")
     other.close()
-
-
-# damage
-
-KERNELS = 4
-
-
-def files_of(folder: Path, open_log: bool) -> dict[str, bytes]:
-    """The files of a store that is in use: with `open_log` half of the rows are in its log."""
-    path = folder / "original"
-    kernels = [k.kernel for k in fakes()]
-    found = [measured(i, kernels[i % KERNELS].id, build=builds.build_of(kernels[i % KERNELS])) for i in range(240)]
-    with SqliteStore(path) as store:
-        store.put(found[:120], {"machine": "here", "note": "ä" * 20})
-        store.put_rates({"here": Rates(1e5, 2e4)}, at=5.0)
-    with SqliteStore(path) as store:
-        store.put(found[120:])
-        names = ("", "-wal", "-shm") if open_log else ("",)
-        if open_log:
-            return {end: Path(f"{path}{end}").read_bytes() for end in names}
-    return {end: Path(f"{path}{end}").read_bytes() for end in names}
-
-
-def fakes() -> list[Fake]:
-    return [Fake(f"fake.k{i}") for i in range(KERNELS)]
-
-
-def spoiled(draw: random.Random, data: bytes) -> bytes:
-    """`data` with one of the damages that disks, file systems and people do."""
-    classes = [draw.randrange(100), 100 + draw.randrange(400), 4096 * draw.randrange(1, 1 + len(data) // 4096),
-               4096 * draw.randrange(1 + len(data) // 4096) + draw.randrange(12), draw.randrange(len(data)),
-               32 + (24 + 4096) * draw.randrange(8) + draw.randrange(24)]
-    at = min(draw.choice(classes), len(data) - 1)
-    kind = draw.choice(("flip", "flip", "flip", "flips", "cut", "zeros", "noise", "more", "moved"))
-    if kind == "flip":
-        return data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1:]
-    if kind == "flips":
-        changed = bytearray(data)
-        for _ in range(40):
-            changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        return bytes(changed)
-    length = draw.choice((1, 4, 16, 100, 512, 4096))
-    return {"cut": data[:at], "zeros": data[:at] + bytes(length) + data[at + length:],
-            "noise": data[:at] + draw.randbytes(length) + data[at + length:],
-            "more": data + draw.randbytes(length), "moved": data[:at] + data[at + length:] + bytes(length)}[kind]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder, happened, seed):
-    """40 damages a seed: in the file, in its log, in the index of the log; read, written, read again."""
-    path, draw = folder / "perf.sqlite", random.Random(seed)
-    register(*(made := fakes()))
-    whole = files_of(folder.parent, open_log=seed % 2 == 1)
-    with SqliteStore(folder.parent / "original", read_only=True) as store:
-        original = {m._replace(environment="") for m in store.rows()}
-    lz.configure(perfdb=str(path))
-    policy, kernels, new = worlds.current().policy, [f.kernel for f in made], measured(9, "torch.new")
-    refused = 0
-    for _ in range(40):
-        for old in folder.iterdir():
-            old.unlink()
-        spoil = draw.choice(list(whole))
-        for end, data in whole.items():
-            Path(f"{path}{end}").write_bytes(spoiled(draw, data) if end == spoil else data)
-        before = path.read_bytes()
-        state.reset()
-        view, _ = perf_loading.load(policy, kernels)           # as a new process does
-        assert {m._replace(environment="") for m in view} <= original
-        assert path.read_bytes() == before and not list(folder.glob("*corrupt*"))
-        told = measurements._keep(policy, [new], {}, {})
-        if state.unsaved:                                      # no longer to be told from another's file
-            refused += 1
-            assert told and list(state.unsaved.rows.values()) == [new]
-            assert path.read_bytes() == before or before[68:72] == ID
-            continue
-        with SqliteStore(path, read_only=True) as store:
-            assert store.get("torch.new", new.bucket, new.place) == new
-        aside = [old for old in folder.glob("*corrupt*") if not old.name.endswith(("-wal", "-shm"))]
-        assert len(aside) <= 1
-        assert not aside or "-wal" in whole or aside[0].read_bytes() == before     # a log goes into its file first
-    assert refused < 20
-
-
-@pytest.mark.parametrize("at", range(100))
-def test_every_byte_of_the_header(folder, at, happened):
-    """Damaged in each of four ways; a store that lost its id is left alone, any other is read, or set aside."""
-    path = folder / "perf.sqlite"
-    with SqliteStore(path) as store:
-        store.put([measured(i) for i in range(40)])
-    data = path.read_bytes()
-    lz.configure(perfdb="off")
-    lz.configure(perfdb=str(path))
-    policy = worlds.current().policy
-    for value in (data[at] ^ 1, data[at] ^ 0x80, data[at] ^ 0xFF, 0):
-        for old in folder.iterdir():
-            old.unlink()
-        path.write_bytes(data[:at] + bytes([value]) + data[at + 1:])
-        state.reset()
-        perf_loading.load(policy, ())
-        measurements._keep(policy, [measured(99)], {}, {})
-        if state.unsaved:
-            assert 60 <= at < 72                               # a later schema, or no id of ours
-        else:
-            with SqliteStore(path, read_only=True) as store:
-                assert store.get("torch.k", measured(99).bucket, measured(99).place) == measured(99)
-
-
-def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, happened):
-    """The structure was whole when it was loaded; the copy in memory is spoiled afterwards."""
-    path = folder / "perf.sqlite"
-    fake = Fake("fake.one")
-    register(fake)
-    with SqliteStore(path) as store:
-        store.put([measured(1, "fake.one", build=builds.build_of(fake.kernel))])
-    lz.configure(perfdb=str(path))
-    source = worlds.current().perf._source
-    source._connection.execute("DROP TABLE measurements")
-    lz.rms_norm(rows())
-    event = of(StoreTrouble, happened)[-1]
-    assert "no such table" in event.problem and "set aside when something is to be written" in event.action
-    measurements.record([measured(2)])                         # looks at the file, which is sound
-    assert not list(folder.glob("*corrupt*")) and measurements.status().ok
-
-
-def test_an_error_whose_text_is_damaged_is_damage(folder):
-    """SQLite quotes the schema in its messages, and Python cannot decode them: this was a UnicodeDecodeError."""
-    path = folder / "perf.sqlite"
-    SqliteStore(path).close()
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b"CREATE TABLE measurements", b"CREATE TABLE me\xff\xfeurements"))
-    with pytest.raises(CorruptStore):
-        SqliteStore(path)
-    with pytest.raises(CorruptStore):
-        SqliteStore(path, read_only=True)

@@ -1,12 +1,11 @@
-"""A store that cannot be written for a while: disk full, read-only, a later schema, a clock that goes back. What was
-measured decides in this process, waits in memory, is said to wait, and is written when the store works again."""
+"""A store that cannot be written for a while: disk full, read-only, a later schema, a clock that
+goes back. What was measured decides in this process, waits in memory, is said to wait, and is
+written when the store works again."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import random
 import resource
 import sqlite3
 import subprocess
@@ -19,20 +18,35 @@ import pytest
 from helpers import of, python, rows
 
 import layerzero as lz
-from layerzero.perf import exchange, shipped
 from layerzero.perf.batch import Batch
 from layerzero.perf.record import Measurement, Rates
 from layerzero.perf.store import SqliteStore
 from layerzero.runtime import measurements, perf_loading
 from layerzero.runtime import world as worlds
 from layerzero.runtime.perf_loading import state
-from layerzero.spec.errors import DataError
 from layerzero.spec.event import StoreRecovered, StoreTrouble
 
 
 def measured(i: int = 0, **changes) -> Measurement:
-    row = Measurement("torch.k", "rms_norm", f"float32 rows={i} hidden=64", "0123456789abcdef-4t", 10.0 + i / 3, 0.02,
-                      50, "float32", f"rows={i} hidden=64", 1e6 / 7, 1e4, 12.5, 13.0, 0.0, "v1", 1.7e9 + i, "")
+    row = Measurement(
+        "torch.k",
+        "rms_norm",
+        f"float32 rows={i} hidden=64",
+        "0123456789abcdef-4t",
+        10.0 + i / 3,
+        0.02,
+        50,
+        "float32",
+        f"rows={i} hidden=64",
+        1e6 / 7,
+        1e4,
+        12.5,
+        13.0,
+        0.0,
+        "v1",
+        1.7e9 + i,
+        "",
+    )
     return row._replace(**changes)
 
 
@@ -52,7 +66,9 @@ def kept(path: Path) -> list[Measurement]:
 def waits(happened: list, count: int, word: str) -> None:
     """The last trouble is about `word`, and says that so many wait; they decide all the same."""
     event = of(StoreTrouble, happened)[-1]
-    assert word in event.problem and f"{count} measurements are kept in memory" in event.action, event
+    assert word in event.problem and f"{count} measurements are kept in memory" in event.action, (
+        event
+    )
     assert len(state.unsaved) == count and not measurements.status().ok
     perf = worlds.current().perf
     assert all(perf.get(m.kernel, m.bucket, m.place) == m for m in state.unsaved.rows.values())
@@ -63,11 +79,12 @@ def works_again(happened: list, path: Path, want: list[Measurement], written: in
     assert kept(path) == sorted(want) and not state.unsaved
     assert [e.written for e in of(StoreRecovered, happened)] == [written]
     assert measurements.status().ok
-    measurements.try_again()                                   # nothing is left to do
+    measurements.try_again()  # nothing is left to do
     assert len(of(StoreRecovered, happened)) == 1
 
 
 # what may stand in the way, and goes away
+
 
 def test_a_later_schema(path, happened):
     measurements.record([measured(0)])
@@ -78,7 +95,7 @@ def test_a_later_schema(path, happened):
     measurements.record([measured(2)])
     waits(happened, 2, "schema 99")
     told = len(happened)
-    measurements.try_again()                                   # the same trouble is not told again
+    measurements.try_again()  # the same trouble is not told again
     assert len(happened) == told
     with sqlite3.connect(path) as other:
         other.execute("PRAGMA user_version = 3")
@@ -106,7 +123,9 @@ def test_pages_run_out(path, happened, monkeypatch):
 
     def small(self, how):
         found = connect(self, how)
-        found.execute(f"PRAGMA max_page_count = {found.execute('PRAGMA page_count').fetchone()[0] or 12}")
+        found.execute(
+            f"PRAGMA max_page_count = {found.execute('PRAGMA page_count').fetchone()[0] or 12}"
+        )
         return found
 
     measurements.record([measured(0)])
@@ -131,7 +150,9 @@ def fill(path: Path) -> None:
 def test_a_full_disk(path, happened, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True
+    ).returncode:
         pytest.skip("needs to be allowed to mount a tmpfs")
     try:
         lz.configure(perfdb=str(disk / "perf.sqlite"))
@@ -144,7 +165,7 @@ def test_a_full_disk(path, happened, tmp_path):
         (disk / "filler").unlink()
         works_again(happened, disk / "perf.sqlite", [measured(i) for i in range(300)], 299)
         fill(disk / "filler")
-        lz.configure(perfdb=str(disk / "new.sqlite"))          # nor can a new one be made
+        lz.configure(perfdb=str(disk / "new.sqlite"))  # nor can a new one be made
         measurements.record([measured(1000)])
         waits(happened, 1, "")
     finally:
@@ -176,7 +197,8 @@ def test_a_folder_that_is_a_file_for_a_while(path, happened):
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_may_not_be_written_for_a_while(kind, tmp_path):
-    """By a user who is not root, who may always: in a process of its own, which ends only after it was allowed."""
+    """By a user who is not root, who may always: in a process of its own, which ends only after it
+    was allowed."""
     code = """
         import os, sys, layerzero as lz
         from layerzero.runtime import measurements, world
@@ -202,10 +224,12 @@ def test_what_may_not_be_written_for_a_while(kind, tmp_path):
         print(len(state.unsaved), [e.written for e in seen if e.name == "store_recovered"],
               len(list(SqliteStore(file, read_only=True).rows())))
     """
-    with tempfile.TemporaryDirectory() as folder:              # another user cannot look into tmp_path
+    with tempfile.TemporaryDirectory() as folder:  # another user cannot look into tmp_path
         with SqliteStore(Path(folder) / "perf.sqlite") as store:
             store.put([measured(1)])
-        lines = python(code, FOLDER=folder, KIND=kind, LAYERZERO_CACHE_DIR=str(tmp_path)).splitlines()
+        lines = python(
+            code, FOLDER=folder, KIND=kind, LAYERZERO_CACHE_DIR=str(tmp_path)
+        ).splitlines()
     assert lines[-2].startswith("1 ['1 measurements are kept in memory")
     assert lines[-1] == "0 [1] 2"
 
@@ -213,7 +237,9 @@ def test_what_may_not_be_written_for_a_while(kind, tmp_path):
 def test_a_file_system_without_shared_memory(path, happened, monkeypatch):
     """No log then: SQLite keeps its journal, and everything else is as ever."""
     connect = SqliteStore._connect
-    monkeypatch.setattr(SqliteStore, "_connect", lambda self, how: connect(self, f"{how}&vfs=unix-dotfile"))
+    monkeypatch.setattr(
+        SqliteStore, "_connect", lambda self, how: connect(self, f"{how}&vfs=unix-dotfile")
+    )
     for i in range(5):
         measurements.record([measured(i)])
     assert kept(path) == [measured(i) for i in range(5)] and of(StoreTrouble, happened) == []
@@ -223,7 +249,7 @@ def test_a_file_system_without_shared_memory(path, happened, monkeypatch):
 
 def test_after_a_while_it_is_tried_again_by_itself(path, happened, monkeypatch):
     monkeypatch.setattr(perf_loading, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(measurements, "_retry", None)          # another test's
+    monkeypatch.setattr(measurements, "_retry", None)  # another test's
     path.write_text("in the way")
     measurements.record([measured(0)])
     assert state.unsaved
@@ -240,8 +266,11 @@ def test_what_waits_survives_another_setting_and_a_reload(path, happened):
     path.write_text("in the way")
     row = measured(0, kernel=kernel.id, build="")
     measurements.record([row])
-    for change in (measurements.reload_measurements, lambda: lz.configure(perfdb_ttl=10**6),
-                   lambda: lz.configure(perfdb=str(path) + ".other")):
+    for change in (
+        measurements.reload_measurements,
+        lambda: lz.configure(perfdb_ttl=10**6),
+        lambda: lz.configure(perfdb=str(path) + ".other"),
+    ):
         change()
         assert worlds.current().perf.get(row.kernel, row.bucket, row.place) is not None
     assert len(state.unsaved) == 1
@@ -251,7 +280,11 @@ def test_what_waits_does_not_grow_with_what_is_measured_again(path):
     path.write_text("in the way")
     for i in range(50):
         measurements.record([measured(i % 3, at=1.7e9 + i, median_us=1.0 + i)])
-    assert len(state.unsaved) == 3 and {m.median_us for m in state.unsaved.rows.values()} == {48.0, 49.0, 50.0}
+    assert len(state.unsaved) == 3 and {m.median_us for m in state.unsaved.rows.values()} == {
+        48.0,
+        49.0,
+        50.0,
+    }
 
 
 def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, happened):
@@ -283,7 +316,9 @@ def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, h
     spoiler.join(30)
     measurements.try_again()
     assert {m.sizes for m in kept(path)} == {
-        f"rows={n} hidden=64" for n in (9999, *(100 * who + i for who in range(4) for i in range(15)))}
+        f"rows={n} hidden=64"
+        for n in (9999, *(100 * who + i for who in range(4) for i in range(15)))
+    }
 
 
 EXIT = """
@@ -302,7 +337,12 @@ EXIT = """
 
 @pytest.mark.parametrize("healed", [True, False])
 def test_at_the_end_of_the_process_it_is_tried_once_more_and_a_loss_is_said(tmp_path, healed):
-    said = python(EXIT, FILE=str(tmp_path / "perf.sqlite"), HEALED="1" * healed, LAYERZERO_CACHE_DIR=str(tmp_path))
+    said = python(
+        EXIT,
+        FILE=str(tmp_path / "perf.sqlite"),
+        HEALED="1" * healed,
+        LAYERZERO_CACHE_DIR=str(tmp_path),
+    )
     if healed:
         assert said.startswith("store_recovered") and len(kept(tmp_path / "perf.sqlite")) == 1
     else:
@@ -311,8 +351,10 @@ def test_at_the_end_of_the_process_it_is_tried_once_more_and_a_loss_is_said(tmp_
 
 # clocks
 
+
 def test_a_clock_that_is_set_back_costs_no_measurement(path, monkeypatch):
-    """Measured, the clock goes back a year, measured again: the later one counts, in memory and in the store."""
+    """Measured, the clock goes back a year, measured again: the later one counts, in memory and in
+    the store."""
     real = time.time
     measurements.record([measured(0, at=0.0, median_us=1.0)], {"here": Rates(1.0, 1.0)})
     monkeypatch.setattr(time, "time", lambda: real() - 365 * 86400)
@@ -341,105 +383,20 @@ def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypat
         (seen,) = store.view({"torch.k": "v1"})
     assert seen.at <= real() and kept(path)[0].at > real()
     with SqliteStore(path) as store:
-        store.put([measured(0, at=real() - 3600, median_us=2.0)])      # an hour ago, and kept in memory until now
+        # an hour ago, and kept in memory until now
+        store.put([measured(0, at=real() - 3600, median_us=2.0)])
         store.put_rates({"here": Rates(2.0, 2.0)})
-        assert [m.median_us for m in store.rows()] == [2.0] and store.rates() == {"here": Rates(2.0, 2.0)}
+        assert [m.median_us for m in store.rows()] == [2.0] and store.rates() == {
+            "here": Rates(2.0, 2.0)
+        }
 
 
 def test_a_batch_keeps_the_better_of_two():
     batch = Batch().including([measured(0, median_us=1.0), measured(1)], {"a": {}}, {})
-    batch = batch.including([measured(0, median_us=2.0, at=1.8e9), measured(1, spread=0.9, at=1.9e9)], {"b": {}}, {})
-    assert [m.median_us for m in batch.rows.values()] == [2.0, measured(1).median_us] and len(batch) == 2
+    batch = batch.including(
+        [measured(0, median_us=2.0, at=1.8e9), measured(1, spread=0.9, at=1.9e9)], {"b": {}}, {}
+    )
+    assert [m.median_us for m in batch.rows.values()] == [2.0, measured(1).median_us] and len(
+        batch
+    ) == 2
     assert sorted(batch.environments) == ["a", "b"]
-
-
-# files that are carried, and files of the package
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_spoiled_export_is_refused_as_data_and_changes_nothing(tmp_path, seed):
-    draw, file = random.Random(seed), tmp_path / "x.jsonl"
-    with SqliteStore(tmp_path / "a.sqlite") as a, SqliteStore(tmp_path / "b.sqlite") as b:
-        a.put([measured(i) for i in range(9)], {"machine": "here"})
-        a.put_rates({"here": Rates(1.0, 2.0)}, at=5.0)
-        a.export(file)
-        data = file.read_bytes()
-        for _ in range(80):
-            at = draw.randrange(len(data))
-            value = draw.choice((b"\xff", b"\0", b"9" * 400, b"-", b'"\\ud800"', b"null", b"[" * 3000, b"1e999", b"{}", b"\n"))
-            file.write_bytes(draw.choice((data[:at] + value + data[at + 1:], data[:at], data[:at] + value + data[at:])))
-            try:
-                b.import_(file)
-            except DataError:
-                assert list(b.rows()) == [] and b.environments() == {} and b.timed_rates() == {}
-            else:                                              # another number, another name: still a measurement
-                assert all(m.checked() == m for m in b.rows())
-                b.prune()
-                b._connection.execute("DELETE FROM rates")
-
-
-@pytest.mark.parametrize("value", ["9" * 400, "9" * 5000, "1e999", "NaN", "-1", "true", '"1"', "null", "[]"])
-@pytest.mark.parametrize("field", ["samples", "median_us", "at"])
-def test_numbers_that_no_measurement_has(tmp_path, field, value):
-    file = tmp_path / "x.jsonl"
-    with SqliteStore(tmp_path / "a.sqlite") as a:
-        a.put([measured(1)])
-        a.export(file)
-        before = list(a.rows())
-        lines = file.read_text().splitlines()
-        row = json.loads(lines[-1])["measurement"]
-        text = json.dumps({"measurement": {**row, field: "HERE"}}).replace('"HERE"', value)
-        file.write_text("\n".join([*lines[:-1], text]))
-        with pytest.raises(DataError):
-            a.import_(file)
-        assert list(a.rows()) == before
-
-
-def test_an_export_replaces_only_an_export(tmp_path):
-    with SqliteStore(tmp_path / "a.sqlite") as store:
-        store.put([measured(1)])
-        (tmp_path / "notes.txt").write_text("mine")
-        (tmp_path / "folder").mkdir()
-        os.mkfifo(tmp_path / "fifo")
-        (tmp_path / "link").symlink_to("notes.txt")
-        for name in ("notes.txt", "folder", "fifo", "link", "a.sqlite"):
-            with pytest.raises(DataError, match=r"wanted no file, or one of lz perf export"):
-                store.export(tmp_path / name)
-        assert (tmp_path / "notes.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 5 + 2
-        for _ in range(2):
-            assert store.export(tmp_path / "out.jsonl") == 1
-        with pytest.raises(DataError, match="plain file"):     # and a FIFO is not waited for
-            store.import_(tmp_path / "fifo")
-    (tmp_path / "long.jsonl").write_text('{"schema": "' + "x" * exchange.LONGEST + '"}')
-    with pytest.raises(DataError, match="at most"):
-        exchange.read_lines(tmp_path / "long.jsonl")
-
-
-TABLE = next(iter(sorted(shipped.FOLDER.glob("*.json"))))
-ODD = (None, True, -1, 1.5, 10**400, "x", "", [], {}, [None], {"x": None}, "1e999", float("nan"), [[]])
-
-
-def test_a_spoiled_table_of_the_package_costs_itself(tmp_path, monkeypatch, happened):
-    """Every field replaced by every odd value, in the head, the device and a row: DataError, or a table that works."""
-    data = json.loads(TABLE.read_text())
-    data["rows"] = data["rows"][:3]
-    ops, device = worlds.current().catalog.ops, lz.doctor().devices[0]
-    spots = [(data, key) for key in data] + [(data["device"], key) for key in (*data["device"], "isa", "threads")]
-    spots += [(data["versions"], key) for key in data["versions"]] + [(data["rows"][0], i) for i in range(7)]
-    spots += [(data["rates"], 0), (data["kernels"], 0)]
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    refused = 0
-    for (owner, key), odd in itertools.product(spots, ODD):
-        old = owner[key] if isinstance(owner, list) or key in owner else None
-        owner[key] = odd
-        (tmp_path / "table.json").write_text(json.dumps(data))
-        try:
-            shipped.read(tmp_path / "table.json", ops)
-        except DataError:
-            refused += 1
-        happened.clear()
-        perf_loading.applicable(worlds.current().catalog, device)
-        if old is None:
-            del owner[key]
-        else:
-            owner[key] = old
-    assert refused > 100

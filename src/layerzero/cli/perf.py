@@ -94,7 +94,7 @@ def import_rows(paths: Annotated[list[Path], typer.Argument(help="files of lz pe
 
 def _is_database(path: Path) -> bool:
     try:
-        if not path.is_file():                 # a FIFO would be waited for; the reader of lines says what it is
+        if not path.is_file():  # a FIFO would be waited for; the reader of lines says what it is
             return False
         with path.open("rb") as file:
             return file.read(len(SQLITE)) == SQLITE

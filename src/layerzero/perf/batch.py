@@ -1,4 +1,5 @@
-"""What is on its way into a store: measurements, the environments they name, and rates with their times."""
+"""What is on its way into a store: measurements, the environments they name, and rates with their
+times."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .record import Measurement, Rates
 
 @dataclass(frozen=True)
 class Batch:
-    """Frozen, and with one measurement for each row of a store, so that it does not grow while the store is away."""
+    """Frozen, and with one measurement for each row of a store, so that it does not grow while the
+    store is away."""
 
     rows: Mapping[tuple[str, ...], Measurement] = field(default_factory=dict)
     environments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

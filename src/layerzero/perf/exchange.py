@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from .interface import Store
 
 SCHEMA = "layerzero.perf/2"
-LONGEST = 1 << 20                              # characters of a line: the longest environment has some thousands
+LONGEST = 1 << 20  # characters of a line: the longest environment has some thousands
 WITHOUT_MODE = "layerzero.perf/1"              # of its rows only those of CPUs are of use: see store.py
 Content = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
 
 
 def export_lines(store: Store, path: Path) -> int:
-    """The file is replaced in one step; a reader sees the old one or the new one. Only such a file is replaced."""
+    """The file is replaced in one step; a reader sees the old one or the new one. Only such a file
+    is replaced."""
     path = Path(os.path.realpath(path))
     _check_replaceable(path)
     rows, environments, rates = list(store.rows()), store.environments(), store.timed_rates()
@@ -62,8 +63,8 @@ def _check_replaceable(path: Path) -> None:
         return
     except OSError as e:
         raise DataError(f"{path}: cannot write the measurements: {e.strerror}") from e
-    raise DataError(f"{path}: wanted no file, or one of lz perf export, got something else; nothing of it was touched. "
-                    "Name another file")
+    raise DataError(f"{path}: wanted no file, or one of lz perf export, got something else; "
+                    "nothing of it was touched. Name another file")
 
 
 def read_lines(path: Path) -> Content:
@@ -107,7 +108,8 @@ def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             while text := file.readline(LONGEST + 1):
                 number += 1
                 if len(text) > LONGEST:
-                    raise DataError(f"{path}:{number}: wanted lines of at most {LONGEST} characters")
+                    raise DataError(
+                        f"{path}:{number}: wanted lines of at most {LONGEST} characters")
                 try:
                     found = json.loads(text)
                 except (ValueError, RecursionError) as e:
@@ -120,7 +122,8 @@ def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     except UnicodeDecodeError as e:
         raise DataError(f"{path}: not a text file: {e}") from e
     except (OSError, ValueError) as e:
-        raise DataError(f"{path}: cannot read the measurements: {getattr(e, 'strerror', None) or e}") from e
+        why = getattr(e, "strerror", None) or e
+        raise DataError(f"{path}: cannot read the measurements: {why}") from e
 
 
 def _checked_id(line: Mapping[str, Any]) -> str:

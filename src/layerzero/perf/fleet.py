@@ -21,7 +21,8 @@ _LOCK = 0x4C5A5046                             # of those that make the tables a
 
 
 class FleetStore(Store):
-    """A server that many machines read and write. `url` is postgresql://user:password@host/database.
+    """A server that many machines read and write. `url` is
+    postgresql://user:password@host/database.
 
     The tables are made where there are none; with `read_only` nothing is, and no row is written.
     """
@@ -76,8 +77,8 @@ class FleetStore(Store):
                 self._absent = not sa.inspect(connection).has_table(self._schema.name)
                 version = 0 if self._absent else self._version(connection)
             if 0 < version < VERSION:
-                raise StoreError(f"{self.name} has schema {version}, and schema {VERSION} is wanted; whoever writes "
-                                 "next brings it up to date, such as lz perf prune")
+                raise StoreError(f"{self.name} has schema {version}, wanted is schema {VERSION}; "
+                                 "whoever writes next brings it up to date, such as lz perf prune")
             return
         with self._engine.begin() as connection:
             connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK})"))      # others wait until this is done
@@ -92,10 +93,12 @@ class FleetStore(Store):
 
     def _version(self, connection: Any) -> int:
         sa = self._sa
-        version = int(connection.execute(sa.select(sa.func.max(self._schema.c.version))).scalar() or 0)
+        newest = sa.select(sa.func.max(self._schema.c.version))
+        version = int(connection.execute(newest).scalar() or 0)
         if version > VERSION:
-            raise NewerStore(f"{self.name} has schema {version}; this release knows schemas up to {VERSION}. "
-                             "Nothing of it was touched: upgrade layerzero, or set perfdb to another database")
+            raise NewerStore(f"{self.name} has schema {version}; this release knows schemas up to "
+                             f"{VERSION}. Nothing of it was touched: upgrade layerzero, or set "
+                             "perfdb to another database")
         return version
 
     def _add_mode(self, connection: Any) -> None:
@@ -146,7 +149,8 @@ class FleetStore(Store):
                 connection.execute(put, batch)
             for place, (found, at) in sorted(rates.items()):
                 connection.execute(roofs, {"place": place, "flops_per_us": float(found.flops_per_us),
-                                           "bytes_per_us": float(found.bytes_per_us), "at": min(float(at), now)})
+                                           "bytes_per_us": float(found.bytes_per_us),
+                                           "at": min(float(at), now)})
 
     def _past(self, at: Any, now: float) -> Any:
         """0 for a time in the future: see `settled`."""
@@ -205,7 +209,7 @@ class FleetStore(Store):
             with self._told(), self._engine.connect() as connection:
                 found = connection.execute(self._select(c.at >= since, today)).all()
         rows, problem = [], ""
-        for values in found:                   # what another client wrote badly costs itself, and no other row
+        for values in found:  # what another client wrote badly costs itself, and no other row
             try:
                 m = self._sound(values)
                 rows.append(m if m.at <= now else m._replace(at=now))

@@ -38,16 +38,19 @@ class NewerStore(StoreError):
 
 
 class ForeignFile(StoreError):
-    """A path where something is that is not ours: another kind of file, another program's database, a device."""
+    """A path where something is that is not ours: another kind of file, another program's database,
+    a device."""
 
-    def __init__(self, path: Path, what: str, remedy: str = "set perfdb to a file of its own") -> None:
-        super().__init__(f"{path}: wanted a store of measurements, or no file yet; got {what}. Nothing of it was "
-                         f"touched: {remedy}")
+    def __init__(self, path: Path, what: str,
+                 remedy: str = "set perfdb to a file of its own") -> None:
+        super().__init__(f"{path}: wanted a store of measurements, or no file yet; got {what}. "
+                         f"Nothing of it was touched: {remedy}")
         self.path = path
 
 
 class CorruptStore(StoreError):
-    """A store of ours that is damaged. `file` (device and inode) tells which one it was, even after it was renamed."""
+    """A store of ours that is damaged. `file` (device and inode) tells which one it was, even after
+    it was renamed."""
 
     def __init__(self, path: Path, what: str, file: tuple[int, int] | None) -> None:
         super().__init__(f"{path}: {what}")
@@ -83,7 +86,8 @@ class Store(ABC):
              on_damage: Callable[[str], None] = lambda what: None) -> PerfView:
         """The measurements of these builds (kernel -> build) that are not older than `since`.
 
-        A view reads when it is asked. Should it meet damage then, it has no row there and calls `on_damage`.
+        A view reads when it is asked. Should it meet damage then, it has no row there and calls
+        `on_damage`.
         """
 
     def verify(self) -> None:
@@ -152,8 +156,8 @@ class Store(ABC):
 def settled(rows: Iterable[Measurement]) -> list[Measurement]:
     """As they may be kept: checked, and none from the future, which would be the newest for ever.
 
-    A clock that was set back leaves rows of the future in a store. Nobody knows how old they are, so they give way to
-    any other: stores take the time of such a row for 0 when they compare.
+    A clock that was set back leaves rows of the future in a store. Nobody knows how old they are,
+    so they give way to any other: stores take the time of such a row for 0 when they compare.
     """
     now = time.time()
     checked = (m.checked() for m in rows)

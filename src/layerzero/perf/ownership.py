@@ -1,7 +1,8 @@
 """Whose file is it? Asked of the bytes, before SQLite is given a path.
 
-SQLite would make, change or delete files beside a database that it is merely asked about. So a path is looked at first,
-by its kind and its header (https://sqlite.org/fileformat.html#the_database_header), and what is not ours is refused.
+SQLite would make, change or delete files beside a database that it is merely asked about. So a path
+is looked at first, by its kind and its header
+(https://sqlite.org/fileformat.html#the_database_header), and what is not ours is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _UTF8 = (b"\0\0\0\0", b"\0\0\0\1")         # at offset 56; 0 as long as there is
 _FRACTIONS = bytes((64, 32, 32))               # at offset 21 of every SQLite database
 _WAL = (0x377F0682, 0x377F0683)
 _JOURNAL = bytes.fromhex("d9d505f920a163d7")
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-          stat.S_IFBLK: "a device"}
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
+          stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 File = tuple[int, int]                         # device and inode
 
@@ -39,20 +40,22 @@ class Look:
     file: File | None = None
 
 
-# To close a file that the process also has open as a database drops SQLite's locks on it (POSIX). So a database that is
-# open is not looked at again: it was ours when it was opened.
+# To close a file that the process also has open as a database drops SQLite's locks on it (POSIX).
+# So a database that is open is not looked at again: it was ours when it was opened.
 _looking = threading.Lock()
 _open: Counter[File] = Counter()
 
 
 def look(path: Path) -> Look:
-    """What is at `path`; ForeignFile for what is not ours, CorruptStore for ours with a damaged header."""
+    """What is at `path`; ForeignFile for what is not ours, CorruptStore for ours with a damaged
+    header."""
     with _looking:
         return _look(path)
 
 
 def take(path: Path, create: bool) -> Look:
-    """Look at `path`, which is about to be opened as a database: `release` its file once it is closed."""
+    """Look at `path`, which is about to be opened as a database: `release` its file once it is
+    closed."""
     with _looking:
         found = _look(path)
         if found.kind == "missing" and create:
@@ -72,7 +75,8 @@ def release(file: File | None) -> None:
 
 
 def _make(path: Path) -> None:
-    """Make an empty file where there is none: no link is followed, and what another process made stays."""
+    """Make an empty file where there is none: no link is followed, and what another process made
+    stays."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,8 +99,8 @@ def _look(path: Path) -> Look:
     except FileNotFoundError:                  # it was taken away meanwhile
         return Look("missing")
     except (OSError, ValueError) as e:
-        raise StoreError(f"{path}: cannot look at the measurements: {_why(e)}; set perfdb to a file that can be read, "
-                         "or to off") from e
+        raise StoreError(f"{path}: cannot look at the measurements: {_why(e)}; set perfdb to a "
+                         "file that can be read, or to off") from e
 
 
 def _at(path: Path) -> Look:
@@ -118,8 +122,9 @@ def _at(path: Path) -> Look:
         return Look("empty", file)
     sqlite = head.startswith(SQLITE) or head[21:24] == _FRACTIONS
     if not sqlite or head[68:72] != struct.pack(">I", APPLICATION_ID):
-        raise ForeignFile(path, "a database of another program" if head.startswith(SQLITE) else "another kind of file")
-    # What SQLite would take for a database that may only be read, or whose texts are in another encoding.
+        theirs = "a database of another program"
+        raise ForeignFile(path, theirs if head.startswith(SQLITE) else "another kind of file")
+    # SQLite would take it for one that may only be read, or whose texts are in another encoding.
     if not head.startswith(SQLITE) or not {*head[18:20]} <= {1, 2} or head[56:60] not in _UTF8:
         raise CorruptStore(path, "its header is damaged", file)
     return Look("ours", file)
@@ -144,13 +149,15 @@ def _beside(path: Path, found: Look) -> None:
         if end == "-journal" and head and not head.startswith(_JOURNAL):
             raise ForeignFile(other, "another kind of file")
         if end == "-wal" and found.kind != "ours" and _at(path).kind != "ours":    # nor made by now
-            raise ForeignFile(other, "the log of a database that is not there", "move it away, or delete it")
+            raise ForeignFile(other, "the log of a database that is not there",
+                              "move it away, or delete it")
         if end == "-wal" and len(head) == 32 and struct.unpack(">I", head[:4])[0] not in _WAL:
             raise CorruptStore(path, f"the header of {other.name} is damaged", found.file)
 
 
 def _first(path: Path, count: int) -> bytes:
-    """The first bytes of a plain file; no device and no FIFO is waited for, should one have taken its place."""
+    """The first bytes of a plain file; no device and no FIFO is waited for, should one have taken
+    its place."""
     opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         return os.read(opened, count)
@@ -165,7 +172,7 @@ def _why(e: OSError | ValueError) -> str:
 def _after_fork() -> None:
     global _looking
     _looking = threading.Lock()
-    _open.clear()                              # locks are not inherited: what the parent has open is not open here
+    _open.clear()  # locks are not inherited: what the parent has open is not open here
 
 
 if hasattr(os, "register_at_fork"):

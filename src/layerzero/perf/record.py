@@ -93,9 +93,10 @@ class Measurement(NamedTuple):
                 continue
             low, kind = _LEAST.get(name, 0.0), int if name == "samples" else float
             most = _MOST.get(name, 1e300)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < most:
-                raise DataError(f"measurement of {self.kernel!r}: {name} must be a number >= {low:g} and < {most:g}, "
-                                f"got {value!r}")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not low <= value < most:
+                raise DataError(f"measurement of {self.kernel!r}: {name} must be a number >= "
+                                f"{low:g} and < {most:g}, got {value!r}")
             values.append(kind(value))
         return Measurement._make(values)
 
@@ -116,7 +117,7 @@ TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build"
 _SIZE = re.compile(r"\w+=-?\d{1,19}")
 _REQUIRED = ("kernel", "op", "bucket", "place", "median_us")
 _LEAST: Mapping[str, float] = {"median_us": 1e-6, "samples": 1}
-_MOST: Mapping[str, float] = {"samples": 2.0**53}              # what a database takes for a whole number
+_MOST: Mapping[str, float] = {"samples": 2.0**53}  # what a database takes for a whole number
 
 
 def is_text(value: Any) -> bool:

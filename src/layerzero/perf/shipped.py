@@ -81,7 +81,8 @@ def read(path: Path, ops: Mapping[str, Op]) -> Table:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or sorted(data) != sorted(_HEAD):
         raise DataError(f"{path.name}: wanted an object of {', '.join(_HEAD)} with the schema {SCHEMA!r}")
     device, versions, kernels = data["device"], data["versions"], data["kernels"]
-    if not isinstance(device, dict) or not all(isinstance(device.get(name), str) for name in ("type", "name")):
+    if not isinstance(device, dict) or not all(
+            isinstance(device.get(name), str) for name in ("type", "name")):
         raise DataError(f"{path.name}: device must have a type and a name, got {device!r}")
     isa, threads = device.get("isa", []), device.get("threads", 1)
     if not isinstance(isa, list) or not all(isinstance(name, str) for name in isa):

@@ -1,9 +1,10 @@
 """The store of one machine: an SQLite file.
 
-It is in WAL mode where the file system can: readers and writers of several processes do not wait for each other. What
-is read is checked: whose file it is (ownership.py), its structure when a view is loaded, every row by its checksum. A
-store that is only read is a copy in memory, so that reading changes nothing on the disk; so is a view, from which a
-kernel's rows are read when they are first asked for.
+It is in WAL mode where the file system can: readers and writers of several processes do not wait
+for each other. What is read is checked: whose file it is (ownership.py), its structure when a view
+is loaded, every row by its checksum. A store that is only read is a copy in memory, so that reading
+changes nothing on the disk; so is a view, from which a kernel's rows are read when they are first
+asked for.
 """
 
 from __future__ import annotations
@@ -12,92 +13,24 @@ import json
 import math
 import os
 import sqlite3
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from . import ownership
-from .interface import COLUMNS, KEY, CorruptStore, ForeignFile, NewerStore, Store, StoreError, settled
+from .interface import KEY, CorruptStore, ForeignFile, NewerStore, Store, StoreError, settled
 from .ownership import APPLICATION_ID
-from .record import EAGER, QUIET, Measurement, PerfView, Rates, environment_id, is_cpu_place
+from .record import EAGER, Measurement, PerfView, Rates, environment_id
+from .schema import ALL, PUT, PUT_RATES, STEPS, VERSION, checksum, row_of
 
-_NUMBERS = struct.Struct("<9d").pack
-
-
-def _crc(m: tuple[Any, ...]) -> int:
-    """The checksum of a row: its texts and its numbers, in the order of COLUMNS."""
-    texts = "\0".join((*m[:4], m[7], m[8], m[14], *m[16:]))
-    return zlib.crc32(texts.encode(), zlib.crc32(_NUMBERS(*m[4:7], *m[9:14], m[15])))
-
-
-def _row(values: tuple[Any, ...]) -> Measurement | None:
-    """None for a damaged row."""
-    return Measurement._make(values[:-1]) if _is_sound(values) else None
-
-
-def _is_sound(values: tuple[Any, ...]) -> bool:
-    """Does the checksum at the end belong to the values before it? What was damaged may have any type."""
-    try:
-        return bool(_crc(values[:-1]) == values[-1])
-    except (TypeError, ValueError, OverflowError, struct.error):
-        return False
-
-
-def _take_over_eager_rows(connection: sqlite3.Connection) -> None:
-    """Rows had no mode before schema 3. Those of a CPU were eager calls in a loop, as they are today. On a GPU a
-    sample was one call behind a flush, or a replay of a graph, and nobody can tell which: they are left behind."""
-    columns = ", ".join(c for c in COLUMNS if c != "mode")
-    for values in connection.execute(f"SELECT {columns}, crc FROM measurements_2").fetchall():
-        if not _is_sound(values):              # of a damaged file, or one whose version is damaged: nothing of it goes
-            raise sqlite3.DatabaseError(f"the row of {values[0]!r} for {values[2]!r} is damaged")
-        row = values[:-1]
-        if is_cpu_place(row[3]):
-            now = (*row, EAGER)
-            connection.execute(_PUT, (*now, _crc(now), time.time()))
-
-
-# Each step takes a file from one schema version to the next; a new file goes through all of them.
-STEPS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] = (
-    ("CREATE TABLE environments (id TEXT PRIMARY KEY, data TEXT NOT NULL) WITHOUT ROWID",
-     """CREATE TABLE measurements (
-         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
-         spread REAL NOT NULL, samples INTEGER NOT NULL, family TEXT NOT NULL, sizes TEXT NOT NULL,
-         flops REAL NOT NULL, bytes REAL NOT NULL, p95_us REAL NOT NULL, p99_us REAL NOT NULL,
-         compile_us REAL NOT NULL, build TEXT NOT NULL, at REAL NOT NULL, environment TEXT NOT NULL,
-         crc INTEGER NOT NULL, PRIMARY KEY (kernel, bucket, place, build)) WITHOUT ROWID"""),
-    ("CREATE TABLE rates (place TEXT PRIMARY KEY, flops_per_us REAL NOT NULL, bytes_per_us REAL NOT NULL, "
-     "at REAL NOT NULL) WITHOUT ROWID",),
-    ("ALTER TABLE measurements RENAME TO measurements_2",
-     """CREATE TABLE measurements (
-         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
-         spread REAL NOT NULL, samples INTEGER NOT NULL, family TEXT NOT NULL, sizes TEXT NOT NULL,
-         flops REAL NOT NULL, bytes REAL NOT NULL, p95_us REAL NOT NULL, p99_us REAL NOT NULL,
-         compile_us REAL NOT NULL, build TEXT NOT NULL, at REAL NOT NULL, environment TEXT NOT NULL,
-         mode TEXT NOT NULL, crc INTEGER NOT NULL,
-         PRIMARY KEY (kernel, bucket, place, mode, build)) WITHOUT ROWID""",
-     _take_over_eager_rows, "DROP TABLE measurements_2"),
-)
-VERSION = len(STEPS)
-
-_ALL = ", ".join(COLUMNS)
-_PUT = (f"INSERT INTO measurements ({_ALL}, crc) VALUES ({', '.join('?' * (len(COLUMNS) + 1))}) "
-        f"ON CONFLICT ({', '.join(KEY)}) DO UPDATE SET "
-        + ", ".join(f"{c} = excluded.{c}" for c in (*COLUMNS, "crc") if c not in KEY)
-        + f" WHERE (excluded.spread <= {QUIET}, excluded.at) >= "
-        f"(measurements.spread <= {QUIET}, measurements.at * (measurements.at <= ?))")     # now: see `settled`
-_PUT_RATES = ("INSERT INTO rates VALUES (?, ?, ?, ?) ON CONFLICT (place) DO UPDATE SET flops_per_us = "
-              "excluded.flops_per_us, bytes_per_us = excluded.bytes_per_us, at = excluded.at "
-              "WHERE excluded.at >= rates.at * (rates.at <= ?)")
-
-# What SQLite says of the file's surroundings. Any other operational error ("no such column", "table exists already")
-# means that the file is not what it says it is.
-_ELSEWHERE = ("locked", "is full", "readonly", "disk I/O", "unable to open", "out of memory", "locking protocol",
-              "interrupted", "permission denied", "not authorized", "file support is disabled", "busy")
+# What SQLite says of the file's surroundings. Any other operational error ("no such column",
+# "table exists already") means that the file is not what it says it is.
+_ELSEWHERE = ("locked", "is full", "readonly", "disk I/O", "unable to open", "out of memory",
+              "busy", "locking protocol", "interrupted", "permission denied", "not authorized",
+              "file support is disabled")
 
 _reading = threading.Lock()                    # a view may be asked by several threads; none is, while a process forks
 
@@ -119,28 +52,28 @@ class Snapshot:
 
     def __init__(self, connection: sqlite3.Connection, builds: Mapping[str, str], since: float,
                  on_damage: Callable[[str], None]) -> None:
-        self._connection, self._since, self._count, self._on_damage = connection, since, -1, on_damage
-        self._now = time.time()
+        self._connection, self._since, self._now = connection, since, time.time()
+        self._count, self._on_damage = -1, on_damage
         self._builds = {kernel: build for kernel, build in builds.items() if connection.execute(
             "SELECT 1 FROM measurements WHERE kernel = ? AND build = ? LIMIT 1", (kernel, build)).fetchone()}
         self.kernels: Collection[str] = self._builds.keys()
 
     def rows_of(self, kernel: str) -> list[Measurement]:
-        """The sound rows of a kernel; one from the future (the clock was set back) is as new as one of today."""
-        rows = self._ask(f"SELECT {_ALL}, crc FROM measurements WHERE kernel = ? AND build = ? AND at >= ?",
-                         kernel, self._builds[kernel])
-        sound = (m for values in rows if (m := _row(values)) is not None)
+        """The sound rows of a kernel; one from the future (the clock was set back) is as new as one
+        of today."""
+        rows = self._ask(f"{ALL}, crc", kernel, self._builds[kernel])
+        sound = (m for values in rows if (m := row_of(values)) is not None)
         return [m if m.at <= self._now else m._replace(at=self._now) for m in sound]
 
     def count(self) -> int:
         if self._count < 0:
-            counts = [self._ask("SELECT count(*) FROM measurements WHERE kernel = ? AND build = ? AND at >= ?", *one)
-                      for one in self._builds.items()]
+            counts = [self._ask("count(*)", *one) for one in self._builds.items()]
             self._count = sum(rows[0][0] for rows in counts if rows)
         return self._count
 
-    def _ask(self, query: str, kernel: str, build: str) -> list[tuple[Any, ...]]:
+    def _ask(self, what: str, kernel: str, build: str) -> list[tuple[Any, ...]]:
         """This happens inside a call, which no damage may fail."""
+        query = f"SELECT {what} FROM measurements WHERE kernel = ? AND build = ? AND at >= ?"
         with _reading:
             try:
                 return self._connection.execute(query, (kernel, build, self._since)).fetchall()
@@ -163,7 +96,7 @@ class SqliteStore(Store):
         self.timeout = timeout
         self.read_only = read_only
         self._closed = False
-        self._lent = False                     # to a view, which goes on reading when this store is closed
+        self._lent = False  # to a view, which goes on reading when this store is closed
         with self._told():
             self._real = real_path(self.path)
             self._look = ownership.take(self._real, create=not read_only)
@@ -171,7 +104,8 @@ class SqliteStore(Store):
                 self._connection = self._open()
                 try:
                     self._prepare()
-                except BaseException:          # nothing is handled: whatever it was, the file is not left open
+                # nothing is handled: whatever it was, the file is not left open
+                except BaseException:
                     self._connection.close()
                     raise
             except BaseException:              # as above
@@ -190,7 +124,7 @@ class SqliteStore(Store):
         return self._copy() if self.read_only else self._connect("mode=rw")
 
     def _connect(self, how: str) -> sqlite3.Connection:
-        target = f"{self._real.as_uri()}?{how}"                    # no name is special, not even :memory:
+        target = f"{self._real.as_uri()}?{how}"  # no name is special, not even :memory:
         found = sqlite3.connect(target, timeout=self.timeout, isolation_level=None, uri=True)
         found.text_factory = _text
         try:
@@ -203,8 +137,8 @@ class SqliteStore(Store):
             raise
 
     def _copy(self) -> sqlite3.Connection:
-        """The file in memory. Where it has no log, SQLite need not make one to read it; should another process write
-        meanwhile, or has it a log, it is read with SQLite's locks."""
+        """The file in memory. Where it has no log, SQLite need not make one to read it; should
+        another process write meanwhile, or has it a log, it is read with SQLite's locks."""
         before = self._stamp()
         if not before[-1]:
             try:
@@ -217,7 +151,8 @@ class SqliteStore(Store):
                     raise
         try:
             return self._copied("mode=ro")
-        except sqlite3.OperationalError as e:  # a folder that cannot be written has no place for the files beside it
+        # a folder that cannot be written has no place for the files beside it
+        except sqlite3.OperationalError as e:
             if "unable to open" not in str(e):
                 raise
             return self._copied("immutable=1")
@@ -226,7 +161,7 @@ class SqliteStore(Store):
         end = time.monotonic() + self.timeout
 
         def check(status: int, remaining: int, total: int) -> None:
-            if remaining and time.monotonic() > end:               # Python would wait for a lock for ever
+            if remaining and time.monotonic() > end:  # Python would wait for a lock for ever
                 raise sqlite3.OperationalError("database is locked")
 
         source = self._connect(how)
@@ -254,14 +189,18 @@ class SqliteStore(Store):
         return status.st_size, status.st_mtime_ns, log
 
     def _prepare(self) -> None:
-        """The schema of today. Whose a file is can be read from its header as soon as there is one: a new file gets
-        its application id in the same step as its tables, and not by way of a log."""
+        """The schema of today. Whose a file is can be read from its header as soon as there is one:
+        a new file gets its application id in the same step as its tables, and not by way of a
+        log."""
         if self._version() != VERSION:
             with self._transaction():
                 self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                for i in range(self._version(), VERSION):          # another process may have been quicker
+                for i in range(self._version(), VERSION):  # another process may have been quicker
                     for step in STEPS[i]:
-                        self._connection.execute(step) if isinstance(step, str) else step(self._connection)
+                        if isinstance(step, str):
+                            self._connection.execute(step)
+                        else:
+                            step(self._connection)
                 self._connection.execute(f"PRAGMA user_version = {VERSION}")
         if not self.read_only:
             self._use_wal()
@@ -285,7 +224,8 @@ class SqliteStore(Store):
     def _use_wal(self) -> None:
         """Many processes may want this at once for a new file; SQLite does not wait here by itself.
 
-        A file system without shared memory keeps the journal it has: readers wait for writers there.
+        A file system without shared memory keeps the journal it has: readers wait for writers
+        there.
         """
         if self._connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
             return
@@ -306,9 +246,10 @@ class SqliteStore(Store):
             yield
         except sqlite3.OperationalError as e:
             if any(words in str(e) for words in _ELSEWHERE):
-                raise StoreError(f"{self.path}: {e}; measurements cannot be read or kept there now") from e
+                raise StoreError(
+                    f"{self.path}: {e}; measurements cannot be read or kept there now") from e
             raise self._corrupt(str(e)) from e
-        except (sqlite3.Error, UnicodeDecodeError) as e:           # a message may quote damaged text
+        except (sqlite3.Error, UnicodeDecodeError) as e:  # a message may quote damaged text
             raise self._corrupt(str(e)) from e
         except CorruptStore as e:              # by its real path: named as the setting names it
             raise e if e.path == self.path else self._corrupt(e.what, e.file) from e
@@ -318,7 +259,8 @@ class SqliteStore(Store):
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise StoreError(f"{self.path}: the file is readonly, or was opened to be read; nothing was written")
+            raise StoreError(f"{self.path}: the file is readonly, or was opened to be read; "
+                             "nothing was written")
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -332,7 +274,7 @@ class SqliteStore(Store):
             raise
 
     def _sound(self, values: tuple[Any, ...]) -> Measurement:
-        found = _row(values)
+        found = row_of(values)
         if found is None:
             raise self._corrupt(f"the row of {values[0]!r} for {values[2]!r} is damaged")
         return found
@@ -340,27 +282,27 @@ class SqliteStore(Store):
     def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
               rates: Mapping[str, tuple[Rates, float]]) -> None:
         self._check_writable()
-        kept = [(*m, _crc(tuple(m)), time.time()) for m in settled(rows)]
+        kept = [(*m, checksum(tuple(m)), time.time()) for m in settled(rows)]
         told = [(i, json.dumps(data, sort_keys=True)) for i, data in environments.items()]
         now = time.time()
         roofs = [(place, *map(float, r), min(at, now), now) for place, (r, at) in rates.items()]
         with self._told(), self._transaction():
             self._connection.executemany("INSERT OR IGNORE INTO environments VALUES (?, ?)", told)
-            self._connection.executemany(_PUT, kept)
-            self._connection.executemany(_PUT_RATES, roofs)
+            self._connection.executemany(PUT, kept)
+            self._connection.executemany(PUT_RATES, roofs)
 
     def get(self, kernel: str, bucket: str, place: str, build: str | None = None,
             mode: str = EAGER) -> Measurement | None:
         one, values = ("", ()) if build is None else (" AND build = ?", (build,))
         with self._told():
             found = self._connection.execute(
-                f"SELECT {_ALL}, crc FROM measurements WHERE kernel = ? AND bucket = ? AND place = ? AND mode = ?{one} "
+                f"SELECT {ALL}, crc FROM measurements WHERE kernel = ? AND bucket = ? AND place = ? AND mode = ?{one} "
                 "ORDER BY at DESC LIMIT 1", (kernel, bucket, place, mode, *values)).fetchone()
             return None if found is None else self._sound(found)
 
     def _rows(self) -> Iterator[Measurement]:
         with self._told():
-            for values in self._connection.execute(f"SELECT {_ALL}, crc FROM measurements"):
+            for values in self._connection.execute(f"SELECT {ALL}, crc FROM measurements"):
                 yield self._sound(values)
 
     def environments(self) -> dict[str, dict[str, Any]]:
@@ -380,7 +322,8 @@ class SqliteStore(Store):
         found: dict[str, tuple[Rates, float]] = {}
         with self._told():
             for place, *numbers in self._connection.execute("SELECT place, flops_per_us, bytes_per_us, at FROM rates"):
-                if not isinstance(place, str) or not all(isinstance(n, float) and 0 < n < math.inf for n in numbers):
+                if not isinstance(place, str) or not all(
+                        isinstance(n, float) and 0 < n < math.inf for n in numbers):
                     raise self._corrupt(f"the rates of {place!r} are damaged")
                 found[place] = Rates(*numbers[:2]), numbers[2]
         return found
@@ -440,17 +383,20 @@ def _memory() -> sqlite3.Connection:
 
 
 def real_path(path: Path) -> Path:
-    """Where SQLite finds a file, and what it keeps beside it. A link to nothing stays what it is, and is refused."""
+    """Where SQLite finds a file, and what it keeps beside it. A link to nothing stays what it is,
+    and is refused."""
     try:
         return path.resolve(strict=True)
     except (FileNotFoundError, NotADirectoryError):
         return path.absolute()
-    except (OSError, RuntimeError, ValueError) as e:               # a link in a circle, a name no system takes
-        raise StoreError(f"{path}: cannot look at the measurements: {e}; set perfdb to another file") from e
+    except (OSError, RuntimeError, ValueError) as e:  # a link in a circle, a name no system takes
+        raise StoreError(
+            f"{path}: cannot look at the measurements: {e}; set perfdb to another file") from e
 
 
 def set_aside(path: Path, file: ownership.File | None) -> Path | None:
-    """Rename a damaged file of ours and those beside it; None if another process has done so already."""
+    """Rename a damaged file of ours and those beside it; None if another process has done so
+    already."""
     path = real_path(path)
     with _alone(path):
         stat = os.stat(path)
@@ -462,7 +408,8 @@ def set_aside(path: Path, file: ownership.File | None) -> Path | None:
         target, n = stem, 1
         while any(os.path.lexists(f"{target}{end}") for end in (*ownership.BESIDE, "")):
             target, n = f"{stem}-{n}", n + 1
-        for end in (*ownership.BESIDE, ""):    # the file itself last: a new one must not find the old log
+        # the file itself last: a new one must not find the old log
+        for end in (*ownership.BESIDE, ""):
             if os.path.lexists(f"{path}{end}"):
                 os.replace(f"{path}{end}", f"{target}{end}")
         return Path(target)
@@ -476,7 +423,8 @@ def _alone(path: Path) -> Iterator[None]:
     except ImportError:                        # Windows: a file that is in use cannot be renamed there anyway
         yield
         return
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC     # whatever it is, it stays
+    # whatever it is, it stays
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     lock = os.open(f"{path}.lock", flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,9 @@
-"""What was measured, on its way into the store and out of it again: recording, asking, saying how it stands.
+"""What was measured, on its way into the store and out of it again: recording, asking, saying how
+it stands.
 
-Nothing that was measured is dropped because a store cannot be written now: it is kept in memory, an event says so, and
-it is written when the store works again: with the next recording, after a while, or when the process ends.
+Nothing that was measured is dropped because a store cannot be written now: it is kept in memory, an
+event says so, and it is written when the store works again: with the next recording, after a while,
+or when the process ends.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ _retry: threading.Timer | None = None
 
 
 def store(read_only: bool = False) -> Store:
-    """The store of the current setting, opened; close it. Made if there is none yet, unless it is only read."""
+    """The store of the current setting, opened; close it. Made if there is none yet, unless it is
+    only read."""
     where = location(worlds.current().policy)
     if where is None:
         raise ConfigError(f"perfdb is {OFF!r}: there is no store; set perfdb to a path, or to '' for the default one")
@@ -67,7 +70,8 @@ def using(read_only: bool = False) -> Iterator[Store]:
         if not isinstance(where, Path) or e.path != where:
             raise                              # another file, read meanwhile
         if read_only:
-            raise StoreError(f"{e}; nothing of it was touched: lz perf prune sets it aside and begins anew") from e
+            raise StoreError(f"{e}; nothing of it was touched: lz perf prune sets it aside and "
+                             "begins anew") from e
         trouble, _ = _set_aside(where, e)
         events.emit(trouble)
         raise StoreError(f"{e}; {trouble.action}") from e
@@ -85,7 +89,8 @@ def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | Non
     rates = dict(rates or {})
     if not rows and not rates:
         return
-    for event in _keep(world.policy, rows, environments, {place: (r, now) for place, r in rates.items()}):
+    timed = {place: (r, now) for place, r in rates.items()}
+    for event in _keep(world.policy, rows, environments, timed):
         events.emit(event)
     worlds.publish(lambda w: w.but(perf=w.perf.including(rows, rates)), "measured")
 
@@ -150,11 +155,11 @@ def _keep(policy: Policy, rows: list[Measurement], environments: Mapping[str, Ma
           rates: Mapping[str, tuple[Rates, float]]) -> list[Event]:
     """Write these and what could not be written before. What went wrong."""
     try:
-        if location(policy) is None:           # so it was wanted: in memory, as long as the process lives
+        if location(policy) is None:  # so it was wanted: in memory, as long as the process lives
             return []
     except ConfigError:
         pass
-    with _saving:                              # unsaved until it is written, whatever happens meanwhile
+    with _saving:  # unsaved until it is written, whatever happens meanwhile
         state.unsaved = state.unsaved.including(rows, environments, rates)
         return _save(policy)
 
@@ -171,7 +176,7 @@ def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
     for attempt in ("first", "last"):
         try:
             with opened(where, timeout) as found:
-                if state.damaged is not None and state.damaged.path == where:      # found while reading
+                if state.damaged is not None and state.damaged.path == where:  # found while reading
                     found.verify()
                 state.unsaved.write_to(found)
             return told + _saved(shown(where))
@@ -204,11 +209,13 @@ def _not_kept(name: str, error: Exception, action: str = "") -> StoreTrouble:
 
 
 def _set_aside(where: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
-    """Put a damaged file aside and begin a new one. What was done, and whether there is a new one."""
-    from ..perf.store import real_path, set_aside  # as in `opened`: there is a file, so SQLite is loaded
+    """Put a damaged file aside and begin a new one. What was done, and whether there is a new
+    one."""
+    # as in `opened`: there is a file, so SQLite is loaded
+    from ..perf.store import real_path, set_aside
     assert isinstance(where, Path)             # a server says StoreError
     try:
-        real = real_path(where)                # a link would point to nothing once the file has gone
+        real = real_path(where)  # a link would point to nothing once the file has gone
         aside = set_aside(real, error.file)
         opened(real).close()
     except (OSError, StoreError) as e:
@@ -219,7 +226,8 @@ def _set_aside(where: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bo
 
 
 def _try_again_later() -> None:
-    """In a thread of its own, and not on the clock's: a server that does not answer is waited for."""
+    """In a thread of its own, and not on the clock's: a server that does not answer is waited
+    for."""
     global _retry
     if _retry is None or not _retry.is_alive():
         _retry = threading.Timer(perf_loading.RETRY_SECONDS, try_again)
@@ -234,8 +242,8 @@ def try_again(timeout: float | None = None) -> None:
     with _saving:
         if _retry is threading.current_thread():
             _retry = None
-        known = state.writing
-        told = [event for event in (_save(policy, timeout) if policy is not None else ()) if event != known]
+        known, found = state.writing, _save(policy, timeout) if policy is not None else []
+        told = [event for event in found if event != known]
     for event in told:
         events.emit(event)
 
@@ -246,8 +254,8 @@ def _at_exit() -> None:
         return
     try_again(READ_SECONDS)
     if state.unsaved and state.writing is not None:
-        events.emit(StoreTrouble(store=state.writing.store, problem=state.writing.problem,
-                                 action=f"{len(state.unsaved)} measurements are lost with this process"))
+        lost = f"{len(state.unsaved)} measurements are lost with this process"
+        events.emit(replace(state.writing, action=lost))
 
 
 def _after_fork() -> None:

@@ -1,8 +1,10 @@
-"""Measurements on their way into the world: where they are, what is read of them, what came with the package.
+"""Measurements on their way into the world: where they are, what is read of them, what came with
+the package.
 
-A store is read when a world is made and when a setting or a kernel changes; never by a call that finds its choice in
-the cache. Reading changes nothing: what is damaged is set aside when something is to be written (measurements.py). A
-store that cannot be used costs its measurements and nothing else: that is an event, and `lz doctor` says it.
+A store is read when a world is made and when a setting or a kernel changes; never by a call that
+finds its choice in the cache. Reading changes nothing: what is damaged is set aside when something
+is to be written (measurements.py). A store that cannot be used costs its measurements and nothing
+else: that is an event, and `lz doctor` says it.
 """
 
 from __future__ import annotations
@@ -35,32 +37,35 @@ from .loading import installed_version, is_version_range, satisfies
 FILE = "perf.sqlite"
 OFF = "off"
 DAY = 86400.0
-READ_SECONDS, WRITE_SECONDS = 2.0, 10.0        # to wait for another process; the first call waits for the reading
+# to wait for another process; the first call waits for the reading
+READ_SECONDS, WRITE_SECONDS = 2.0, 10.0
 RETRY_SECONDS = 60.0                           # after which a store that failed is asked again
 
 
 @dataclass
 class StoreState:
-    """What this process knows of its store. Each value is replaced as a whole; nobody waits to read one."""
+    """What this process knows of its store. Each value is replaced as a whole; nobody waits to read
+    one."""
 
     reading: StoreTrouble | None = None        # the last trouble, until reading works again
     writing: StoreTrouble | None = None        # the same of writing
     retry_at: float = 0.0
-    damaged: CorruptStore | None = None        # found while reading; whoever writes next looks closer
+    damaged: CorruptStore | None = None  # found while reading; whoever writes next looks closer
     unsaved: Batch = field(default_factory=Batch)                  # measured, and in no store yet
 
     @property
     def trouble(self) -> StoreTrouble | None:
         return self.writing or self.reading
 
-    newest: float = 0.0                        # the latest time that a measurement of this process may have
+    newest: float = 0.0  # the latest time that a measurement of this process may have
 
     def reset(self) -> None:
         """As if the process had just begun; what is unsaved is given up."""
         vars(self).update(vars(StoreState()))
 
     def now(self) -> float:
-        """The time, which does not go back: with a clock that does, the later measurement is still the newer one."""
+        """The time, which does not go back: with a clock that does, the later measurement is still
+        the newer one."""
         self.newest = max(self.newest, time.time())
         return self.newest
 
@@ -69,7 +74,8 @@ state = StoreState()
 
 
 def location(policy: Policy) -> Path | str | None:
-    """Where measurements are: a file, the address of a server, or None where they are kept in memory only."""
+    """Where measurements are: a file, the address of a server, or None where they are kept in
+    memory only."""
     text = str(policy.setting("perfdb")).strip()
     if not text:
         return config.cache_dir() / FILE
@@ -78,7 +84,8 @@ def location(policy: Policy) -> Path | str | None:
     if text.startswith(("postgresql://", "postgresql+")):
         return text
     if "://" in text:
-        raise ConfigError(f"perfdb: wanted a path, {OFF!r}, or postgresql://..., got {text.partition('://')[0]}://...")
+        raise ConfigError(f"perfdb: wanted a path, {OFF!r}, or postgresql://..., got "
+                          f"{text.partition('://')[0]}://...")
     if "\0" in text:
         raise ConfigError(f"perfdb: wanted a path, got {text!r}, which no file system takes")
     try:
@@ -88,7 +95,8 @@ def location(policy: Policy) -> Path | str | None:
 
 
 def opened(where: Path | str, timeout: float | None = None, read_only: bool = False) -> Store:
-    """The store at a path or an address. With `read_only` nothing is made, changed or left there."""
+    """The store at a path or an address. With `read_only` nothing is made, changed or left
+    there."""
     timeout = WRITE_SECONDS if timeout is None else timeout
     if isinstance(where, Path):
         from ..perf.store import SqliteStore  # SQLite is not loaded before there is a file
@@ -103,7 +111,8 @@ def shown(where: Path | str) -> str:
 
 
 def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Event]]:
-    """What the store has of these kernels as they are built today, what is not in it yet, and what went wrong."""
+    """What the store has of these kernels as they are built today, what is not in it yet, and what
+    went wrong."""
     days = policy.setting("perfdb_ttl")
     builds, since = {k.id: build_of(k) for k in kernels}, state.now() - days * DAY if days else 0.0
     view, trouble = _read(policy, builds, since)
@@ -115,13 +124,15 @@ def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Even
     return view, [trouble] if trouble is not None else []
 
 
-def _read(policy: Policy, builds: Mapping[str, str], since: float) -> tuple[PerfView, StoreTrouble | None]:
+def _read(policy: Policy, builds: Mapping[str, str],
+          since: float) -> tuple[PerfView, StoreTrouble | None]:
     try:
         where = location(policy)
         if where is None or (isinstance(where, Path) and not where.exists()):
             return PerfView(), None
     except (LayerZeroError, OSError) as e:
-        return PerfView(), _failed(shown(policy.setting("perfdb")), e, "measurements are kept in memory only")
+        name = shown(policy.setting("perfdb"))
+        return PerfView(), _failed(name, e, "choices are made without measurements")
 
     damaged = DamagedRows(where)
     try:
@@ -135,7 +146,8 @@ def _read(policy: Policy, builds: Mapping[str, str], since: float) -> tuple[Perf
 
 
 class DamagedRows:
-    """Damage that a view meets: while it is loaded, or later while a call is choosing, which goes on without."""
+    """Damage that a view meets: while it is loaded, or later while a call is choosing, which goes
+    on without."""
 
     def __init__(self, where: Path | str) -> None:
         self.where = where
@@ -144,10 +156,11 @@ class DamagedRows:
 
     def __call__(self, problem: str) -> None:
         if isinstance(self.where, Path):
-            error = state.damaged = CorruptStore(self.where, problem, None)
-            self.trouble = _failed(shown(self.where), error, AS_DAMAGED)
+            state.damaged = CorruptStore(self.where, problem, None)
+            self.trouble = _failed(shown(self.where), state.damaged, AS_DAMAGED)
         else:
-            self.trouble = _failed(shown(self.where), StoreError(problem), "choices are made without such rows")
+            error = StoreError(problem)
+            self.trouble = _failed(shown(self.where), error, "choices are made without such rows")
         if not self.loading:
             state.reading = self.trouble
             events.emit(self.trouble)
@@ -157,8 +170,8 @@ class DamagedRows:
         return self.trouble
 
 
-AS_DAMAGED = ("choices are made without its measurements; it is set aside when something is to be written, or by "
-              "lz perf prune")
+AS_DAMAGED = ("choices are made without its measurements; it is set aside when something is to be "
+              "written, or by lz perf prune")
 
 
 def _failed(name: str, error: Exception, action: str) -> StoreTrouble:
@@ -180,8 +193,10 @@ class Loaded(Protocol):
 
 
 def follow(old: Loaded, new: Loaded) -> tuple[PerfView, list[Event]]:
-    """The measurements that the settings and the kernels of `new` call for: its own where nothing changed."""
-    if any(old.policy.setting(name) != new.policy.setting(name) for name in ("perfdb", "perfdb_ttl")):
+    """The measurements that the settings and the kernels of `new` call for: its own where nothing
+    changed."""
+    names = ("perfdb", "perfdb_ttl")
+    if any(old.policy.setting(name) != new.policy.setting(name) for name in names):
         return load(new.policy, new.catalog.kernels)
     if new.catalog is old.catalog:
         return new.perf, []
@@ -197,7 +212,8 @@ def follow(old: Loaded, new: Loaded) -> tuple[PerfView, list[Event]]:
 # what came with the package
 
 def shipped(catalog: Catalog, device: Device, place: str) -> Shipped:
-    """The measurements that came with the package for this model of device, where its versions are those here."""
+    """The measurements that came with the package for this model of device, where its versions are
+    those here."""
     table, refused = applicable(catalog, device)
     if table is None or refused:
         return Shipped()
@@ -222,8 +238,10 @@ def tables(catalog: Catalog) -> tuple[Table, ...]:
         try:
             table = files.read(path, catalog.ops)
             if wrong := [text for text in table.versions.values() if not is_version_range(text)]:
-                raise DataError(f"{path.name}: versions must be like '>=2.9,<2.14', got {', '.join(wrong)}")
+                raise DataError(f"{path.name}: versions must be like '>=2.9,<2.14', got "
+                                f"{', '.join(wrong)}")
             found.append(table)
         except DataError as e:
-            events.emit(StoreTrouble(store=path.name, problem=str(e), action="it is left out; reinstall layerzero"))
+            events.emit(StoreTrouble(store=path.name, problem=str(e),
+                                     action="it is left out; reinstall layerzero"))
     return tuple(found)

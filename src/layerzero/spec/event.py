@@ -162,7 +162,7 @@ class StoreTrouble(Event):
 
 @dataclass(frozen=True)
 class StoreRecovered(Event):
-    """The store of measurements works again, and what was kept in memory meanwhile was written to it."""
+    """The store of measurements works again; what was kept in memory meanwhile was written."""
 
     name: ClassVar[str] = "store_recovered"
     store: str = ""

@@ -4,8 +4,14 @@ memory."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import random
+import signal
+import sqlite3
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -207,3 +213,46 @@ def test_an_error_whose_text_is_damaged_is_damage(folder):
         SqliteStore(path)
     with pytest.raises(CorruptStore):
         SqliteStore(path, read_only=True)
+
+
+def _killed_at(steps: Iterator[int], last: int, _statement: str = "") -> int:
+    if next(steps) == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_process_that_is_killed_while_it_makes_a_store_leaves_one_that_works(folder, monkeypatch):
+    """At every statement and between their steps: whose the file is must be clear from its first byte."""
+    path, connect = folder / "perf.sqlite", SqliteStore._connect
+    kinds, alive = set(), 0
+    moments = [("trace", n) for n in range(1, 30)] + [("progress", n) for n in range(1, 900, 40)]
+    for hook, last in moments:
+        for old in folder.iterdir():
+            old.unlink()
+        child = os.fork()
+        if not child:
+            step = functools.partial(_killed_at, itertools.count(1), last)
+
+            def watched(self: SqliteStore, how: str, hook=hook, step=step) -> sqlite3.Connection:
+                found = connect(self, how)
+                if hook == "trace":
+                    found.set_trace_callback(step)
+                else:
+                    found.set_progress_handler(step, 1)
+                return found
+
+            try:
+                monkeypatch.setattr(SqliteStore, "_connect", watched)
+                with SqliteStore(path) as store:
+                    store.put([measured(1)])
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        alive += not status
+        kinds.add(ownership.look(path).kind)
+        with SqliteStore(path) as store:
+            store.put([measured(2)])
+            store.verify()
+            assert list(store.rows())[-1] == measured(2), (hook, last)
+    assert kinds == {"empty", "ours"} and alive < len(moments) / 2

@@ -25,7 +25,7 @@ _HEADER = 100
 _UTF8 = (b"\0\0\0\0", b"\0\0\0\1")         # at offset 56; 0 as long as there is no table
 _FRACTIONS = bytes((64, 32, 32))               # at offset 21 of every SQLite database
 _WAL = (0x377F0682, 0x377F0683)
-_JOURNAL = bytes.fromhex("d9d505f920a163d7")
+_JOURNAL = (bytes.fromhex("d9d505f920a163d7"), bytes(8))  # zeros until its pages are on the disk
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
           stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 

@@ -78,8 +78,9 @@ class Measurement(NamedTuple):
 
     def checked(self) -> Measurement:
         """The same with every number of its own type; DataError for what no measurement can be."""
+        given: tuple[Any, ...] = self
         values: list[Any] = []
-        for name, value in zip(self._fields, self):
+        for name, value in zip(self._fields, given):
             if name in TEXTS:
                 if not is_text(value) or (name in _REQUIRED and not value):
                     raise DataError(f"measurement of {self.kernel!r}: {name} must be text, got {value!r}")

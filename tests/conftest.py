@@ -46,6 +46,9 @@ def _nothing_measured_stays() -> Iterator[None]:
 def _forget_measurements() -> None:
     for file in Path(_own).glob("perf.sqlite*"):
         file.unlink(missing_ok=True)
+    loading = sys.modules.get("layerzero.runtime.perf_loading")
+    if loading is not None:
+        loading.state.reset()
     worlds = sys.modules.get("layerzero.runtime.world")
     if worlds is not None and worlds.exists() and worlds.current().perf:
         sys.modules["layerzero.runtime.measurements"].forget_measurements()

@@ -28,6 +28,7 @@ from layerzero.perf.record import Measurement, Rates
 from layerzero.perf.store import SqliteStore
 from layerzero.runtime import measurements
 from layerzero.runtime import world as worlds
+from layerzero.runtime.perf_loading import state
 from layerzero.spec.errors import DataError
 from layerzero.spec.event import StoreTrouble
 
@@ -156,10 +157,46 @@ def test_what_no_measurement_can_be_is_refused_and_nothing_is_written(store, cha
 
 
 def test_a_row_that_someone_else_spoilt_is_not_believed(store, url, server):
-    store.put([measured(1)])
-    admin(server, "UPDATE layerzero_measurements SET median_us = 'NaN'", url.rpartition("/")[2])
+    """It costs itself, and no other row."""
+    store.put([measured(1), measured(2)])
+    spoil = "UPDATE layerzero_measurements SET median_us = 'NaN' WHERE sizes = 'rows=1'"
+    admin(server, spoil, url.rpartition("/")[2])
+    told: list[str] = []
+    assert list(store.view({"torch.k": "v1"}, on_damage=told.append)) == [measured(2)]
+    assert len(told) == 1 and "median_us" in told[0]
     with pytest.raises(StoreError, match="median_us"):
-        store.view({"torch.k": "v1"})
+        list(store.rows())
+
+
+def test_whoever_only_reads_makes_no_tables_and_writes_nothing(url, server):
+    with FleetStore(url, read_only=True) as reader:
+        assert list(reader.rows()) == [] and reader.environments() == {} and reader.rates() == {}
+        assert reader.get("torch.k", "b", "p") is None and not reader.view({"torch.k": "v1"})
+        with pytest.raises(StoreError, match="opened to be read"):
+            reader.put([measured(1)])
+    database = url.rpartition("/")[2]
+    count = "SELECT 1 / (1 - sign(count(*))::int) FROM pg_tables WHERE tablename LIKE 'layerzero%'"
+    admin(server, count, database)             # divides by zero where there is one
+    with FleetStore(url) as store:
+        store.put([measured(1)])
+    with FleetStore(url, read_only=True) as reader:
+        assert list(reader.rows()) == list(reader.view({"torch.k": "v1"})) == [measured(1)]
+        with pytest.raises(StoreError, match="opened to be read"):
+            reader.delete([measured(1)])
+
+
+def test_a_row_of_the_future_gives_way_to_what_is_measured_today(store, url, server):
+    """Some machine's clock was ahead."""
+    store.put([measured(1)])
+    store.put_rates({"here": Rates(1.0, 1.0)})
+    for table in ("measurements", "rates"):
+        admin(server, f"UPDATE layerzero_{table} SET at = 4e9", url.rpartition("/")[2])
+    (seen,) = store.view({"torch.k": "v1"})
+    assert seen.at <= time.time()
+    store.put([measured(1, median_us=2.0)])
+    store.put_rates({"here": Rates(2.0, 2.0)})
+    assert [m.median_us for m in store.rows()] == [2.0]
+    assert store.rates() == {"here": Rates(2.0, 2.0)}
 
 
 def test_export_import_and_merge_go_between_a_file_and_the_fleet(store, tmp_path):
@@ -235,6 +272,25 @@ def test_the_setting_serves_calls_from_the_fleet(url, monkeypatch, tmp_path):
     with measurements.store() as store:
         (environment,) = store.environments().values()
     assert environment["place"] == place
+
+
+@pytest.mark.usefixtures("world")
+def test_what_was_measured_while_the_server_was_away_is_written_when_it_is_back(
+        url, server, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    name = url.rpartition("/")[2]
+    admin(server, f"ALTER DATABASE {name} RENAME TO {name}_away")
+    lz.configure(perfdb=url)
+    measurements.record([measured(1)])
+    measurements.record([measured(2)], {"here": Rates(1.0, 2.0)})
+    assert len(state.unsaved) == 3
+    assert "3 measurements are kept in memory" in measurements.status().hint
+    admin(server, f"ALTER DATABASE {name}_away RENAME TO {name}")
+    measurements.try_again()
+    assert not state.unsaved and measurements.status().ok
+    with FleetStore(url, read_only=True) as reader:
+        assert sorted(reader.rows()) == [measured(1), measured(2)]
+        assert reader.rates() == {"here": Rates(1.0, 2.0)}
 
 
 @pytest.mark.usefixtures("world")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.perf import store as stores
+from layerzero.perf import ownership, schema
 from layerzero.perf.interface import CorruptStore, NewerStore, StoreError
 from layerzero.perf.record import Measurement, PerfView, Rates
 from layerzero.perf.store import SqliteStore, set_aside
@@ -305,28 +305,37 @@ def flipped(data: bytes, at: int, bit: int = 1) -> bytes:
 DAMAGES = {
     "cut in half": lambda data: data[:len(data) // 2],
     "cut inside a page": lambda data: data[:len(data) - 1000],
-    "garbage in place of the header": lambda data: b"\xff" * 100 + data[100:],
-    "no database at all": lambda data: b"measurements\n" * 50,
+    "no name of its format in the header": lambda data: bytes(16) + data[16:],
+    "a header of a format to come": lambda data: data[:18] + b"\7\7" + data[20:],
+    "texts in another encoding": lambda data: data[:56] + b"\0\0\0\2" + data[60:],
+    "a schema of before there were modes": lambda data: data[:60] + b"\0\0\0\2" + data[64:],
+    "a schema below zero": lambda data: data[:60] + b"\xff" * 4 + data[64:],
     "a page torn in the middle": lambda data: data[:4096 * 8] + os.urandom(4096) + data[4096 * 9:],
     "zeros in place of a page": lambda data: data[:4096 * 5] + bytes(4096) + data[4096 * 6:],
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_set_aside_reported_and_begun_anew(perfdb, happened, damage):
+def test_a_damaged_file_is_set_aside_by_whoever_writes_and_begun_anew(perfdb, happened, damage):
     lz.configure(perfdb="off")
     data = DAMAGES[damage](filled(perfdb))
     perfdb.write_bytes(data)
     happened.clear()
     lz.configure(perfdb=str(perfdb))
     (event,) = of(StoreTrouble, happened)
-    assert event.store == str(perfdb) and "set aside as perf.sqlite.corrupt-" in event.action and event.problem
-    (aside,) = perfdb.parent.glob("perf.sqlite.corrupt-*")
-    assert aside.read_bytes() == data                          # nothing is lost that someone may want to look at
+    assert event.store == str(perfdb) and event.problem
+    assert "when something is to be written" in event.action
     assert len(worlds.current().perf) == 0
     assert not measurements.status().ok
     lz.rms_norm(rows())                                        # calls go on
+    assert [file.name for file in perfdb.parent.iterdir()] == ["perf.sqlite"]
+    assert perfdb.read_bytes() == data
     measurements.record([measured(1)])
+    event = of(StoreTrouble, happened)[-1]
+    assert event.store == str(perfdb) and event.problem
+    assert "set aside as perf.sqlite.corrupt-" in event.action
+    (aside,) = perfdb.parent.glob("perf.sqlite.corrupt-*")
+    assert aside.read_bytes() == data  # nothing is lost that someone may want to look at
     with SqliteStore(perfdb) as store:
         assert len(list(store.rows())) == 1
     assert measurements.status().ok and str(aside) in measurements.status().hint
@@ -359,8 +368,7 @@ def test_a_damaged_row_that_a_command_meets_sets_the_file_aside(perfdb, happened
 
 
 def test_damage_found_while_writing_costs_the_file_and_not_the_measurement(perfdb, happened):
-    filled(perfdb)
-    perfdb.write_bytes(b"x" * 5000)
+    perfdb.write_bytes(filled(perfdb)[:5000])
     measurements.record([measured(1)])
     assert len(of(StoreTrouble, happened)) == 1
     with SqliteStore(perfdb) as store:
@@ -368,8 +376,7 @@ def test_damage_found_while_writing_costs_the_file_and_not_the_measurement(perfd
 
 
 def test_of_two_processes_that_find_the_damage_one_sets_the_file_aside(path):
-    filled(path)
-    path.write_bytes(b"x" * 5000)
+    path.write_bytes(bytes(16) + filled(path)[16:])
     found = []
     for _ in range(2):
         with pytest.raises(CorruptStore) as e:
@@ -421,14 +428,14 @@ def test_the_database_of_another_program_is_not_touched(path):
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("version", range(len(stores.STEPS)))
+@pytest.mark.parametrize("version", range(len(schema.STEPS)))
 def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
     path.parent.mkdir()
     c = sqlite3.connect(path, isolation_level=None)
-    for step in stores.STEPS[:version]:
+    for step in schema.STEPS[:version]:
         for statement in step:
             c.execute(statement) if isinstance(statement, str) else statement(c)
-    c.execute(f"PRAGMA application_id = {stores.APPLICATION_ID}")
+    c.execute(f"PRAGMA application_id = {ownership.APPLICATION_ID}")
     c.execute(f"PRAGMA user_version = {version}")
     kept = [measured(i)._replace(place="cpu-2t") for i in range(5)] if version else []
     # Of a GPU, where nobody can tell how it was timed, before rows had a mode.
@@ -436,7 +443,7 @@ def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
     columns = 18 if version < 3 else 19
     for m in (*kept, *others):
         row = tuple(m)[:columns - 1]
-        c.execute(f"INSERT INTO measurements VALUES ({','.join('?' * columns)})", (*row, stores._crc(row)))
+        c.execute(f"INSERT INTO measurements VALUES ({','.join('?' * columns)})", (*row, schema.checksum(row)))
     c.close()
     before = path.read_bytes()
     with SqliteStore(path, read_only=True) as store:           # as it is, when it may not be changed
@@ -447,4 +454,4 @@ def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
         assert sorted(store.rows()) == kept
         store.put_rates({"here": Rates(1.0, 2.0)})
         assert store.rates() == {"here": Rates(1.0, 2.0)}
-        assert store._version() == stores.VERSION
+        assert store._version() == schema.VERSION

@@ -10,8 +10,10 @@ from typing import Annotated
 
 import typer
 
+from ..perf.ownership import SQLITE
 from ..perf.record import Measurement
 from ..runtime import measurements
+from ..runtime.perf_loading import DAY, opened
 from ..spec.errors import DataError
 from . import show
 from .options import Json
@@ -19,7 +21,6 @@ from .options import Json
 app = typer.Typer(no_args_is_help=True, help="What was measured on this machine: show, prune, export, import.")
 
 Kernels = Annotated[str, typer.Option("--kernel", help="only kernels whose id matches, such as torch.*")]
-SQLITE = b"SQLite format 3\0"
 
 
 @app.command("show")
@@ -28,7 +29,7 @@ def show_rows(kernel: Kernels = "*", op: Annotated[str, typer.Option(help="only 
               limit: Annotated[int, typer.Option(help="at most so many rows; 0: all")] = 50,
               as_json: Json = False) -> None:
     """The measurements, and whether each still counts here: builds, drivers and toolkits change."""
-    with measurements.using() as store:
+    with measurements.using(read_only=True) as store:
         rows, environments, rates = list(store.rows(kernel=kernel, op=op)), store.environments(), store.rates()
         name = store.name
     standing = measurements.Standing(environments)
@@ -56,8 +57,8 @@ def prune(kernel: Kernels = "*",
           dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go, and remove nothing")] = False
           ) -> None:
     """Remove what does not count any more: other builds, drivers or toolkits of this machine, and what expired."""
-    before = time.time() - older_than * measurements.DAY if older_than is not None else 0.0
-    with measurements.using() as store:
+    before = time.time() - older_than * DAY if older_than is not None else 0.0
+    with measurements.using(read_only=dry_run) as store:
         standing = measurements.Standing(store.environments())
 
         def unwanted(m: Measurement) -> bool:
@@ -71,7 +72,7 @@ def prune(kernel: Kernels = "*",
 @app.command()
 def export(path: Annotated[Path, typer.Argument(help="a file of JSON lines; replaced if it exists")]) -> None:
     """Write every measurement, its environment, and the rates of each device to a file."""
-    with measurements.using() as store:
+    with measurements.using(read_only=True) as store:
         count = store.export(path)
     show.text(f"{count} measurements written to {path}")
 
@@ -81,17 +82,20 @@ def import_rows(paths: Annotated[list[Path], typer.Argument(help="files of lz pe
                 ) -> None:
     """Take over the measurements of other machines. Of two of the same thing the better one stays, in any order."""
     for path in paths:
+        database = _is_database(path)
         with measurements.using() as store:
-            if _is_store(path):
-                with measurements.opened(path, read_only=True) as other:
+            if database:
+                with opened(path, read_only=True) as other:
                     count = store.merge(other)
             else:
                 count = store.import_(path)
         show.text(f"{count} measurements read from {path}")
 
 
-def _is_store(path: Path) -> bool:
+def _is_database(path: Path) -> bool:
     try:
+        if not path.is_file():  # a FIFO would be waited for; the reader of lines says what it is
+            return False
         with path.open("rb") as file:
             return file.read(len(SQLITE)) == SQLITE
     except OSError as e:

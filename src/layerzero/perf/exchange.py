@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..spec.errors import DataError
-from .record import Measurement, Rates, is_cpu_place
+from .record import Measurement, Rates, environment_id, is_cpu_place, is_text
 
 if TYPE_CHECKING:
     from .interface import Store
 
 SCHEMA = "layerzero.perf/2"
+LONGEST = 1 << 20  # characters of a line: the longest environment has some thousands
 WITHOUT_MODE = "layerzero.perf/1"              # of its rows only those of CPUs are of use: see store.py
 Content = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
 
 
 def export_lines(store: Store, path: Path) -> int:
-    """The file is replaced in one step; a reader sees the old one or the new one."""
+    """The file is replaced in one step; a reader sees the old one or the new one. Only such a file
+    is replaced."""
+    path = Path(os.path.realpath(path))
+    _check_replaceable(path)
     rows, environments, rates = list(store.rows()), store.environments(), store.timed_rates()
     lines: list[dict[str, Any]] = [{"environment": i, "data": data} for i, data in environments.items()]
     lines += [{"rates": place, "flops_per_us": r.flops_per_us, "bytes_per_us": r.bytes_per_us, "at": at}
@@ -43,6 +48,23 @@ def export_lines(store: Store, path: Path) -> int:
     except OSError as e:
         raise DataError(f"{path}: cannot write the measurements: {e.strerror}") from e
     return len(rows)
+
+
+def _check_replaceable(path: Path) -> None:
+    try:
+        status = os.stat(path)
+        if stat.S_ISREG(status.st_mode):
+            if not status.st_size:
+                return
+            with path.open("rb") as file:
+                if b'"layerzero.perf/' in file.readline(200):
+                    return
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise DataError(f"{path}: cannot write the measurements: {e.strerror}") from e
+    raise DataError(f"{path}: wanted no file, or one of lz perf export, got something else; "
+                    "nothing of it was touched. Name another file")
 
 
 def read_lines(path: Path) -> Content:
@@ -65,11 +87,12 @@ def read_lines(path: Path) -> Content:
             elif "environment" in line:
                 environments[_checked_id(line)] = line["data"]
             elif "rates" in line:
-                rates[str(line["rates"])] = _rates(line)
+                rates[_checked_place(line)] = _rates(line)
             else:
                 raise DataError(f"wanted a measurement, an environment or rates, got {', '.join(line) or 'nothing'}")
-        except (DataError, KeyError) as e:
-            raise DataError(f"{path}:{number}: {e}; nothing of this file was taken over") from e
+        except (DataError, KeyError, OverflowError, RecursionError) as e:
+            why = f"{e} is missing" if isinstance(e, KeyError) else e
+            raise DataError(f"{path}:{number}: {why}; nothing of this file was taken over") from e
     if number - 1 != head.get("lines"):
         raise DataError(f"{path}: wanted {head.get('lines')} lines after the first, got {number - 1}; the file was cut "
                         "off, nothing of it was taken over")
@@ -78,8 +101,15 @@ def read_lines(path: Path) -> Content:
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):                # a FIFO would be waited for
+            raise DataError(f"{path}: cannot read the measurements: wanted a plain file")
         with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
+            number = 0
+            while text := file.readline(LONGEST + 1):
+                number += 1
+                if len(text) > LONGEST:
+                    raise DataError(
+                        f"{path}:{number}: wanted lines of at most {LONGEST} characters")
                 try:
                     found = json.loads(text)
                 except (ValueError, RecursionError) as e:
@@ -87,18 +117,27 @@ def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 if not isinstance(found, dict):
                     raise DataError(f"{path}:{number}: wanted a JSON object, got {type(found).__name__}")
                 yield number, found
+    except DataError:                          # also a ValueError
+        raise
     except UnicodeDecodeError as e:
         raise DataError(f"{path}: not a text file: {e}") from e
-    except OSError as e:
-        raise DataError(f"{path}: cannot read the measurements: {e.strerror}") from e
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise DataError(f"{path}: cannot read the measurements: {why}") from e
 
 
 def _checked_id(line: Mapping[str, Any]) -> str:
-    from .interface import environment_id
     name = line["environment"]
     if not isinstance(line["data"], dict) or environment_id(line["data"]) != name:
         raise DataError(f"environment {name!r} does not have the content its id says")
     return str(name)
+
+
+def _checked_place(line: Mapping[str, Any]) -> str:
+    place = line["rates"]
+    if not is_text(place) or not place:
+        raise DataError(f"rates must name a place, got {place!r}")
+    return str(place)
 
 
 def _rates(line: Mapping[str, Any]) -> tuple[Rates, float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +21,15 @@ _LOCK = 0x4C5A5046                             # of those that make the tables a
 
 
 class FleetStore(Store):
-    """A server that many machines read and write. `url` is postgresql://user:password@host/database."""
+    """A server that many machines read and write. `url` is
+    postgresql://user:password@host/database.
 
-    def __init__(self, url: str, timeout: float = 10.0) -> None:
+    The tables are made where there are none; with `read_only` nothing is, and no row is written.
+    """
+
+    def __init__(self, url: str, timeout: float = 10.0, read_only: bool = False) -> None:
+        self.read_only = read_only
+        self._absent = False                   # only read, and there are no tables yet
         try:
             self._sa: Any = importlib.import_module("sqlalchemy")
             self._dialect: Any = importlib.import_module("sqlalchemy.dialects.postgresql")
@@ -63,19 +71,35 @@ class FleetStore(Store):
 
     def _prepare(self) -> None:
         sa = self._sa
+        if self.read_only:
+            self._engine = self._engine.execution_options(postgresql_readonly=True)
+            with self._engine.connect() as connection:
+                self._absent = not sa.inspect(connection).has_table(self._schema.name)
+                version = 0 if self._absent else self._version(connection)
+            if 0 < version < VERSION:
+                raise StoreError(f"{self.name} has schema {version}, wanted is schema {VERSION}; "
+                                 "whoever writes next brings it up to date, such as lz perf prune")
+            return
         with self._engine.begin() as connection:
             connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK})"))      # others wait until this is done
             self._schema.create(connection, checkfirst=True)
-            version = connection.execute(sa.select(sa.func.max(self._schema.c.version))).scalar() or 0
-            if version > VERSION:
-                raise NewerStore(f"{self.name} has schema {version}; this release knows schemas up to {VERSION}. "
-                                 "Nothing of it was touched: upgrade layerzero, or set perfdb to another database")
+            version = self._version(connection)
             if version < 1:
                 self._meta.create_all(connection)
             elif version < 2:
                 self._add_mode(connection)
             if version < VERSION:
                 connection.execute(self._schema.insert().values(version=VERSION))
+
+    def _version(self, connection: Any) -> int:
+        sa = self._sa
+        newest = sa.select(sa.func.max(self._schema.c.version))
+        version = int(connection.execute(newest).scalar() or 0)
+        if version > VERSION:
+            raise NewerStore(f"{self.name} has schema {version}; this release knows schemas up to "
+                             f"{VERSION}. Nothing of it was touched: upgrade layerzero, or set "
+                             "perfdb to another database")
+        return version
 
     def _add_mode(self, connection: Any) -> None:
         """As `_take_over_eager_rows` of store.py: rows of CPUs were eager, of the others nobody can tell."""
@@ -90,12 +114,16 @@ class FleetStore(Store):
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except self._sa.exc.SQLAlchemyError as e:
-            text = str(getattr(e, "orig", None) or e).strip().splitlines()[0]
+        except (self._sa.exc.SQLAlchemyError, OSError, UnicodeError) as e:
+            said = str(getattr(e, "orig", None) or e).strip().splitlines()
+            text = said[0] if said else type(e).__name__
             raise StoreError(f"{self.name}: {text}; measurements cannot be read or kept there now") from e
 
     def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
               rates: Mapping[str, tuple[Rates, float]]) -> None:
+        if self.read_only:
+            raise StoreError(f"{self.name} was opened to be read; nothing was written")
+        now = time.time()
         # One statement must not meet a row twice, and all must take their locks in one order.
         best: dict[tuple[str, ...], Measurement] = {}
         for m in settled(rows):
@@ -107,10 +135,11 @@ class FleetStore(Store):
         new = put.excluded
         put = put.on_conflict_do_update(
             index_elements=KEY, set_={name: new[name] for name in COLUMNS if name not in KEY},
-            where=self._sa.tuple_(new.spread <= QUIET, new.at) >= self._sa.tuple_(c.spread <= QUIET, c.at))
+            where=self._sa.tuple_(new.spread <= QUIET, new.at)
+            >= self._sa.tuple_(c.spread <= QUIET, self._past(c.at, now)))
         roofs = insert(self._rates)
         roofs = roofs.on_conflict_do_update(
-            index_elements=("place",), where=roofs.excluded.at >= self._rates.c.at,
+            index_elements=("place",), where=roofs.excluded.at >= self._past(self._rates.c.at, now),
             set_={name: roofs.excluded[name] for name in ("flops_per_us", "bytes_per_us", "at")})
         with self._told(), self._engine.begin() as connection:
             for i in sorted(environments):
@@ -120,7 +149,12 @@ class FleetStore(Store):
                 connection.execute(put, batch)
             for place, (found, at) in sorted(rates.items()):
                 connection.execute(roofs, {"place": place, "flops_per_us": float(found.flops_per_us),
-                                           "bytes_per_us": float(found.bytes_per_us), "at": float(at)})
+                                           "bytes_per_us": float(found.bytes_per_us),
+                                           "at": min(float(at), now)})
+
+    def _past(self, at: Any, now: float) -> Any:
+        """0 for a time in the future: see `settled`."""
+        return self._sa.case((at > now, 0.0), else_=at)
 
     def _select(self, *conditions: Any) -> Any:
         return self._sa.select(*(self._measurements.c[name] for name in COLUMNS)).where(*conditions)
@@ -136,35 +170,58 @@ class FleetStore(Store):
         c = self._measurements.c
         conditions = [c.kernel == kernel, c.bucket == bucket, c.place == place, c.mode == mode]
         conditions += [c.build == build] if build is not None else []
+        if self._absent:
+            return None
         with self._told(), self._engine.connect() as connection:
             found = connection.execute(self._select(*conditions).order_by(c.at.desc()).limit(1)).first()
         return None if found is None else self._sound(found)
 
     def _rows(self) -> Iterator[Measurement]:
+        if self._absent:
+            return
         with self._told(), self._engine.connect() as connection:
             found = connection.execute(self._select()).all()
         yield from map(self._sound, found)
 
     def environments(self) -> dict[str, dict[str, Any]]:
+        if self._absent:
+            return {}
         table = self._environments
         with self._told(), self._engine.connect() as connection:
             found = connection.execute(self._sa.select(table.c.id, table.c.data)).all()
         return {i: data for i, data in found if isinstance(data, dict) and environment_id(data) == i}
 
     def timed_rates(self) -> dict[str, tuple[Rates, float]]:
+        if self._absent:
+            return {}
         columns = [self._rates.c[name] for name in ("place", "flops_per_us", "bytes_per_us", "at")]
         with self._told(), self._engine.connect() as connection:
             found = connection.execute(self._sa.select(*columns)).all()
-        return {place: (Rates(flops, moved), at) for place, flops, moved, at in found if flops > 0 and moved > 0}
+        return {place: (Rates(flops, moved), at) for place, flops, moved, at in found
+                if 0 < flops < math.inf and 0 < moved < math.inf}
 
-    def view(self, builds: Mapping[str, str], since: float = 0.0) -> PerfView:
-        c = self._measurements.c
+    def view(self, builds: Mapping[str, str], since: float = 0.0,
+             on_damage: Callable[[str], None] = lambda what: None) -> PerfView:
+        c, now = self._measurements.c, time.time()
         today = self._sa.tuple_(c.kernel, c.build).in_(sorted(builds.items()))
-        with self._told(), self._engine.connect() as connection:
-            found = connection.execute(self._select(c.at >= since, today)).all() if builds else []
-        return PerfView(map(self._sound, found), self.rates())
+        found: Sequence[Sequence[Any]] = ()
+        if builds and not self._absent:
+            with self._told(), self._engine.connect() as connection:
+                found = connection.execute(self._select(c.at >= since, today)).all()
+        rows, problem = [], ""
+        for values in found:  # what another client wrote badly costs itself, and no other row
+            try:
+                m = self._sound(values)
+                rows.append(m if m.at <= now else m._replace(at=now))
+            except StoreError as e:
+                problem = str(e)
+        if problem:
+            on_damage(problem)
+        return PerfView(rows, self.rates())
 
     def delete(self, rows: Iterable[Measurement]) -> None:
+        if self.read_only:
+            raise StoreError(f"{self.name} was opened to be read; nothing was removed")
         sa, c = self._sa, self._measurements.c
         columns = (*KEY, "at")
         gone = self._measurements.delete().where(*(c[name] == sa.bindparam(f"_{name}") for name in columns))

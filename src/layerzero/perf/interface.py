@@ -8,8 +8,6 @@ stores may be merged in any order and as often as one likes.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from abc import ABC, abstractmethod
@@ -20,10 +18,15 @@ from types import TracebackType
 from typing import Any
 
 from ..spec.errors import DataError
-from .record import EAGER, Measurement, PerfView, Rates
+from .exchange import export_lines, read_lines
+from .record import EAGER, Measurement, PerfView, Rates, environment_id
 
 COLUMNS = Measurement._fields
 KEY = ("kernel", "bucket", "place", "mode", "build")
+
+
+__all__ = ["COLUMNS", "KEY", "CorruptStore", "ForeignFile", "NewerStore", "Store", "StoreError",
+           "environment_id", "settled"]
 
 
 class StoreError(DataError):
@@ -34,16 +37,24 @@ class NewerStore(StoreError):
     """Written by a later release. It is left as it is."""
 
 
+class ForeignFile(StoreError):
+    """A path where something is that is not ours: another kind of file, another program's database,
+    a device."""
+
+    def __init__(self, path: Path, what: str,
+                 remedy: str = "set perfdb to a file of its own") -> None:
+        super().__init__(f"{path}: wanted a store of measurements, or no file yet; got {what}. "
+                         f"Nothing of it was touched: {remedy}")
+        self.path = path
+
+
 class CorruptStore(StoreError):
-    """Not a store, or a damaged one. `file` (device and inode) tells which one it was, even after it was renamed."""
+    """A store of ours that is damaged. `file` (device and inode) tells which one it was, even after
+    it was renamed."""
 
     def __init__(self, path: Path, what: str, file: tuple[int, int] | None) -> None:
         super().__init__(f"{path}: {what}")
-        self.path, self.file = path, file
-
-
-def environment_id(environment: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+        self.path, self.what, self.file = path, what, file
 
 
 class Store(ABC):
@@ -71,8 +82,20 @@ class Store(ABC):
     def timed_rates(self) -> dict[str, tuple[Rates, float]]: ...
 
     @abstractmethod
-    def view(self, builds: Mapping[str, str], since: float = 0.0) -> PerfView:
-        """The measurements of these builds (kernel -> build) that are not older than `since`."""
+    def view(self, builds: Mapping[str, str], since: float = 0.0,
+             on_damage: Callable[[str], None] = lambda what: None) -> PerfView:
+        """The measurements of these builds (kernel -> build) that are not older than `since`.
+
+        A view reads when it is asked. Should it meet damage then, it has no row there and calls
+        `on_damage`.
+        """
+
+    def verify(self) -> None:
+        """Read all of it; CorruptStore, or another StoreError, where something is damaged."""
+        for _ in self._rows():
+            pass
+        self.environments()
+        self.timed_rates()
 
     @abstractmethod
     def delete(self, rows: Iterable[Measurement]) -> None:
@@ -121,19 +144,21 @@ class Store(ABC):
 
     def export(self, path: str | os.PathLike[str]) -> int:
         """Write everything as JSON lines; see perf/exchange.py."""
-        from .exchange import export_lines
         return export_lines(self, Path(path))
 
     def import_(self, path: str | os.PathLike[str]) -> int:
         """Take over such a file, all of it or nothing."""
-        from .exchange import read_lines
         rows, environments, rates = read_lines(Path(path))
         self.write(rows, environments, rates)
         return len(rows)
 
 
 def settled(rows: Iterable[Measurement]) -> list[Measurement]:
-    """As they may be kept: checked, and none from the future, which would be the newest for ever."""
+    """As they may be kept: checked, and none from the future, which would be the newest for ever.
+
+    A clock that was set back leaves rows of the future in a store. Nobody knows how old they are,
+    so they give way to any other: stores take the time of such a row for 0 when they compare.
+    """
     now = time.time()
     checked = (m.checked() for m in rows)
     return [m._replace(at=min(m.at, now) if m.at else now) for m in checked]

@@ -9,6 +9,8 @@ measurement says nothing about another mode than its own.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -76,10 +78,11 @@ class Measurement(NamedTuple):
 
     def checked(self) -> Measurement:
         """The same with every number of its own type; DataError for what no measurement can be."""
+        given: tuple[Any, ...] = self
         values: list[Any] = []
-        for name, value in zip(self._fields, self):
+        for name, value in zip(self._fields, given):
             if name in TEXTS:
-                if not isinstance(value, str) or (name in _REQUIRED and not value) or "\0" in value:
+                if not is_text(value) or (name in _REQUIRED and not value):
                     raise DataError(f"measurement of {self.kernel!r}: {name} must be text, got {value!r}")
                 if name == "mode" and value not in MODES:
                     raise DataError(f"measurement of {self.kernel!r}: mode must be one of {', '.join(MODES)}, "
@@ -90,8 +93,11 @@ class Measurement(NamedTuple):
                 values.append(value)
                 continue
             low, kind = _LEAST.get(name, 0.0), int if name == "samples" else float
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < 1e300:
-                raise DataError(f"measurement of {self.kernel!r}: {name} must be a number >= {low:g}, got {value!r}")
+            most = _MOST.get(name, 1e300)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not low <= value < most:
+                raise DataError(f"measurement of {self.kernel!r}: {name} must be a number >= "
+                                f"{low:g} and < {most:g}, got {value!r}")
             values.append(kind(value))
         return Measurement._make(values)
 
@@ -112,6 +118,14 @@ TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build"
 _SIZE = re.compile(r"\w+=-?\d{1,19}")
 _REQUIRED = ("kernel", "op", "bucket", "place", "median_us")
 _LEAST: Mapping[str, float] = {"median_us": 1e-6, "samples": 1}
+_MOST: Mapping[str, float] = {"samples": 2.0**53}  # what a database takes for a whole number
+
+
+def is_text(value: Any) -> bool:
+    """Text that every store can keep: Unicode without NUL and without halves of surrogate pairs."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 class Rates(NamedTuple):
@@ -199,6 +213,11 @@ def place_of(device: Device, threads: int = 0) -> str:
 def is_cpu_place(place: str) -> bool:
     """Only the places of CPUs name a number of threads."""
     return place.endswith("t") and "-" in place
+
+
+def environment_id(environment: Mapping[str, Any]) -> str:
+    """The name of an environment, by its content."""
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Source(Protocol):

@@ -9,6 +9,7 @@ benchmarks/ship.py writes these files.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,14 +81,22 @@ def read(path: Path, ops: Mapping[str, Op]) -> Table:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or sorted(data) != sorted(_HEAD):
         raise DataError(f"{path.name}: wanted an object of {', '.join(_HEAD)} with the schema {SCHEMA!r}")
     device, versions, kernels = data["device"], data["versions"], data["kernels"]
-    if not isinstance(device, dict) or not {"type", "name"} <= device.keys():
+    if not isinstance(device, dict) or not all(
+            isinstance(device.get(name), str) for name in ("type", "name")):
         raise DataError(f"{path.name}: device must have a type and a name, got {device!r}")
+    isa, threads = device.get("isa", []), device.get("threads", 1)
+    if not isinstance(isa, list) or not all(isinstance(name, str) for name in isa):
+        raise DataError(f"{path.name}: isa must be a list of texts, got {isa!r}")
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise DataError(f"{path.name}: threads must be a whole number >= 1, got {threads!r}")
     if not isinstance(versions, dict) or not all(isinstance(v, str) for v in versions.values()):
         raise DataError(f"{path.name}: versions must be texts like '>=2.9,<2.14', got {versions!r}")
     try:
         rates = Rates(*map(float, data["rates"]))
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(f"rates must be numbers > 0, got {data['rates']!r}")
         rows = tuple(m.checked() for row in data["rows"] for m in _measurements(row, kernels, ops))
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as e:
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as e:
         raise DataError(f"{path.name}: a row is not as it should be: {type(e).__name__}: {e}") from e
     return Table(path.stem, device, versions, str(data["date"]), str(data["command"]), rates, rows)
 
@@ -102,6 +111,8 @@ def _measurements(row: list[Any], kernels: list[str], ops: Mapping[str, Op]) -> 
         labels.append(f"{dim}={n if dim in ops[op].exact else bucket_label(int(n))}")
     bucket = " ".join([family, *labels])
     for index, us in times.items():
+        if not index.isdecimal():
+            raise ValueError(f"wanted the number of a kernel, got {index!r}")
         yield Measurement(kernels[int(index)], op, bucket, "shipped", float(us), 0.0, TELLING, family, sizes,
                           float(flops), float(moved), mode=mode)
 

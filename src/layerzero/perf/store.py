@@ -1,8 +1,10 @@
 """The store of one machine: an SQLite file.
 
-It is in WAL mode: readers and writers of several processes do not wait for each other. What is read is
-checked: the structure of the file when a view is loaded, every row by its checksum. A view is a copy of the file
-in memory, from which a kernel's rows are read when they are first asked for.
+It is in WAL mode where the file system can: readers and writers of several processes do not wait
+for each other. What is read is checked: whose file it is (ownership.py), its structure when a view
+is loaded, every row by its checksum. A store that is only read is a copy in memory, so that reading
+changes nothing on the disk; so is a view, from which a kernel's rows are read when they are first
+asked for.
 """
 
 from __future__ import annotations
@@ -11,84 +13,24 @@ import json
 import math
 import os
 import sqlite3
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .interface import COLUMNS, KEY, CorruptStore, NewerStore, Store, StoreError, environment_id, settled
-from .record import EAGER, QUIET, Measurement, PerfView, Rates, is_cpu_place
+from . import ownership
+from .interface import KEY, CorruptStore, ForeignFile, NewerStore, Store, StoreError, settled
+from .ownership import APPLICATION_ID
+from .record import EAGER, Measurement, PerfView, Rates, environment_id
+from .schema import ALL, PUT, PUT_RATES, STEPS, VERSION, checksum, row_of
 
-APPLICATION_ID = 0x4C5A5046                    # "LZPF": tells our file from another program's
-
-_NUMBERS = struct.Struct("<9d").pack
-
-
-def _crc(m: tuple[Any, ...]) -> int:
-    """The checksum of a row: its texts and its numbers, in the order of COLUMNS."""
-    texts = "\0".join((*m[:4], m[7], m[8], m[14], *m[16:]))
-    return zlib.crc32(texts.encode(), zlib.crc32(_NUMBERS(*m[4:7], *m[9:14], m[15])))
-
-
-def _row(values: tuple[Any, ...]) -> Measurement | None:
-    """None for a damaged row."""
-    try:
-        return Measurement._make(values[:-1]) if _crc(values[:-1]) == values[-1] else None
-    except (TypeError, ValueError, struct.error):
-        return None
-
-
-def _take_over_eager_rows(connection: sqlite3.Connection) -> None:
-    """Rows had no mode before schema 3. Those of a CPU were eager calls in a loop, as they are today. On a GPU a
-    sample was one call behind a flush, or a replay of a graph, and nobody can tell which: they are left behind."""
-    columns = ", ".join(c for c in COLUMNS if c != "mode")
-    for values in connection.execute(f"SELECT {columns}, crc FROM measurements_2").fetchall():
-        row, crc = values[:-1], values[-1]
-        if _crc(row) == crc and is_cpu_place(row[3]):
-            now = (*row, EAGER)
-            connection.execute(_PUT, (*now, _crc(now)))
-
-
-# Each step takes a file from one schema version to the next; a new file goes through all of them.
-STEPS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] = (
-    ("CREATE TABLE environments (id TEXT PRIMARY KEY, data TEXT NOT NULL) WITHOUT ROWID",
-     """CREATE TABLE measurements (
-         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
-         spread REAL NOT NULL, samples INTEGER NOT NULL, family TEXT NOT NULL, sizes TEXT NOT NULL,
-         flops REAL NOT NULL, bytes REAL NOT NULL, p95_us REAL NOT NULL, p99_us REAL NOT NULL,
-         compile_us REAL NOT NULL, build TEXT NOT NULL, at REAL NOT NULL, environment TEXT NOT NULL,
-         crc INTEGER NOT NULL, PRIMARY KEY (kernel, bucket, place, build)) WITHOUT ROWID"""),
-    ("CREATE TABLE rates (place TEXT PRIMARY KEY, flops_per_us REAL NOT NULL, bytes_per_us REAL NOT NULL, "
-     "at REAL NOT NULL) WITHOUT ROWID",),
-    ("ALTER TABLE measurements RENAME TO measurements_2",
-     """CREATE TABLE measurements (
-         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
-         spread REAL NOT NULL, samples INTEGER NOT NULL, family TEXT NOT NULL, sizes TEXT NOT NULL,
-         flops REAL NOT NULL, bytes REAL NOT NULL, p95_us REAL NOT NULL, p99_us REAL NOT NULL,
-         compile_us REAL NOT NULL, build TEXT NOT NULL, at REAL NOT NULL, environment TEXT NOT NULL,
-         mode TEXT NOT NULL, crc INTEGER NOT NULL,
-         PRIMARY KEY (kernel, bucket, place, mode, build)) WITHOUT ROWID""",
-     _take_over_eager_rows, "DROP TABLE measurements_2"),
-)
-VERSION = len(STEPS)
-
-_ALL = ", ".join(COLUMNS)
-_PUT = (f"INSERT INTO measurements ({_ALL}, crc) VALUES ({', '.join('?' * (len(COLUMNS) + 1))}) "
-        f"ON CONFLICT ({', '.join(KEY)}) DO UPDATE SET "
-        + ", ".join(f"{c} = excluded.{c}" for c in (*COLUMNS, "crc") if c not in KEY)
-        + f" WHERE (excluded.spread <= {QUIET}, excluded.at) >= (measurements.spread <= {QUIET}, measurements.at)")
-_PUT_RATES = ("INSERT INTO rates VALUES (?, ?, ?, ?) ON CONFLICT (place) DO UPDATE SET flops_per_us = "
-              "excluded.flops_per_us, bytes_per_us = excluded.bytes_per_us, at = excluded.at "
-              "WHERE excluded.at >= rates.at")
-
-
-# What SQLite says of a damaged file where Python makes another class of it than elsewhere.
-_DAMAGED = ("no such table", "no such column", "Could not decode", "malformed", "not a database")
-
+# What SQLite says of the file's surroundings. Any other operational error ("no such column",
+# "table exists already") means that the file is not what it says it is.
+_ELSEWHERE = ("locked", "is full", "readonly", "disk I/O", "unable to open", "out of memory",
+              "busy", "locking protocol", "interrupted", "permission denied", "not authorized",
+              "file support is disabled")
 
 _reading = threading.Lock()                    # a view may be asked by several threads; none is, while a process forks
 
@@ -108,30 +50,37 @@ if hasattr(os, "register_at_fork"):
 class Snapshot:
     """A copy of the file in memory, as the source of a PerfView."""
 
-    def __init__(self, connection: sqlite3.Connection, builds: Mapping[str, str], since: float) -> None:
-        self._connection, self._since, self._count = connection, since, -1
+    def __init__(self, connection: sqlite3.Connection, builds: Mapping[str, str], since: float,
+                 on_damage: Callable[[str], None]) -> None:
+        self._connection, self._since, self._now = connection, since, time.time()
+        self._count, self._on_damage = -1, on_damage
         self._builds = {kernel: build for kernel, build in builds.items() if connection.execute(
             "SELECT 1 FROM measurements WHERE kernel = ? AND build = ? LIMIT 1", (kernel, build)).fetchone()}
         self.kernels: Collection[str] = self._builds.keys()
 
     def rows_of(self, kernel: str) -> list[Measurement]:
-        query = f"SELECT {_ALL}, crc FROM measurements WHERE kernel = ? AND build = ? AND at >= ?"
-        asked = kernel, self._builds[kernel], self._since
-        with _reading:
-            try:
-                rows = self._connection.execute(query, asked).fetchall()
-            except sqlite3.OperationalError:   # a damaged text is no text; the row will be found out by its checksum
-                self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
-                rows = self._connection.execute(query, asked).fetchall()
-        return [m for values in rows if (m := _row(values)) is not None]
+        """The sound rows of a kernel; one from the future (the clock was set back) is as new as one
+        of today."""
+        rows = self._ask(f"{ALL}, crc", kernel, self._builds[kernel])
+        sound = (m for values in rows if (m := row_of(values)) is not None)
+        return [m if m.at <= self._now else m._replace(at=self._now) for m in sound]
 
     def count(self) -> int:
         if self._count < 0:
-            with _reading:
-                self._count = sum(self._connection.execute(
-                    "SELECT count(*) FROM measurements WHERE kernel = ? AND build = ? AND at >= ?",
-                    (kernel, build, self._since)).fetchone()[0] for kernel, build in self._builds.items())
+            counts = [self._ask("count(*)", *one) for one in self._builds.items()]
+            self._count = sum(rows[0][0] for rows in counts if rows)
         return self._count
+
+    def _ask(self, what: str, kernel: str, build: str) -> list[tuple[Any, ...]]:
+        """This happens inside a call, which no damage may fail."""
+        query = f"SELECT {what} FROM measurements WHERE kernel = ? AND build = ? AND at >= ?"
+        with _reading:
+            try:
+                return self._connection.execute(query, (kernel, build, self._since)).fetchall()
+            except (sqlite3.Error, UnicodeDecodeError) as e:
+                problem = str(e)
+        self._on_damage(problem)
+        return []
 
 
 class SqliteStore(Store):
@@ -145,69 +94,116 @@ class SqliteStore(Store):
         self.path = Path(path)
         self.name = str(path)
         self.timeout = timeout
-        self.file: tuple[int, int] | None = None
         self.read_only = read_only
+        self._closed = False
+        self._lent = False  # to a view, which goes on reading when this store is closed
         with self._told():
-            self._connection = self._open()
+            self._real = real_path(self.path)
+            self._look = ownership.take(self._real, create=not read_only)
             try:
-                self._prepare()
-            except BaseException:              # nothing is handled: whatever it was, the file is not left open
-                self._connection.close()
+                self._connection = self._open()
+                try:
+                    self._prepare()
+                # nothing is handled: whatever it was, the file is not left open
+                except BaseException:
+                    self._connection.close()
+                    raise
+            except BaseException:              # as above
+                ownership.release(self._look.file)
                 raise
 
-    def _open(self) -> sqlite3.Connection:
-        self._identify()
-        if self.file is not None and not os.access(self.path, os.W_OK):
-            self.read_only = True
-        if self.read_only:
-            uri = self.path.absolute().as_uri()
-            try:
-                return self._connect(f"{uri}?mode=ro")
-            except sqlite3.OperationalError:   # a folder that cannot be written has no place for the files beside it
-                return self._connect(f"{uri}?immutable=1")
-        try:
-            self.path.parent.mkdir(0o755, parents=True, exist_ok=True)     # compiled code may be kept beside it
-        except OSError as e:
-            raise StoreError(f"{self.path}: cannot make the folder for measurements: {e.strerror}; set perfdb to a "
-                             "file that can be written, or to off") from e
-        found = self._connect(str(self.path))
-        self._identify()
-        return found
+    @property
+    def file(self) -> ownership.File | None:
+        return self._look.file
 
-    def _connect(self, target: str) -> sqlite3.Connection:
-        found = sqlite3.connect(target, timeout=self.timeout, isolation_level=None, uri=target.startswith("file:"))
+    def _open(self) -> sqlite3.Connection:
+        if self._look.kind == "missing":       # and may not be made
+            return _memory()
+        if not os.access(self._real, os.W_OK):
+            self.read_only = True
+        return self._copy() if self.read_only else self._connect("mode=rw")
+
+    def _connect(self, how: str) -> sqlite3.Connection:
+        target = f"{self._real.as_uri()}?{how}"  # no name is special, not even :memory:
+        found = sqlite3.connect(target, timeout=self.timeout, isolation_level=None, uri=True)
+        found.text_factory = _text
         try:
             found.execute("PRAGMA schema_version").fetchall()      # the first look at the file
+            found.execute("PRAGMA cell_size_check = ON")           # damage is noticed, not followed
             found.execute("PRAGMA synchronous = NORMAL")           # in WAL mode no crash can tear the file
             return found
         except BaseException:                  # as above
             found.close()
             raise
 
-    def _identify(self) -> None:
+    def _copy(self) -> sqlite3.Connection:
+        """The file in memory. Where it has no log, SQLite need not make one to read it; should
+        another process write meanwhile, or has it a log, it is read with SQLite's locks."""
+        before = self._stamp()
+        if not before[-1]:
+            try:
+                found = self._copied("immutable=1")
+                if self._stamp() == before:
+                    return found
+                found.close()
+            except (sqlite3.Error, UnicodeDecodeError):
+                if self._stamp() == before:
+                    raise
         try:
-            stat = os.stat(self.path)
-        except OSError:
-            return
-        self.file = stat.st_dev, stat.st_ino
+            return self._copied("mode=ro")
+        # a folder that cannot be written has no place for the files beside it
+        except sqlite3.OperationalError as e:
+            if "unable to open" not in str(e):
+                raise
+            return self._copied("immutable=1")
+
+    def _copied(self, how: str) -> sqlite3.Connection:
+        end = time.monotonic() + self.timeout
+
+        def check(status: int, remaining: int, total: int) -> None:
+            if remaining and time.monotonic() > end:  # Python would wait for a lock for ever
+                raise sqlite3.OperationalError("database is locked")
+
+        source = self._connect(how)
+        try:
+            copy = _memory()
+            try:
+                source.backup(copy, progress=check)
+                return copy
+            except BaseException:              # as above
+                copy.close()
+                raise
+        finally:
+            source.close()
+
+    def _stamp(self) -> tuple[int, int, int]:
+        """Size and time of the file, and the size of its logs."""
+        try:
+            status = os.stat(self._real)
+        except OSError as e:
+            raise StoreError(f"{self.path}: cannot look at the measurements: {e.strerror}") from e
+        log = 0
+        for end in ("-wal", "-journal"):
+            with suppress(OSError):            # there is none
+                log += os.stat(f"{self._real}{end}").st_size
+        return status.st_size, status.st_mtime_ns, log
 
     def _prepare(self) -> None:
-        version = self._version()
-        if version == VERSION:
-            return
-        if self.read_only:                     # the file stays as it is; a copy of it is brought up to date
-            copy = sqlite3.connect(":memory:", isolation_level=None)
-            self._connection.backup(copy)
-            self._connection.close()
-            self._connection = copy
-        else:
+        """The schema of today. Whose a file is can be read from its header as soon as there is one:
+        a new file gets its application id in the same step as its tables, and not by way of a
+        log."""
+        if self._version() != VERSION:
+            with self._transaction():
+                self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                for i in range(self._version(), VERSION):  # another process may have been quicker
+                    for step in STEPS[i]:
+                        if isinstance(step, str):
+                            self._connection.execute(step)
+                        else:
+                            step(self._connection)
+                self._connection.execute(f"PRAGMA user_version = {VERSION}")
+        if not self.read_only:
             self._use_wal()
-        with self._transaction():
-            for i in range(self._version(), VERSION):      # another process may have been quicker
-                for step in STEPS[i]:
-                    self._connection.execute(step) if isinstance(step, str) else step(self._connection)
-            self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            self._connection.execute(f"PRAGMA user_version = {VERSION}")
 
     def _version(self) -> int:
         """The schema of the file; refuses another program's, and one of a later release."""
@@ -217,15 +213,22 @@ class SqliteStore(Store):
         version, owner = number("user_version"), number("application_id")
         if owner != APPLICATION_ID and (owner or version or self._connection.execute(
                 "SELECT count(*) FROM sqlite_master").fetchone()[0]):
-            raise StoreError(f"{self.path} is a database of another program; nothing of it was touched. "
-                             "Set perfdb to a file of its own")
+            raise ForeignFile(self.path, "a database of another program")
+        if version < 0:
+            raise self._corrupt(f"it has schema {version}")
         if version > VERSION:
             raise NewerStore(f"{self.path} has schema {version}; this release knows schemas up to {VERSION}. Nothing "
                              "of it was touched: upgrade layerzero, or set perfdb to another file")
         return version
 
     def _use_wal(self) -> None:
-        """Many processes may want this at once for a new file; SQLite does not wait here by itself."""
+        """Many processes may want this at once for a new file; SQLite does not wait here by itself.
+
+        A file system without shared memory keeps the journal it has: readers wait for writers
+        there.
+        """
+        if self._connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
+            return
         end = time.monotonic() + self.timeout
         while True:
             try:
@@ -242,14 +245,22 @@ class SqliteStore(Store):
         try:
             yield
         except sqlite3.OperationalError as e:
-            if any(words in str(e) for words in _DAMAGED):
-                raise self._corrupt(str(e)) from e
-            raise StoreError(f"{self.path}: {e}; measurements cannot be read or kept there now") from e
-        except sqlite3.DatabaseError as e:     # of this very class: the file is damaged, or no database at all
+            if any(words in str(e) for words in _ELSEWHERE):
+                raise StoreError(
+                    f"{self.path}: {e}; measurements cannot be read or kept there now") from e
             raise self._corrupt(str(e)) from e
+        except (sqlite3.Error, UnicodeDecodeError) as e:  # a message may quote damaged text
+            raise self._corrupt(str(e)) from e
+        except CorruptStore as e:              # by its real path: named as the setting names it
+            raise e if e.path == self.path else self._corrupt(e.what, e.file) from e
 
-    def _corrupt(self, what: str) -> CorruptStore:
-        return CorruptStore(self.path, what, self.file)
+    def _corrupt(self, what: str, file: ownership.File | None = None) -> CorruptStore:
+        return CorruptStore(self.path, what, file or self.file)
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StoreError(f"{self.path}: the file is readonly, or was opened to be read; "
+                             "nothing was written")
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -263,33 +274,35 @@ class SqliteStore(Store):
             raise
 
     def _sound(self, values: tuple[Any, ...]) -> Measurement:
-        found = _row(values)
+        found = row_of(values)
         if found is None:
             raise self._corrupt(f"the row of {values[0]!r} for {values[2]!r} is damaged")
         return found
 
     def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
               rates: Mapping[str, tuple[Rates, float]]) -> None:
-        kept = [(*m, _crc(tuple(m))) for m in settled(rows)]
+        self._check_writable()
+        kept = [(*m, checksum(tuple(m)), time.time()) for m in settled(rows)]
         told = [(i, json.dumps(data, sort_keys=True)) for i, data in environments.items()]
-        roofs = [(place, *map(float, r), min(at, time.time())) for place, (r, at) in rates.items()]
+        now = time.time()
+        roofs = [(place, *map(float, r), min(at, now), now) for place, (r, at) in rates.items()]
         with self._told(), self._transaction():
             self._connection.executemany("INSERT OR IGNORE INTO environments VALUES (?, ?)", told)
-            self._connection.executemany(_PUT, kept)
-            self._connection.executemany(_PUT_RATES, roofs)
+            self._connection.executemany(PUT, kept)
+            self._connection.executemany(PUT_RATES, roofs)
 
     def get(self, kernel: str, bucket: str, place: str, build: str | None = None,
             mode: str = EAGER) -> Measurement | None:
         one, values = ("", ()) if build is None else (" AND build = ?", (build,))
         with self._told():
             found = self._connection.execute(
-                f"SELECT {_ALL}, crc FROM measurements WHERE kernel = ? AND bucket = ? AND place = ? AND mode = ?{one} "
+                f"SELECT {ALL}, crc FROM measurements WHERE kernel = ? AND bucket = ? AND place = ? AND mode = ?{one} "
                 "ORDER BY at DESC LIMIT 1", (kernel, bucket, place, mode, *values)).fetchone()
             return None if found is None else self._sound(found)
 
     def _rows(self) -> Iterator[Measurement]:
         with self._told():
-            for values in self._connection.execute(f"SELECT {_ALL}, crc FROM measurements"):
+            for values in self._connection.execute(f"SELECT {ALL}, crc FROM measurements"):
                 yield self._sound(values)
 
     def environments(self) -> dict[str, dict[str, Any]]:
@@ -298,9 +311,10 @@ class SqliteStore(Store):
             for i, text in self._connection.execute("SELECT id, data FROM environments"):
                 try:
                     found[i] = json.loads(text)
-                except ValueError:
-                    found[i] = {}
-                if environment_id(found[i]) != i:
+                    sound = environment_id(found[i]) == i
+                except (TypeError, ValueError, RecursionError):
+                    sound = False
+                if not sound:
                     raise self._corrupt(f"environment {i} is damaged")
         return found
 
@@ -308,22 +322,36 @@ class SqliteStore(Store):
         found: dict[str, tuple[Rates, float]] = {}
         with self._told():
             for place, *numbers in self._connection.execute("SELECT place, flops_per_us, bytes_per_us, at FROM rates"):
-                if not all(isinstance(n, float) and 0 < n < math.inf for n in numbers):
+                if not isinstance(place, str) or not all(
+                        isinstance(n, float) and 0 < n < math.inf for n in numbers):
                     raise self._corrupt(f"the rates of {place!r} are damaged")
                 found[place] = Rates(*numbers[:2]), numbers[2]
         return found
 
-    def view(self, builds: Mapping[str, str], since: float = 0.0) -> PerfView:
+    def view(self, builds: Mapping[str, str], since: float = 0.0,
+             on_damage: Callable[[str], None] = lambda what: None) -> PerfView:
         with self._told():
-            copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-            self._connection.backup(copy)
-            said = [line for (line,) in copy.execute("PRAGMA quick_check(1)")]
-            if said != ["ok"]:
-                copy.close()
-                raise self._corrupt(said[0])
-            return PerfView((), self.rates(), Snapshot(copy, builds, since))
+            copy = self._connection
+            if self.read_only:
+                self._lent = True
+            else:
+                copy = _memory()
+                self._connection.backup(copy)
+            self._check(copy)
+            return PerfView((), self.rates(), Snapshot(copy, builds, since, on_damage))
+
+    def verify(self) -> None:
+        with self._told():
+            self._check(self._connection)
+            super().verify()
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        found = [line for (line,) in connection.execute("PRAGMA quick_check(1)")]
+        if found != ["ok"]:
+            raise self._corrupt(str(found[0]) if found else "it cannot be checked")
 
     def delete(self, rows: Iterable[Measurement]) -> None:
+        self._check_writable()
         keys = [(*(getattr(m, name) for name in KEY), m.at) for m in rows]
         with self._told(), self._transaction():
             self._connection.executemany(
@@ -332,22 +360,57 @@ class SqliteStore(Store):
                 "DELETE FROM environments WHERE id NOT IN (SELECT environment FROM measurements)")
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         with self._told():
-            self._connection.close()
+            try:
+                if not self._lent:
+                    self._connection.close()
+            finally:
+                ownership.release(self.file)
 
 
-def set_aside(path: Path, file: tuple[int, int] | None) -> Path | None:
-    """Rename a damaged file and those beside it; None if another process has done so already."""
+def _text(data: bytes) -> str:
+    """Damaged text is still text: its row is found out by its checksum."""
+    return data.decode("utf-8", "replace")
+
+
+def _memory() -> sqlite3.Connection:
+    found = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    found.text_factory = _text
+    return found
+
+
+def real_path(path: Path) -> Path:
+    """Where SQLite finds a file, and what it keeps beside it. A link to nothing stays what it is,
+    and is refused."""
+    try:
+        return path.resolve(strict=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return path.absolute()
+    except (OSError, RuntimeError, ValueError) as e:  # a link in a circle, a name no system takes
+        raise StoreError(
+            f"{path}: cannot look at the measurements: {e}; set perfdb to another file") from e
+
+
+def set_aside(path: Path, file: ownership.File | None) -> Path | None:
+    """Rename a damaged file of ours and those beside it; None if another process has done so
+    already."""
+    path = real_path(path)
     with _alone(path):
         stat = os.stat(path)
         if file is not None and (stat.st_dev, stat.st_ino) != file:
             return None
+        with suppress(CorruptStore):           # ForeignFile: what is not ours is not renamed
+            ownership.look(path)
         stem = f"{path}.corrupt-{time.strftime('%Y%m%d-%H%M%S')}"
         target, n = stem, 1
-        while os.path.exists(target):
+        while any(os.path.lexists(f"{target}{end}") for end in (*ownership.BESIDE, "")):
             target, n = f"{stem}-{n}", n + 1
-        for end in ("-wal", "-shm", ""):       # the file itself last: a new one must not find the old log
-            if os.path.exists(f"{path}{end}"):
+        # the file itself last: a new one must not find the old log
+        for end in (*ownership.BESIDE, ""):
+            if os.path.lexists(f"{path}{end}"):
                 os.replace(f"{path}{end}", f"{target}{end}")
         return Path(target)
 
@@ -360,6 +423,11 @@ def _alone(path: Path) -> Iterator[None]:
     except ImportError:                        # Windows: a file that is in use cannot be renamed there anyway
         yield
         return
-    with open(f"{path}.lock", "w") as lock:
+    # whatever it is, it stays
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    lock = os.open(f"{path}.lock", flags, 0o600)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)

@@ -17,7 +17,20 @@ from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from . import casting, catalog, compiling, context, events, hardware, jit, learning, loading, measurements, native
+from . import (
+    casting,
+    catalog,
+    compiling,
+    context,
+    events,
+    hardware,
+    jit,
+    learning,
+    loading,
+    measurements,
+    native,
+    perf_loading,
+)
 from . import facts as reading
 from . import world as worlds
 from .dispatch import Dispatcher, dispatchers, function
@@ -314,7 +327,7 @@ def get_config() -> dict[str, Any]:
     for layer in outer.layers if outer else ():
         policy = policy.with_layer(layer)
     source = {name: layer.name for layer in reversed(policy.layers) for name in layer.settings}
-    settings = {**policy.settings, "perfdb": measurements.shown(policy.setting("perfdb"))}     # without its password
+    settings = {**policy.settings, "perfdb": perf_loading.shown(policy.setting("perfdb"))}     # without its password
     return {"settings": settings, "source": {n: source.get(n, "default") for n in policy.settings},
             "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)}
                       for layer in policy.layers for r in layer.rules],

@@ -1,187 +1,96 @@
-"""The store of measurements that the setting `perfdb` names, and its way into the world.
+"""What was measured, on its way into the store and out of it again: recording, asking, saying how
+it stands.
 
-It is opened when a world is made, when a setting or a kernel changes, and when something was measured; never by a
-call that finds its choice in the cache. A store that cannot be used costs its measurements and nothing else: that
-is an event, and `lz doctor` says it.
+Nothing that was measured is dropped because a store cannot be written now: it is kept in memory, an
+event says so, and it is written when the store works again: with the next recording, after a while,
+or when the process ends.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..perf.record import Measurement, PerfView, Rates, place_of
-from ..select.engine import Shipped
+from ..perf.batch import Batch
+from ..perf.interface import CorruptStore, Store, StoreError
+from ..perf.record import Measurement, PerfView, Rates, environment_id, place_of
 from ..select.policy import Policy
 from ..spec.device import Device
-from ..spec.errors import ConfigError, DataError, LayerZeroError
-from ..spec.event import Event, StoreTrouble
-from ..spec.kernel import Kernel
+from ..spec.errors import ConfigError
+from ..spec.event import Event, StoreRecovered, StoreTrouble
 from ..spec.op import Op
-from . import config, events, hardware
+from . import events, hardware, perf_loading
+from . import world as worlds
 from .builds import build_of
-from .loading import installed_version, satisfies
+from .capabilities import capabilities_hash, export
+from .catalog import Catalog
+from .context import Override
 from .machine import machine_id, state_of
+from .perf_loading import DAY, OFF, READ_SECONDS, applicable, load, location, opened, shown, state
+from .world import World
 
-if TYPE_CHECKING:
-    from ..perf.interface import CorruptStore, Store
-    from ..perf.shipped import Table
-    from .catalog import Catalog
-    from .context import Override
-    from .world import World
-
-FILE = "perf.sqlite"
-OFF = "off"
-DAY = 86400.0
-READ_SECONDS, WRITE_SECONDS = 2.0, 10.0        # to wait for another process; the first call waits for the reading
-RETRY_SECONDS = 60.0                           # after which a store that failed is asked again
 STATE_SECONDS = 10.0                           # for so long the state of the machine is taken to be the same
 
-_trouble: StoreTrouble | None = None           # the last one, until the store works again
-_retry_at = 0.0
 _environments: dict[str, tuple[float, Catalog, dict[str, Any]]] = {}
+_saving = threading.Lock()                     # one thread writes what is unsaved
+_retry: threading.Timer | None = None
 
 
-def location(policy: Policy) -> Path | str | None:
-    """Where measurements are: a file, the address of a server, or None where they are kept in memory only."""
-    text = str(policy.setting("perfdb")).strip()
-    if not text:
-        return config.cache_dir() / FILE
-    if text.lower() == OFF:
-        return None
-    if text.startswith(("postgresql://", "postgresql+")):
-        return text
-    if "://" in text:
-        raise ConfigError(f"perfdb: wanted a path, {OFF!r}, or postgresql://..., got {text.partition('://')[0]}://...")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as e:
-        raise ConfigError(f"perfdb: cannot expand {text!r}: {e}; write an absolute path") from e
-
-
-def store() -> Store:
-    """The store of the current setting, opened; close it. Made if there is none yet."""
-    from . import world as worlds
+def store(read_only: bool = False) -> Store:
+    """The store of the current setting, opened; close it. Made if there is none yet, unless it is
+    only read."""
     where = location(worlds.current().policy)
     if where is None:
         raise ConfigError(f"perfdb is {OFF!r}: there is no store; set perfdb to a path, or to '' for the default one")
-    return opened(where, WRITE_SECONDS)
+    return opened(where, read_only=read_only)
 
 
 @contextmanager
-def using() -> Iterator[Store]:
-    """The store, for a while. If it turns out to be damaged it is set aside and begun anew, and the error says so."""
-    from ..perf.interface import CorruptStore, StoreError
-    from . import world as worlds
+def using(read_only: bool = False) -> Iterator[Store]:
+    """The store, for a while. The error about a damaged one says what became of it.
+
+    One that may be written is set aside and begun anew; one that is only read stays as it is.
+    """
     where = location(worlds.current().policy)
     try:
-        with store() as found:
+        with store(read_only) as found:
+            if not read_only and state.damaged is not None and state.damaged.path == where:
+                found.verify()
             yield found
     except CorruptStore as e:
         if not isinstance(where, Path) or e.path != where:
             raise                              # another file, read meanwhile
-        for event in _rebuilt(where, e):
-            events.emit(event)
-        raise StoreError(f"{e}; {_trouble.action if _trouble else ''}") from e
-
-
-def opened(where: Path | str, timeout: float = WRITE_SECONDS, read_only: bool = False) -> Store:
-    from ..perf.store import SqliteStore
-    if isinstance(where, Path):
-        return SqliteStore(where, timeout, read_only)
-    from ..perf.fleet import FleetStore
-    return FleetStore(where, timeout)
-
-
-# into the world
-
-def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Event]]:
-    """What the store has of these kernels as they are built today, and what went wrong."""
-    try:
-        where = location(policy)
-        if where is None or (isinstance(where, Path) and not where.exists()):
-            return PerfView(), _works()
-    except (LayerZeroError, OSError) as e:
-        return PerfView(), _failed(shown(policy.setting("perfdb")), e, "measurements are kept in memory only")
-    from ..perf.interface import CorruptStore, StoreError
-    days = policy.setting("perfdb_ttl")
-    try:
-        with opened(where, READ_SECONDS) as found:
-            view = found.view({k.id: build_of(k) for k in kernels}, time.time() - days * DAY if days else 0.0)
-        return view, _works()
-    except CorruptStore as e:
-        return PerfView(), _rebuilt(where, e)
-    except StoreError as e:
-        return PerfView(), _failed(shown(where), e, "choices are made without measurements")
-
-
-def shipped(catalog: Catalog, device: Device, place: str) -> Shipped:
-    """The measurements that came with the package for this model of device, where its versions are those here."""
-    table, refused = applicable(catalog, device)
-    if table is None or refused:
-        return Shipped()
-    outside = {distribution for distribution, wanted in table.libraries().items()
-               if not satisfies(installed_version(distribution) or "", wanted)}
-    kernels = {k.id for k in catalog.kernels if (k.distribution or k.package) not in outside}
-    return Shipped(table.view(place, kernels), table.title)
-
-
-def applicable(catalog: Catalog, device: Device) -> tuple[Table | None, str]:
-    """The table of this model of device, and why it does not count here ("" where it does)."""
-    threads = torch.get_num_threads()
-    found = [table for table in tables(catalog) if table.is_for(device)]
-    refusals = [(table, table.refusal(device, threads, satisfies)) for table in found]
-    return min(refusals, key=lambda pair: bool(pair[1]), default=(None, ""))
-
-
-def tables(catalog: Catalog) -> tuple[Table, ...]:
-    """Every table of the package. One that cannot be read is an event, and costs itself."""
-    from ..perf import shipped as files
-    found = []
-    for path in sorted(files.FOLDER.glob("*.json")):
-        try:
-            found.append(files.read(path, catalog.ops))
-        except DataError as e:
-            events.emit(StoreTrouble(store=path.name, problem=str(e), action="it is left out; reinstall layerzero"))
-    return tuple(found)
-
-
-def follow(old: World, new: World) -> tuple[World, list[Event]]:
-    """`new` with the measurements that its settings and its kernels call for."""
-    if any(old.policy.setting(name) != new.policy.setting(name) for name in ("perfdb", "perfdb_ttl")):
-        perf, told = load(new.policy, new.catalog.kernels)
-        return replace(new, perf=perf), told
-    if new.catalog is old.catalog:
-        return new, []
-    added = [k for k in new.catalog.kernels if old.catalog.by_id.get(k.id) is not k]
-    if not added or (_trouble is not None and time.monotonic() < _retry_at):
-        return new, []
-    perf, told = load(new.policy, added)
-    if not perf and not new.perf:
-        return new, told
-    return replace(new, perf=new.perf.including(perf, builds={k.id: build_of(k) for k in added})), told
+        if read_only:
+            raise StoreError(f"{e}; nothing of it was touched: lz perf prune sets it aside and "
+                             "begins anew") from e
+        trouble, _ = _set_aside(where, e)
+        events.emit(trouble)
+        raise StoreError(f"{e}; {trouble.action}") from e
 
 
 def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | None = None) -> None:
     """Keep what was measured, and let it decide from now on.
 
     Build, time and environment are filled in where they are empty. If the store cannot be written, this process
-    uses them all the same.
+    uses them all the same, and writes them when it can.
     """
-    from . import world as worlds
-    world, now = worlds.current(), time.time()
+    world, now = worlds.current(), state.now()
     environments: dict[str, dict[str, Any]] = {}
     rows = [_filled(m, world, now, environments).checked() for m in measurements]
     rates = dict(rates or {})
     if not rows and not rates:
         return
-    for event in _kept(world.policy, rows, environments, {place: (r, now) for place, r in rates.items()}):
+    timed = {place: (r, now) for place, r in rates.items()}
+    for event in _keep(world.policy, rows, environments, timed):
         events.emit(event)
     worlds.publish(lambda w: w.but(perf=w.perf.including(rows, rates)), "measured")
 
@@ -204,13 +113,11 @@ def heeded(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measur
 
 def forget_measurements() -> None:
     """This process decides without measurements from now on. The store keeps them (`lz perf prune` removes them)."""
-    from . import world as worlds
     worlds.publish(lambda w: w.but(perf=PerfView()), "measured")
 
 
 def reload_measurements() -> None:
     """Read the store anew: another process may have measured."""
-    from . import world as worlds
     perf, told = load(worlds.current().policy, worlds.current().catalog.kernels)
     worlds.publish(lambda w: w.but(perf=perf), "measured")
     for event in told:
@@ -218,7 +125,6 @@ def reload_measurements() -> None:
 
 
 def _filled(m: Measurement, world: World, now: float, environments: dict[str, dict[str, Any]]) -> Measurement:
-    from ..perf.interface import environment_id
     kernel, named = world.catalog.by_id.get(m.kernel), m.environment
     if not named:
         kind = _kind_of(m.place)
@@ -243,64 +149,126 @@ def signature_of(place: str) -> str:
     return place.partition("-")[0]
 
 
-def _kept(policy: Policy, rows: list[Measurement], environments: Mapping[str, Mapping[str, Any]],
+# into the store
+
+def _keep(policy: Policy, rows: list[Measurement], environments: Mapping[str, Mapping[str, Any]],
           rates: Mapping[str, tuple[Rates, float]]) -> list[Event]:
-    from ..perf.interface import CorruptStore, StoreError
+    """Write these and what could not be written before. What went wrong."""
+    try:
+        if location(policy) is None:  # so it was wanted: in memory, as long as the process lives
+            return []
+    except ConfigError:
+        pass
+    with _saving:  # unsaved until it is written, whatever happens meanwhile
+        state.unsaved = state.unsaved.including(rows, environments, rates)
+        return _save(policy)
+
+
+def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
+    """Write what is unsaved. A damaged file is set aside, and a new one is written."""
     told: list[Event] = []
     try:
         where = location(policy)
     except ConfigError as e:
-        return _failed(shown(policy.setting("perfdb")), e, "they are kept in memory only")
-    if where is None:
+        return [_not_kept(shown(policy.setting("perfdb")), e)]
+    if where is None or not state.unsaved:
         return told
-    for last in (False, True):                 # a damaged file is replaced by a new one, and that is written
+    for attempt in ("first", "last"):
         try:
-            with opened(where) as found:
-                found.write(rows, environments, rates)
-            return told + _works()
+            with opened(where, timeout) as found:
+                if state.damaged is not None and state.damaged.path == where:  # found while reading
+                    found.verify()
+                state.unsaved.write_to(found)
+            return told + _saved(shown(where))
         except CorruptStore as e:
-            told += _rebuilt(where, e)
-            if last:
-                break
+            if attempt == "last":
+                return [*told, _not_kept(shown(where), e)]
+            trouble, begun_anew = _set_aside(where, e)
+            told.append(trouble)
+            if not begun_anew:
+                return told
         except StoreError as e:
-            return told + _failed(shown(where), e, "they are kept in memory only")
+            return [*told, _not_kept(shown(where), e)]
     return told
 
 
-# when something is wrong
-
-def _works() -> list[Event]:
-    global _trouble
-    _trouble = None
-    return []
+def _saved(name: str) -> list[Event]:
+    count, was = len(state.unsaved), state.writing
+    state.unsaved, state.damaged, state.reading, state.writing = Batch(), None, None, None
+    return [StoreRecovered(store=name, written=count)] if was is not None else []
 
 
-def _failed(name: str, error: Exception, action: str) -> list[Event]:
-    global _trouble, _retry_at
-    _trouble, _retry_at = StoreTrouble(store=name, problem=str(error), action=action), time.monotonic() + RETRY_SECONDS
-    return [_trouble]
+def _not_kept(name: str, error: Exception, action: str = "") -> StoreTrouble:
+    """They stay in memory, to be written later."""
+    count = len(state.unsaved)
+    state.writing = StoreTrouble(
+        store=name, problem=str(error),
+        action=f"{action}{count} measurements are kept in memory, and written when it works again")
+    _try_again_later()
+    return state.writing
 
 
-def _rebuilt(where: Path | str, error: CorruptStore) -> list[Event]:
-    """Put a damaged file aside and begin a new one."""
-    from ..perf.interface import StoreError
-    from ..perf.store import set_aside
-    if not isinstance(where, Path):
-        return _failed(shown(where), error, "choices are made without measurements")
+def _set_aside(where: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
+    """Put a damaged file aside and begin a new one. What was done, and whether there is a new
+    one."""
+    # as in `opened`: there is a file, so SQLite is loaded
+    from ..perf.store import real_path, set_aside
+    assert isinstance(where, Path)             # a server says StoreError
     try:
-        aside = set_aside(where, error.file)
-        opened(where).close()
+        real = real_path(where)  # a link would point to nothing once the file has gone
+        aside = set_aside(real, error.file)
+        opened(real).close()
     except (OSError, StoreError) as e:
-        return _failed(str(where), error, f"it could not be set aside ({e}); choices are made without measurements")
+        return _not_kept(str(where), error, f"it could not be set aside ({e}); "), False
+    state.damaged = None
     action = f"set aside as {aside.name}; begun anew" if aside else "another process has begun it anew"
-    return _failed(str(where), error, action)
+    return StoreTrouble(store=str(where), problem=str(error), action=action), True
 
 
-def shown(where: Path | str) -> str:
-    """For messages: an address without its password."""
-    scheme, sign, rest = str(where).partition("://")
-    return f"{scheme}{sign}{rest.rpartition('@')[2]}"
+def _try_again_later() -> None:
+    """In a thread of its own, and not on the clock's: a server that does not answer is waited
+    for."""
+    global _retry
+    if _retry is None or not _retry.is_alive():
+        _retry = threading.Timer(perf_loading.RETRY_SECONDS, try_again)
+        _retry.daemon = True
+        _retry.start()
 
+
+def try_again(timeout: float | None = None) -> None:
+    """Write what is unsaved, if the store works again. Trouble that is known is not told again."""
+    global _retry
+    policy = worlds.current().policy if state.unsaved else None
+    with _saving:
+        if _retry is threading.current_thread():
+            _retry = None
+        known, found = state.writing, _save(policy, timeout) if policy is not None else []
+        told = [event for event in found if event != known]
+    for event in told:
+        events.emit(event)
+
+
+def _at_exit() -> None:
+    """The last time to write what is unsaved; what is lost is said."""
+    if not state.unsaved:
+        return
+    try_again(READ_SECONDS)
+    if state.unsaved and state.writing is not None:
+        lost = f"{len(state.unsaved)} measurements are lost with this process"
+        events.emit(replace(state.writing, action=lost))
+
+
+def _after_fork() -> None:
+    global _saving, _retry
+    _saving, _retry = threading.Lock(), None   # a thread that is gone may have held it
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# how they stand
 
 @dataclass(frozen=True)
 class Status:
@@ -311,10 +279,9 @@ class Status:
 
 def status() -> Status:
     """For the doctor: where measurements are, how many count here, and what is wrong."""
-    from . import world as worlds
-    world = worlds.current()
-    if _trouble is not None:
-        return Status(False, f"{_trouble.store}: {_trouble.problem}", _trouble.action)
+    world, trouble = worlds.current(), state.trouble
+    if trouble is not None:
+        return Status(False, f"{trouble.store}: {trouble.problem}", trouble.action)
     where = location(world.policy)
     count = f"{len(world.perf)} measurements in use"
     if where is None:
@@ -338,12 +305,8 @@ def shipped_status(world: World, device: Device) -> Status:
     return Status(True, f"{found}; what is measured here takes their place")
 
 
-# where and when
-
 def environment(kind: str) -> dict[str, Any]:
     """Everything a measurement on this machine's `kind` of device may depend on, and the state it is in now."""
-    from . import world as worlds
-    from .capabilities import capabilities_hash, export
     catalog = worlds.current().catalog
     read_at, of, found = _environments.get(kind, (0.0, None, {}))
     stale = of is not catalog or time.monotonic() > read_at + STATE_SECONDS
@@ -360,10 +323,9 @@ class Standing:
     """How rows of a store stand on this machine, as it is today."""
 
     def __init__(self, environments: Mapping[str, Mapping[str, Any]]) -> None:
-        from . import world as worlds
         world = worlds.current()
         days = world.policy.setting("perfdb_ttl")
-        self.since = time.time() - days * DAY if days else 0.0
+        self.since = state.now() - days * DAY if days else 0.0
         self.builds = {k.id: build_of(k) for k in world.catalog.kernels}
         self.signatures = {device.signature for device in hardware.all_devices()}
         self.machines = {i: str(data.get("machine", "")) for i, data in environments.items()}

@@ -32,7 +32,7 @@ from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import AnyOf, Condition, Rule, When
-from . import config, context, events, hardware, health, loading, measurements
+from . import config, context, events, hardware, health, loading, perf_loading
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
 from .memory import headroom
@@ -118,7 +118,7 @@ class World:
         """What came with the package for this model of device."""
         found = self.memo.get(("shipped", kind))
         if found is None:
-            found = self.memo["shipped", kind] = measurements.shipped(self.catalog, self.device(kind), self.place(kind))
+            found = self.memo["shipped", kind] = perf_loading.shipped(self.catalog, self.device(kind), self.place(kind))
         return found  # type: ignore[no-any-return]
 
     def captures(self, kind: str) -> Mapping[str, bool]:
@@ -241,7 +241,7 @@ def _create() -> World:
             catalog, problems = discover()
             advice, refused = plugin_policy(catalog)
             policy, path, stamp = _initial_policy(catalog, advice)
-            perf, told = measurements.load(policy, catalog.kernels)
+            perf, told = perf_loading.load(policy, catalog.kernels)
             _current = World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp, born=time.monotonic())
             for event in (*problems, *refused, *told):
                 events.emit(event)
@@ -268,7 +268,8 @@ def publish(change: Callable[[World], World], cause: str = "") -> World:
         new = change(old)
         if new is old:
             return old
-        new, told = measurements.follow(old, new)
+        perf, told = perf_loading.follow(old, new)
+        new = new if perf is new.perf else replace(new, perf=perf)
         _current = new
         _announce(new)
     for event in told:

@@ -161,6 +161,15 @@ class StoreTrouble(Event):
 
 
 @dataclass(frozen=True)
+class StoreRecovered(Event):
+    """The store of measurements works again; what was kept in memory meanwhile was written."""
+
+    name: ClassVar[str] = "store_recovered"
+    store: str = ""
+    written: int = 0
+
+
+@dataclass(frozen=True)
 class CertificateRefused(Event):
     """A certificate was there and is not trusted: damaged, or changed since it was sealed."""
 

@@ -1,0 +1,36 @@
+"""What is on its way into a store: measurements, the environments they name, and rates with their
+times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .interface import KEY, Store
+from .record import Measurement, Rates
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Frozen, and with one measurement for each row of a store, so that it does not grow while the
+    store is away."""
+
+    rows: Mapping[tuple[str, ...], Measurement] = field(default_factory=dict)
+    environments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rates: Mapping[str, tuple[Rates, float]] = field(default_factory=dict)
+
+    def including(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
+                  rates: Mapping[str, tuple[Rates, float]]) -> Batch:
+        kept = dict(self.rows)
+        for m in rows:
+            key = tuple(getattr(m, name) for name in KEY)
+            if key not in kept or m.supersedes(kept[key]):
+                kept[key] = m
+        return Batch(kept, {**self.environments, **environments}, {**self.rates, **rates})
+
+    def write_to(self, store: Store) -> None:
+        store.write(self.rows.values(), self.environments, self.rates)
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.rates)

@@ -247,7 +247,7 @@ class Flaky:
     def __init__(self, op: Op, rate: float, seed: int = 0, jit: bool = False) -> None:
         self.op, self.rate, self.failed, self._chance = op, rate, 0, random.Random(seed)
         self.kernel = Kernel(f"{FLAKY}_{op.name}", op, self._load, prior=1e6, less_work="it fails now and then",
-                             jit=jit)
+                             jit=jit, package="torch" if jit else "")  # of a library: else it is not compiled unasked
 
     def _load(self) -> Callable[..., Any]:
         reference = self.op.reference

@@ -246,7 +246,8 @@ class Flaky:
 
     def __init__(self, op: Op, rate: float, seed: int = 0, jit: bool = False) -> None:
         self.op, self.rate, self.failed, self._chance = op, rate, 0, random.Random(seed)
-        self.kernel = Kernel(f"{FLAKY}_{op.name}", op, self._load, prior=1e6, less_work="it fails now and then",
+        name = f"{FLAKY}_{op.name}_{seed % 64}" if jit else f"{FLAKY}_{op.name}"     # compiled once under a name
+        self.kernel = Kernel(name, op, self._load, prior=1e6, less_work="it fails now and then",
                              jit=jit, package="torch" if jit else "")  # of a library: else it is not compiled unasked
 
     def _load(self) -> Callable[..., Any]:

@@ -262,10 +262,8 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
                 pause = cycle / (len(around) + 1)
                 for _ in range(len(around)):
                     time.sleep(max(min(pause, end - time.monotonic()), 0.0))
-                    around.do(step)
+                    around.do(step)            # all of them in every cycle, however busy the machine is
                     step += 1
-                    if time.monotonic() >= end:
-                        break
                 workers.pause()
                 around.quiet()
                 sample = probe.sample(time.monotonic() - began, tally)

@@ -41,7 +41,7 @@ def test_everything_at_once_for_some_seconds(tmp_path):
     if not may_not_fork():
         assert counts["forks"] > 0
     part = found.parts[0]
-    assert len(part.samples) >= 3 and all(s.rss_mib > 10 and s.p99_us >= s.p50_us > 0 for s in part.samples)
+    assert part.samples and all(s.rss_mib > 10 and s.p99_us >= s.p50_us > 0 for s in part.samples)
     assert json.loads(path.read_text())["schema"] == "layerzero.soak/1"
     now = worlds.current()
     assert now.policy == before.policy and now.catalog.by_id.keys() == before.catalog.by_id.keys()

@@ -18,7 +18,7 @@ from layerzero.cli import main
 from layerzero.cli.gate import run
 from layerzero.ops.linear import OP as linear
 from layerzero.ops.rms_norm import OP as rms_norm
-from layerzero.release import performance, schemas, targets
+from layerzero.release import performance, schemas, stages, targets
 from layerzero.release.gate import combine, run_gate, stages_of
 from layerzero.release.performance import CALLS, Baseline, Timed
 from layerzero.release.soak import Part, Report, Sample
@@ -414,7 +414,7 @@ def test_readiness_is_read_from_whatever_report_there_is(monkeypatch: pytest.Mon
             return {"checks": [{"name": "table", "state": "fail", "got": "none", "hint": "lz solve"},
                                {"name": "memory", "state": "warning", "got": "little"}, {"name": "x", "state": "ok"}]}
 
-    monkeypatch.setattr("layerzero.runtime.readiness.readiness_check", lambda device=None: Told())
+    monkeypatch.setattr(stages, "readiness_check", lambda: lambda device=None: Told())
     found = readiness_checked("cpu")
     assert [str(f) for f in found.findings] == ["table: none; lz solve"] and found.note == "warnings: memory"
 
@@ -422,9 +422,9 @@ def test_readiness_is_read_from_whatever_report_there_is(monkeypatch: pytest.Mon
 def test_a_release_needs_every_target_with_every_stage(tmp_path: Path) -> None:
     whole = [{"stage": name} for name in stages_of([])]
     rows = {"arm": ("cpu-arm", True, whole), "hopper": ("hopper", True, whole[:3]), "x86": ("cpu-x86", False, whole)}
-    for name, (target, passed, stages) in rows.items():
+    for name, (target, passed, ran) in rows.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({
-            "schema": "layerzero.gate/1", "target": target, "passed": passed, "lane": "usual", "stages": stages}))
+            "schema": "layerzero.gate/1", "target": target, "passed": passed, "lane": "usual", "stages": ran}))
     arm, hopper, x86 = (tmp_path / f"{name}.json" for name in rows)
     assert combine([arm], ["cpu-arm"])["accepted"]
     assert combine([arm, hopper], ["cpu-arm", "hopper"])["missing"] == ["hopper"]      # stages were left out
@@ -433,3 +433,16 @@ def test_a_release_needs_every_target_with_every_stage(tmp_path: Path) -> None:
         combine([arm], ["hoper"])
     with pytest.raises(lz.DataError, match=r"layerzero\.gate/1"):
         combine([baseline_in(tmp_path)], [])
+
+
+@pytest.mark.usefixtures("world")
+def test_without_quick_a_kernel_is_verified_once_and_then_its_certificate_holds(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    register(Halved("fake.half", prior=1e6))
+    monkeypatch.setattr(stages, "_here", lambda kernel, device: kernel.id in ("torch.layer_norm", "fake.half"))
+    usual = replace(asked(ROOT), lane="usual")
+    for proven, verified in ((0, 1), (1, 0)):
+        (check,) = stages.run_stage("correctness", usual)
+        assert [f.subject for f in check.findings] == ["fake.half"] and check.asked == 2
+        assert f"{proven} by a certificate that holds, {verified} verified now" in check.says

@@ -323,7 +323,7 @@ class Probe:
     def __init__(self, device: str) -> None:
         x, weight = torch.randn(4, 256, device=device), torch.ones(256, device=device)
         public = dispatcher_of("layer_norm").public
-        self._wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self._wait: Callable[[], Any] = torch.accelerator.synchronize if device != "cpu" else lambda: None
         self._ours: Callable[[], Any] = lambda: public(x, weight)
         self._torchs: Callable[[], Any] = lambda: torch.nn.functional.layer_norm(x, (256,), weight)
 

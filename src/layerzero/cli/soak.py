@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +120,9 @@ def show_report(report: Report) -> None:
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
     """A soak that is told to end (SIGTERM) writes its report as on Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():          # only there Python hears signals
+        yield
+        return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

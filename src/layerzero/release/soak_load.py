@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,14 +54,14 @@ class Tally:
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    _lock: Any = field(default_factory=threading.Lock, repr=False)
+    lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def add(self, what: str, n: int = 1) -> None:
-        with self._lock:
+        with self.lock:
             self.counts[what] += n
 
     def fail(self, kind: str, text: str) -> None:
-        with self._lock:
+        with self.lock:
             self.counts[kind] += 1
             if len(self.failures) < MOST_FAILURES:
                 self.failures.append(f"{kind}: {text}")
@@ -203,9 +204,12 @@ class Workers:
         """Return once every call under way has ended."""
         self._go.clear()
         end = time.monotonic() + seconds
-        for i, idle in enumerate(self._idle):
-            if not idle.wait(max(end - time.monotonic(), 0.0)) and self._threads[i].is_alive():
-                self.tally.fail("calls that raised", f"a call of thread {i} did not end within {seconds:g} s")
+        for idle, thread in zip(self._idle, self._threads):
+            while not idle.wait(0.2) and thread.is_alive() and time.monotonic() < end:
+                pass
+            if not idle.is_set():
+                self.tally.fail("calls that raised", f"{thread.name}: " + (
+                    f"a call did not end within {seconds:g} s" if thread.is_alive() else "the thread died"))
 
     def resume(self) -> None:
         self._go.set()
@@ -379,7 +383,7 @@ class Disturbances:
         if self.no_forks:
             return
         self.tally.add("forks")
-        problem = in_child(lambda: self._child(i), FORK_SECONDS)
+        problem = in_child(lambda: self._child(i), FORK_SECONDS, self.tally.lock)
         if problem:
             self.tally.fail("children that failed", problem)
 
@@ -410,10 +414,13 @@ def may_not_fork() -> str:
     return f"{used[0]} is in use: a forked process could not use it" if used else ""
 
 
-def in_child(work: Callable[[], None], seconds: float) -> str:
-    """Run `work` in a forked child; what went wrong there, "" if nothing. A child that hangs is killed."""
+def in_child(work: Callable[[], None], seconds: float, held: AbstractContextManager[Any] | None = None) -> str:
+    """Run `work` in a forked child; what went wrong there, "" if nothing. A child that hangs is killed.
+
+    `held` is a lock that the child needs: taken around the fork, no thread that is gone holds it there.
+    """
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), held or nullcontext():
         warnings.simplefilter("ignore", DeprecationWarning)    # a fork of a process with threads is the point here
         pid = os.fork()
     if pid == 0:

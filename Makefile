@@ -16,7 +16,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(wildcard src/layerzero/runtime/*.cpp src/layerzero/backends/native/*.cpp)
 HAS_TORCH := -c 'import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 8))' 2>/dev/null
 
-.PHONY: run test setup build lint bench docs clean
+.PHONY: run test setup build lint bench docs clean nightly soak
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -38,6 +38,15 @@ lint: setup
 
 bench: setup $(VENV)/.native
 	@$(BIN)/python benchmarks/dispatch.py
+
+# The long lanes, hours: make nightly, make nightly LANES=fuzz-run,soak. Logs and a summary are in nightly/.
+LANES ?=
+nightly: setup $(VENV)/.native
+	@$(BIN)/python .ci/nightly.py --lanes '$(LANES)'
+
+HOURS ?= 2
+soak: setup $(VENV)/.native
+	@$(BIN)/lz soak --hours $(HOURS) --out soak.json
 
 docs: setup
 	@$(BIN)/python docs/generate.py

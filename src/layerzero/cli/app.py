@@ -23,6 +23,7 @@ from . import hub as kernel_hub
 from . import perf, show, workload
 from . import plan as planning
 from . import report as reporting
+from . import soak as soaking
 from . import tune as tuning
 from . import verify as verification
 from . import warmup as warming
@@ -179,6 +180,7 @@ app.command()(planning.diff)
 app.command("dry-run")(planning.dry_run)
 app.command("verify")(verification.command)
 app.command()(gating.gate)
+app.command("soak")(soaking.command)
 app.command()(warming.warmup)
 app.command()(reporting.report)
 app.command()(generation.generate)

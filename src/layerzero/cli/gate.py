@@ -1,87 +1,160 @@
-"""`lz gate`: may this be released? The declarations checked as a whole, and three families of models."""
+"""`lz gate`: may this be released? Declarations, models, contracts, files, speed, a soak, readiness: one verdict."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from ..runtime import hardware
-from ..runtime import world as worlds
+from ..release import performance, schemas, targets
+from ..release.gate import combine, run_gate, stages_of
+from ..release.page import render
+from ..release.stages import SOAK_SECONDS, STAGES, Asked, ModelChecked
+from ..release.waivers import Waiver, read_waivers
 from ..spec.errors import ConfigError, DataError
-from ..verify.gate import Checked, docs_check, static_checks
-from ..verify.gate_models import FAMILIES, Cell, model_cells
+from ..verify.gate import Checked
+from ..verify.gate_models import FAMILIES, Cell
 from . import show
 from .options import Json
 
 _ROOT = Path(__file__).resolve().parents[3]    # of a source checkout; elsewhere there is no docs/ in it
+WAIVERS = "waivers.yaml"                       # beside the baselines
 
 
-def gate(static: Annotated[bool, typer.Option("--static", help="only the declarations; runs no kernel")] = False,
-         models: Annotated[bool, typer.Option("--models", help="only the models")] = False,
-         family: Annotated[list[str] | None, typer.Option(
-             "--family", help=f"of the models: {', '.join(FAMILIES)}; may be repeated")] = None,
-         backend: Annotated[str, typer.Option(
-             "--backend", help="of the models: a kernel or library that serves wherever it can")] = "",
-         full: Annotated[bool, typer.Option("--full", help="of the models: more batches and lengths")] = False,
-         device: Annotated[str, typer.Option(help="of the models: cpu, cuda, ...")] = "cpu",
-         out: Annotated[Path | None, typer.Option(
-             "--out", metavar="DIR", help="write gate.json and gate.txt there too")] = None,
-         as_json: Json = False) -> None:
-    """Is every declaration complete and reachable, and are models equal to plain torch? Exit code 1 if not."""
-    raise typer.Exit(run(static or not models, models or not static, family or (), "full" if full else "quick", device,
-                         backend, out, as_json))
+def gate(
+    stages: Annotated[list[str] | None, typer.Option("--stages", help=(
+        f"of {', '.join(STAGES)}; separated by commas, may be repeated; default: all"))] = None,
+    static: Annotated[bool, typer.Option("--static", help="as --stages static; runs no kernel")] = False,
+    models: Annotated[bool, typer.Option("--models", help="as --stages models")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="a minute or two: fewer cases, a short soak")] = False,
+    full: Annotated[bool, typer.Option("--full", help="every case of every contract, a soak of two hours")] = False,
+    target: Annotated[str, typer.Option("--target", help=(
+        f"the hardware class: {', '.join(targets.KNOWN[:2])}, hopper, ...; default: this machine's accelerator, else "
+        "its CPU"))] = "",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, ...; instead of --target")] = "",
+    family: Annotated[list[str] | None, typer.Option(
+        "--family", help=f"of the models: {', '.join(FAMILIES)}; may be repeated")] = None,
+    backend: Annotated[str, typer.Option(
+        "--backend", help="of the models: a kernel or library that serves wherever it can")] = "",
+    baseline: Annotated[Path | None, typer.Option("--baseline", metavar="FILE", help=(
+        "of performance; default: benchmarks/baselines/TARGET.json"))] = None,
+    waivers: Annotated[Path | None, typer.Option("--waivers", metavar="FILE", help=(
+        f"thresholds that may be passed, why and until when; default: benchmarks/baselines/{WAIVERS}"))] = None,
+    soak_minutes: Annotated[float, typer.Option("--soak-minutes", min=0.0, help=(
+        f"default: {SOAK_SECONDS['usual'] / 60:g}"))] = 0.0,
+    write_baseline: Annotated[bool, typer.Option(
+        "--write-baseline", help="time the calls now, write the baseline and end")] = False,
+    write_schemas: Annotated[bool, typer.Option(
+        "--write-schemas", help="record the structure of every kind of file and end")] = False,
+    combined: Annotated[list[Path] | None, typer.Option("--combine", metavar="GATE.JSON", help=(
+        "judge the reports of several targets instead; may be repeated"))] = None,
+    require: Annotated[list[str] | None, typer.Option("--require", metavar="TARGET", help=(
+        "of --combine: a target that must have passed every stage; may be repeated"))] = None,
+    out: Annotated[Path | None, typer.Option(
+        "--out", metavar="DIR", help="write gate.json, gate.html and gate.txt there too")] = None,
+    as_json: Json = False,
+) -> None:
+    """May this be released? Exit code 1 if not; each finding says what is wrong and what to do."""
+    if combined or require:
+        raise typer.Exit(_combine(combined or (), require or (), as_json))
+    if quick and full:
+        raise ConfigError("lz gate takes one of --quick and --full, got both")
+    words = [*(stages or ()), *(["static"] if static else ()), *(["models"] if models else ())]
+    chosen, kind = targets.chosen(target, device)
+    asked = Asked(chosen, kind, "quick" if quick else "full" if full else "usual", _ROOT, baseline, tuple(family or ()),
+                  backend, soak_minutes * 60)
+    if write_baseline or write_schemas:
+        raise typer.Exit(_write_records(asked, write_baseline, write_schemas))
+    raise typer.Exit(run(asked, stages_of(words), _read(waivers), out, as_json))
 
 
-def run(static: bool = True, models: bool = True, families: Any = (), lane: str = "quick", device: str = "cpu",
-        backend: str = "", out: Path | None = None, as_json: bool = False) -> int:
+def run(asked: Asked, stages: Sequence[str] = tuple(STAGES), waivers: Sequence[Waiver] = (), out: Path | None = None,
+        as_json: bool = False) -> int:
     """The command as a function: prints, writes, and gives the exit code."""
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out: wanted a folder, {out} is a file")
-    started, lines = time.perf_counter(), []   # type: float, list[str]
-    checks: list[Checked] = []
+    lines: list[str] = []
     cells: list[Cell] = []
+    begun: list[str] = []
 
-    def say(text: str) -> None:
+    def write(text: str) -> None:
         lines.append(text)
         if not as_json:
-            show.text(text)
+            print(text, flush=True)
 
-    say(f"lz gate on {device}, torch {torch.__version__}")
-    if static:
-        for found in static_checks(worlds.current().catalog):
-            checks.append(found)
-            say(_told(found))
-        checks.append(docs_check(_ROOT))
-        say(_told(checks[-1]))
-    if models:
-        for cell in model_cells(families, lane=lane, device=device, named=backend):
-            cells.append(cell)
-            say(f"{'ok' if cell.passed else '!!'}  {cell}, {cell.seconds:.1f} s")
-        say(_kernels(cells))
-    passed = all(c.passed for c in checks) and all(c.passed for c in cells)
-    counts = Counter([c.passed for c in checks] + [c.passed for c in cells])
-    say(f"{'passed' if passed else 'FAILED'}: {counts[True]} passed, {counts[False]} failed, "
-        f"{time.perf_counter() - started:.0f} s")
-    report = {"passed": passed, "device": hardware.probe(device).to_json(), "torch": str(torch.__version__),
-              "seconds": round(time.perf_counter() - started, 1), "static": [c.to_json() for c in checks],
-              "models": [c.to_json() for c in cells]}
+    def say(stage: str, check: Checked) -> None:
+        if stage not in begun:
+            begun.append(stage)
+            write(f"{stage}: {STAGES[stage].says if stage in STAGES else 'what may be passed until when'}")
+        if isinstance(check, ModelChecked) and check.cell is not None:
+            cells.append(check.cell)
+        write(_told(check))
+
+    write(f"lz gate for {asked.target} on {asked.device}, torch {torch.__version__}")
+    asked = Asked(**{**asked.__dict__, "say": write})
+    report = run_gate(asked, stages, waivers, say=say)
+    if cells:
+        write(_kernels(cells))
+    for name, waiver in report["waived"].items():
+        write(f"waived until {waiver['expires']}: {name}: {waiver['reason']}")
+    left_out = [name for name in STAGES if name not in stages]
+    write(f"{'passed' if report['passed'] else 'FAILED'}: {report['checks'] - report['failed']} passed, "
+          f"{report['failed']} failed, {report['seconds']:.0f} s"
+          + (f"; not asked: {', '.join(left_out)}" if left_out else ""))
     if as_json:
         show.as_json(report)
     if out is not None:
         _write(out, report, lines)
-    return 0 if passed else 1
+    return 0 if report["passed"] else 1
 
 
-def _told(found: Checked) -> str:
-    mark = "!!" if not found.passed else "--" if found.note else "ok"
-    head = f"{mark}  {found.name}: {found.says} ({found.note or f'{found.asked} asked'}, {found.seconds:.1f} s)"
-    return "\n".join([head, *(f"      {finding}" for finding in found.findings)])
+def _read(path: Path | None) -> tuple[Waiver, ...]:
+    found = path or _ROOT / "benchmarks" / "baselines" / WAIVERS
+    return read_waivers(found) if path is not None or found.is_file() else ()
+
+
+def _write_records(asked: Asked, baseline: bool, structures: bool) -> int:
+    if not asked.baselines.parent.is_dir() and asked.baseline is None:
+        raise ConfigError(f"there is no {asked.baselines.parent}: not a source checkout; give --baseline FILE")
+    if structures:
+        schemas.write_record(asked.baselines / schemas.RECORD)
+        show.text(f"wrote {asked.baselines / schemas.RECORD}")
+    if baseline:
+        path = asked.baseline or asked.baselines / f"{asked.target}.json"
+        made = performance.make_baseline(asked.target, asked.device)
+        made.save(path)
+        show.table(("call", "lz", "torch", "ratio", "95 % of"), [
+            (name, f"{t.lz_us:.1f} us", f"{t.torch_us:.1f} us", f"{t.ratio:.2f}x", f"{t.low:.2f} to {t.high:.2f}")
+            for name, t in made.calls.items()], right=("lz", "torch", "ratio"))
+        show.text(f"wrote {path}")
+    return 0
+
+
+def _combine(paths: Sequence[Path], required: Sequence[str], as_json: bool) -> int:
+    if not paths:
+        raise ConfigError("--require goes with --combine GATE.JSON, the report of a target; got none")
+    found = combine(paths, required)
+    if as_json:
+        show.as_json(found)
+    else:
+        show.table(("", "target", "report", "lane", "not asked"), [
+            ("ok" if row["counts"] else "--" if row["passed"] else "!!", row["target"], row["file"], str(row["lane"]),
+             ", ".join(row["left_out"])) for row in found["reports"]])
+        for name in found["missing"]:
+            show.text(f"!!  {name}: no report that passed every stage; run lz gate --out DIR on such a machine")
+        show.text("accepted" if found["accepted"] else "NOT accepted")
+    return 0 if found["accepted"] else 1
+
+
+def _told(check: Checked) -> str:
+    mark = "!!" if not check.passed else "--" if check.note else "ok"
+    head = f"{mark}  {check.name}: {check.says} ({check.note or f'{check.asked} asked'}, {check.seconds:.1f} s)"
+    return "\n".join([head, *(f"      {finding}" for finding in check.findings)])
 
 
 def _kernels(cells: list[Cell]) -> str:
@@ -92,13 +165,15 @@ def _kernels(cells: list[Cell]) -> str:
     by_op: dict[str, list[str]] = {}
     for (op, kernel), n in sorted(served.items()):
         by_op.setdefault(op, []).append(f"{kernel} x{n}")
-    return "\n".join(f"      {op}: {', '.join(names)}" for op, names in by_op.items()) or "      nothing was served"
+    rows = [f"      {op}: {', '.join(names)}" for op, names in by_op.items()] or ["      nothing was served"]
+    return "\n".join(["the models were served by", *rows])
 
 
 def _write(folder: Path, report: dict[str, Any], lines: list[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (folder / "gate.html").write_text(render(report), encoding="utf-8")
         (folder / "gate.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as e:
         raise DataError(f"--out {folder}: cannot be written: {e.strerror}; give a folder that can") from e

@@ -1,0 +1,378 @@
+"""Hours of everything at once: does an answer go wrong, does memory grow, does a call get slower?
+
+The time is cut into cycles. In each, worker threads call while one disturbance after the other happens (soak_load.py);
+at its end the threads pause, policy goes back to what it was, and a sample is taken: resident memory, open files,
+threads, and the latency of one fixed call, with torch's own beside it so that a machine that got slower is not taken
+for a library that did. The report holds every sample, and is written after each: an interruption loses one cycle.
+A soak may be run in parts, each a process of its own; trends are of the parts together (trend.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..runtime import events, hardware
+from ..runtime import world as worlds
+from ..runtime.inspection import dispatcher_of
+from ..runtime.settings import configure
+from ..spec.errors import ConfigError, DataError
+from .soak_load import CALLS, WRONG, Disturbances, Tally, Workers, cases_of, other_breakers
+from .trend import Trend, theil_sen
+
+SCHEMA = "layerzero.soak/1"
+CACHE_SIZE = 256                               # remembered choices: full after seconds, so that a leak is told from it
+CYCLE_SECONDS, MOST_SAMPLES = 5.0, 720         # a cycle is longer where there would be more samples than these
+PROBE_CALLS, PROBE_ROUNDS = 20, 100
+WARM_UP = 0.25                                 # of each part: caches fill and libraries load, which is no trend
+LEAST_JUDGED_HOURS = 0.1                       # a slope per hour of less time than this would be a guess
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The process at one moment. Times are of the part, in seconds; latencies in microseconds."""
+
+    at: float
+    rss_mib: float
+    fds: int
+    threads: int
+    p50_us: float
+    p99_us: float
+    torch_us: float                            # p50 of torch's own call of the same thing
+    calls: int
+
+    @property
+    def ratio(self) -> float:
+        return self.p50_us / self.torch_us if self.torch_us > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {f.name: round(v, 4) if isinstance(v := getattr(self, f.name), float) else v for f in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: Any, owner: str) -> Sample:
+        names = {f.name for f in fields(cls)}
+        if not isinstance(data, Mapping) or set(data) != names or not all(
+                isinstance(v, (int, float)) and not isinstance(v, bool) for v in data.values()):
+            raise DataError(f"{owner}: wanted numbers {', '.join(sorted(names))}, got {data!r:.200}")
+        return cls(**data)
+
+
+@dataclass
+class Part:
+    """One process of a soak."""
+
+    began: str
+    device: str
+    torch: str
+    samples: list[Sample] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "seconds": round(self.seconds, 1), "samples": [s.to_json() for s in self.samples]}
+
+    @classmethod
+    def from_json(cls, data: Any, owner: str) -> Part:
+        kinds = {"began": str, "device": str, "torch": str, "samples": list, "counts": dict, "failures": list,
+                 "seconds": (int, float), "interrupted": bool, "notes": list}
+        if not isinstance(data, Mapping) or set(data) != set(kinds) or not all(
+                isinstance(data[name], kind) for name, kind in kinds.items()):  # type: ignore[arg-type]
+            raise DataError(f"{owner}: wanted a part with {', '.join(kinds)}, got {data!r:.200}")
+        samples = [Sample.from_json(s, f"{owner}: samples[{i}]") for i, s in enumerate(data["samples"])]
+        return cls(**{**data, "samples": samples})
+
+    @property
+    def judged(self) -> list[Sample]:
+        """The samples after the warm-up."""
+        return self.samples[int(len(self.samples) * WARM_UP):]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How much one series may grow in an hour: in its own unit, or as a share of its level."""
+
+    name: str
+    unit: str
+    most: float
+    relative: bool
+    of: Callable[[Sample], float]
+
+
+BOUNDS: tuple[Bound, ...] = (
+    Bound("RSS", "MiB", 32.0, False, lambda s: s.rss_mib),
+    Bound("open files", "", 2.0, False, lambda s: s.fds),
+    Bound("threads", "", 2.0, False, lambda s: s.threads),
+    Bound("p50 over torch", "x", 0.10, True, lambda s: s.ratio),
+    Bound("p50", "us", 0.25, True, lambda s: s.p50_us),
+    Bound("p99", "us", 1.0, True, lambda s: s.p99_us),
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One series: its trend, and whether it is surely beyond its bound."""
+
+    name: str
+    unit: str
+    most: float                                # per hour, in the unit
+    first: float
+    last: float
+    trend: Trend | None                        # None: too short to tell
+    judged: bool
+
+    @property
+    def passed(self) -> bool:
+        """Only a slope whose whole interval is beyond the bound fails: noise does not decide."""
+        return not self.judged or self.trend is None or self.trend.low <= self.most
+
+    def to_json(self) -> dict[str, Any]:
+        return {"series": self.name, "unit": self.unit, "most_per_hour": self.most, "first": self.first,
+                "last": self.last, "passed": self.passed, "judged": self.judged,
+                "trend": self.trend.to_json() if self.trend is not None else None}
+
+
+@dataclass
+class Report:
+    """All parts of a soak so far."""
+
+    target_seconds: float
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        names = dict.fromkeys(name for part in self.parts for name in part.counts)
+        return {name: sum(part.counts.get(name, 0) for part in self.parts) for name in names}
+
+    @property
+    def failures(self) -> list[str]:
+        return [text for part in self.parts for text in part.failures]
+
+    @property
+    def complete(self) -> bool:
+        return self.seconds >= self.target_seconds * 0.99
+
+    def series(self) -> list[Judged]:
+        found = []
+        kept = [part.judged for part in self.parts]
+        long_enough = sum(s[-1].at - s[0].at for s in kept if s) / 3600 >= LEAST_JUDGED_HOURS
+        flat = [s for samples in kept for s in samples]
+        for bound in BOUNDS if flat else ():
+            trend = theil_sen([[(s.at / 3600, float(bound.of(s))) for s in samples] for samples in kept])
+            level = statistics.median(bound.of(s) for s in flat)
+            found.append(Judged(bound.name, bound.unit, bound.most * level if bound.relative else bound.most,
+                                float(bound.of(flat[0])), float(bound.of(flat[-1])), trend,
+                                long_enough and trend is not None))
+        return found
+
+    @property
+    def passed(self) -> bool:
+        """Nothing went wrong so far and nothing grows; whether it is complete is another question."""
+        return not any(self.counts.get(kind) for kind in WRONG) and all(s.passed for s in self.series())
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "target_seconds": self.target_seconds, "seconds": round(self.seconds, 1),
+                "complete": self.complete, "passed": self.passed, "counts": self.counts,
+                "series": [s.to_json() for s in self.series()], "failures": self.failures,
+                "parts": [part.to_json() for part in self.parts]}
+
+    @classmethod
+    def from_json(cls, data: Any, owner: str = "soak report") -> Report:
+        got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        if got != SCHEMA:
+            raise DataError(f"{owner}: wanted a report of lz soak with schema {SCHEMA}, got {got!r}")
+        target, parts = data.get("target_seconds"), data.get("parts")
+        if isinstance(target, bool) or not isinstance(target, (int, float)) or not isinstance(parts, list):
+            raise DataError(f"{owner}: wanted target_seconds and a list of parts")
+        return cls(float(target), [Part.from_json(p, f"{owner}: parts[{i}]") for i, p in enumerate(parts)])
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        try:
+            data = json.loads(path.read_bytes())
+        except OSError as e:
+            raise DataError(f"{path}: cannot read the report: {e.strerror}; lz soak --out writes one") from e
+        except (ValueError, RecursionError) as e:
+            raise DataError(f"{path}: not a report of lz soak: {e}") from e
+        return cls.from_json(data, str(path))
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all."""
+        try:
+            handle, name = tempfile.mkstemp(dir=path.parent or Path(), prefix=f".{path.name}.")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps(self.to_json(), indent=1) + "\n")
+            os.replace(name, path)
+        except OSError as e:
+            raise DataError(f"{path}: cannot write the report: {e.strerror}; give a file that can be written") from e
+
+
+def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float = 0.02, forks: bool = True,
+         report: Report | None = None, out: Path | None = None, ops: tuple[str, ...] = (), seed: int = 0,
+         say: Callable[[Sample, Tally], None] | None = None) -> Report:
+    """Run for so many seconds more and give the report with this part added.
+
+    `rate`: the share of calls of the planted kernels that fail. KeyboardInterrupt ends the part early; the report
+    then says so, and `out` holds it.
+    """
+    if not seconds > 0:
+        raise ConfigError(f"a soak wants seconds > 0, got {seconds!r}")
+    if threads < 1:
+        raise ConfigError(f"a soak wants at least one thread, got {threads}")
+    kind = hardware.probe(device).type
+    report = report if report is not None else Report(seconds)
+    part = Part(datetime.now(timezone.utc).isoformat(timespec="seconds"), hardware.probe(device).name,
+                str(torch.__version__))
+    report.parts.append(part)
+    tally = Tally()
+    cases = cases_of(tuple(dict.fromkeys(("cpu", kind))), ops)
+    if not cases:
+        raise ConfigError(f"a soak needs calls, no operation is named {' or '.join(ops)}")
+    with _own_world(), _counting(tally):
+        around = Disturbances(cases, tally, kind, rate, forks, seed)
+        workers = Workers(cases, tally, threads, seed)
+        probe = Probe(kind)
+        began = time.monotonic()
+        cycle = min(max(CYCLE_SECONDS, report.target_seconds / MOST_SAMPLES), max(seconds / 4, 0.5))
+        try:
+            around.start()
+            workers.start()
+            step = 0
+            while time.monotonic() - began < seconds:
+                end = min(time.monotonic() + cycle, began + seconds)
+                pause = cycle / (len(around) + 1)
+                for _ in range(len(around)):
+                    time.sleep(max(min(pause, end - time.monotonic()), 0.0))
+                    around.do(step)            # all of them in every cycle, however busy the machine is
+                    step += 1
+                workers.pause()
+                around.quiet()
+                sample = probe.sample(time.monotonic() - began, tally)
+                part.samples.append(sample)
+                _note(part, tally, time.monotonic() - began, around)
+                if out is not None:
+                    report.save(out)
+                if say is not None:
+                    say(sample, tally)
+                workers.resume()
+        except KeyboardInterrupt:
+            part.interrupted = True
+        finally:
+            workers.end()
+            around.end()
+            _note(part, tally, time.monotonic() - began, around)
+            if out is not None:
+                report.save(out)
+    return report
+
+
+def _note(part: Part, tally: Tally, seconds: float, around: Disturbances) -> None:
+    for name in other_breakers():
+        text = f"breakers of other kernels: {name} is out of service, and no fault was planted in it"
+        if text not in tally.failures:
+            tally.fail("breakers of other kernels", text.partition(": ")[2])
+    part.counts, part.failures, part.seconds = dict(tally.counts), list(tally.failures), seconds
+    part.notes = [f"no forks: {around.no_forks}"] if around.no_forks else []
+
+
+@contextmanager
+def _own_world() -> Iterator[None]:
+    """Measurements go to a store of the soak's own, and settings are after it what they were before."""
+    before = worlds.current().policy
+    with tempfile.TemporaryDirectory(prefix="layerzero-soak-", ignore_cleanup_errors=True) as folder:
+        configure(perfdb=str(Path(folder) / "perf.sqlite"), cache_size=CACHE_SIZE, breaker_cooldown=0.2,
+                  log_level="error")   # every planted fault would be a line
+        try:
+            yield
+        finally:
+            worlds.publish(lambda world: world.but(policy=before), "soak")
+
+
+@contextmanager
+def _counting(tally: Tally) -> Iterator[None]:
+    """Events are counted by their kind: a soak in which nothing was learned or fell back tested less than it says."""
+    stop = events.subscribe(lambda event: tally.add(f"event {type(event).__name__}"))
+    try:
+        yield
+    finally:
+        stop()
+
+
+class Probe:
+    """The fixed call whose latency is followed: a layer norm, which no fault is planted in."""
+
+    def __init__(self, device: str) -> None:
+        x, weight = torch.randn(4, 256, device=device), torch.ones(256, device=device)
+        public = dispatcher_of("layer_norm").public
+        self._wait: Callable[[], Any] = torch.accelerator.synchronize if device != "cpu" else lambda: None
+        self._ours: Callable[[], Any] = lambda: public(x, weight)
+        self._torchs: Callable[[], Any] = lambda: torch.nn.functional.layer_norm(x, (256,), weight)
+
+    def sample(self, at: float, tally: Tally) -> Sample:
+        """The process now. Ours and torch's take turns."""
+        gc.collect()
+        rss, fds, threads = rss_bytes() / 2**20, open_files(), native_threads()
+        ours: list[float] = []
+        torchs: list[float] = []
+        with torch.no_grad():
+            for _ in range(PROBE_CALLS):       # what is made on first use is made now
+                self._ours()
+                self._torchs()
+            for _ in range(PROBE_ROUNDS):
+                for call, times in ((self._ours, ours), (self._torchs, torchs)):
+                    for _ in range(PROBE_CALLS):
+                        began = time.perf_counter_ns()
+                        call()
+                        self._wait()
+                        times.append((time.perf_counter_ns() - began) / 1e3)
+        ours.sort()
+        return Sample(at, rss, fds, threads, statistics.median(ours), ours[int(len(ours) * 0.99)],
+                      statistics.median(torchs), sum(tally.counts[kind] for kind in CALLS))
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:                            # no /proc: the peak, which a leak raises too
+        import resource
+        import sys
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def native_threads() -> int:
+    """Threads of this process, torch's own counted."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
+
+
+def open_files() -> int:
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        try:
+            return len(os.listdir(folder)) - 1             # the listing itself is one
+        except OSError:
+            continue
+    return 0

@@ -1,0 +1,230 @@
+"""The stages of the release gate. Each gives checks: one with findings fails, one with a note was not fully asked."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..runtime import certificates, hardware, loading
+from ..runtime import world as worlds
+from ..runtime.certificates import Certificate
+from ..runtime.faults import FAULTS
+from ..spec.errors import ConfigError, LayerZeroError
+from ..spec.kernel import Kernel
+from ..verify.certify import certify_all, publish
+from ..verify.contract import check_case
+from ..verify.gate import Checked, Finding, docs_check, static_checks
+from ..verify.gate_models import Cell, model_cells
+from . import performance, schemas
+from .soak import Report, soak
+from .soak_load import WRONG
+
+QUICK_CASES = 2                                # of each kernel, at one dtype
+SOAK_SECONDS = {"quick": 10.0, "usual": 600.0, "full": 7200.0}
+LANES = ("quick", "usual", "full")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run of the gate is about."""
+
+    target: str
+    device: str
+    lane: str = "usual"                        # quick | usual | full
+    root: Path = Path()                        # of a source checkout
+    baseline: Path | None = None
+    families: Sequence[str] = ()
+    backend: str = ""
+    soak_seconds: float = 0.0                  # 0: as the lane says
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def baselines(self) -> Path:
+        return self.root / "benchmarks" / "baselines"
+
+
+@dataclass(frozen=True)
+class Stage:
+    says: str
+    run: Callable[[Asked], Iterator[Checked]]
+
+
+def _static(asked: Asked) -> Iterator[Checked]:
+    yield from static_checks(worlds.current().catalog)
+    yield docs_check(asked.root)
+
+
+def _models(asked: Asked) -> Iterator[Checked]:
+    lane = "full" if asked.lane == "full" else "quick"
+    for cell in model_cells(asked.families, lane=lane, device=asked.device, named=asked.backend):
+        yield ModelChecked.of(cell)
+
+
+@dataclass(frozen=True)
+class ModelChecked(Checked):
+    """A check that is one cell of the models."""
+
+    cell: Cell | None = None
+
+    @classmethod
+    def of(cls, cell: Cell) -> ModelChecked:
+        name, _, text = str(cell).partition(": ")
+        found = () if cell.passed else (Finding("models", name, text, "lz verify --level 2 says which layer"),)
+        return cls("models", f"{name}: as plain torch", 1, found, seconds=cell.seconds, cell=cell)
+
+
+# Correctness.
+
+def _correctness(asked: Asked) -> Iterator[Checked]:
+    """Every kernel that can run here keeps its contract: by a certificate that holds, or by being verified now."""
+    able = [k for k in worlds.current().catalog.kernels if _here(k, asked.device)]
+    if asked.lane == "quick":
+        yield _few_cases([k for k in able if not k.jit], asked, sum(k.jit for k in able))
+        return
+    standing = certificates.standing(able, hardware.probe(asked.device))
+    proven = [k for k in able if isinstance(standing[k.id], Certificate)] if asked.lane != "full" else []
+    open_ = [k for k in able if k not in proven]
+    started, found, ran = time.perf_counter(), [], Counter()      # type: float, list[Finding], Counter[str]
+    for verdict in certify_all(open_, asked.device, "full" if asked.lane == "full" else "quick"):
+        ran[verdict.status] += 1
+        asked.say(f"      {verdict.kernel}: {verdict.status}, {verdict.ran} cases, {verdict.seconds:.0f} s")
+        if verdict.failures:
+            says = verdict.diagnosis.says if verdict.diagnosis is not None else str(verdict.failures[0])
+            found.append(Finding("contract", verdict.kernel, says, f"lz verify --level 1 --kernel {verdict.kernel}"))
+    publish()
+    yield Checked("contract", f"every kernel keeps its contract: {len(proven)} by a certificate that holds, "
+                  f"{ran['passed']} verified now, {ran['skipped']} refuse every case", len(able), tuple(found),
+                  seconds=time.perf_counter() - started)
+
+
+def _here(kernel: Kernel, device: str) -> bool:
+    if kernel.untested or loading.availability(kernel) is not None:
+        return False
+    facts = hardware.probe(device).facts()
+    return not any(rule.check(facts) for rule in kernel.requires if {
+        leaf.fact for leaf in rule.leaves()} <= facts.keys())
+
+
+def _few_cases(kernels: Sequence[Kernel], asked: Asked, compiling: int) -> Checked:
+    started, found, ran = time.perf_counter(), [], 0       # type: float, list[Finding], int
+    for kernel in kernels:
+        for case in kernel.op.cases[:QUICK_CASES]:
+            try:
+                result = check_case(kernel, case, kernel.op.dtypes[0], asked.device)
+            except FAULTS as e:
+                found.append(Finding("contract", kernel.id, f"the check ended in {type(e).__name__}: {e}"))
+                break
+            ran += result.status != "skipped"
+            if result.status == "failed":
+                found.append(Finding("contract", kernel.id, result.detail or str(result),
+                                     f"lz verify --level 1 --kernel {kernel.id}"))
+                break
+    note = f"{ran} cases only, and none of {compiling} kernels that compile; without --quick all"
+    return Checked("contract", "every kernel keeps its contract", len(kernels), tuple(found), note,
+                   time.perf_counter() - started)
+
+
+# The others.
+
+def _performance(asked: Asked) -> Iterator[Checked]:
+    path = asked.baseline or asked.baselines / f"{asked.target}.json"
+    seconds = performance.QUICK_SECONDS if asked.lane == "quick" else performance.SECONDS
+    yield from performance.compare(path, asked.target, asked.device, seconds, say=asked.say)
+
+
+def _schema(asked: Asked) -> Iterator[Checked]:
+    yield from schemas.check(asked.baselines / schemas.RECORD)
+
+
+def _soak(asked: Asked) -> Iterator[Checked]:
+    seconds = asked.soak_seconds or SOAK_SECONDS[asked.lane]
+    yield from soak_checks(soak(seconds, device=asked.device), seconds)
+
+
+def soak_checks(report: Report, seconds: float) -> Iterator[Checked]:
+    """What a soak found, as checks."""
+    counts, texts = report.counts, report.failures
+    found = []
+    for kind in WRONG:
+        if counts.get(kind):
+            first = next((text for text in texts if text.startswith(kind)), kind)
+            found.append(Finding("answers", kind, f"{counts[kind]} times; {first}", "lz soak runs it alone"))
+    calls = sum(counts.get(name, 0) for name in ("calls", "calls of new sizes", "calls in bursts"))
+    broken_off = f"interrupted after {report.seconds:.0f} s" if report.parts[-1].interrupted else ""
+    yield Checked("answers", f"{calls} calls in {report.seconds:.0f} s of faults, forks and changes: all right",
+                  len(WRONG), tuple(found), broken_off, report.seconds)
+    series = report.series()
+    grown = tuple(Finding("trend", s.name, f"grows by {s.trend.per_hour:.3g} {s.unit} an hour (95 % of "
+                          f"{s.trend.low:.3g} to {s.trend.high:.3g}); at most {s.most:.3g} is wanted",
+                          "lz soak --hours shows it")
+                  for s in series if not s.passed and s.trend is not None)
+    short = not any(s.judged for s in series)
+    yield Checked("trend", "memory, files, threads and latency do not grow", len(series), grown,
+                  f"{seconds:.0f} s are too short to judge a slope" if short else "")
+
+
+def _readiness(asked: Asked) -> Iterator[Checked]:
+    yield readiness_checked(asked.device)
+
+
+def readiness_check() -> Callable[..., Any]:
+    """lz.readiness_check, from the room that has it: it moved from runtime/ to plan/."""
+    for room in ("plan", "runtime"):
+        try:
+            found = getattr(importlib.import_module(f"...{room}.readiness", __name__), "readiness_check", None)
+        except ModuleNotFoundError:
+            continue
+        if callable(found):
+            return found
+    raise ConfigError("there is no lz.readiness_check in plan/readiness.py or runtime/readiness.py")
+
+
+def readiness_checked(device: str) -> Checked:
+    """What lz.readiness_check says of this machine, whatever its report is made of."""
+    started, says = time.perf_counter(), "lz.readiness_check finds nothing in the way of serving"
+    try:
+        told: Mapping[str, Any] = readiness_check()(device=device).to_json()
+    except LayerZeroError as e:
+        return Checked("ready", says, 1, (Finding("ready", device, f"it ended in {type(e).__name__}: {e}"),))
+    rows = list(told.get("checks", ())) or list(told.get("missing", ()))
+    demanded = worlds.current().policy.setting("require_certificates")
+    unproven = [row for row in rows if row.get("what") == "certificate" and not demanded]
+    failed = [row for row in rows if row.get("state", "fail") == "fail" and row not in unproven]
+    found = tuple(Finding("ready", str(row.get("name") or row.get("kernel") or row.get("op") or row.get("what")),
+                          str(row.get("got") or row.get("found") or row), str(row.get("hint", ""))) for row in failed)
+    warned = [str(row.get("name")) for row in rows if row.get("state") == "warning"]
+    notes = ([f"warnings: {', '.join(warned)}"] if warned else []) + (
+        [f"{len(unproven)} kernels have no certificate, and policy demands none"] if unproven else [])
+    return Checked("ready", says, int(told.get("checked", len(rows)) or len(rows)), found, "; ".join(notes),
+                   time.perf_counter() - started)
+
+
+STAGES: Mapping[str, Stage] = {
+    "static": Stage("the declarations are complete and reachable", _static),
+    "models": Stage("models equal plain torch", _models),
+    "correctness": Stage("every kernel that can run here keeps its contract", _correctness),
+    "schema": Stage("the files lz writes are of the versions they say", _schema),
+    "performance": Stage("no call got slower against torch than the baseline allows", _performance),
+    "soak": Stage("nothing goes wrong or grows under faults, forks and changes", _soak),
+    "readiness": Stage("this machine could serve now", _readiness),
+}
+
+
+def run_stage(name: str, asked: Asked) -> Iterator[Checked]:
+    """The checks of a stage as they are done, with the time each took. A stage that breaks is a finding."""
+    started = time.perf_counter()
+    try:
+        for checked in STAGES[name].run(asked):
+            now = time.perf_counter()
+            yield checked if checked.seconds else replace(checked, seconds=now - started)
+            started = now
+    except LayerZeroError:
+        raise                                  # the question was wrong: a file that cannot be read, no such family
+    except FAULTS as e:
+        yield Checked(name, STAGES[name].says, 1, (Finding(name, "stage", f"ended in {type(e).__name__}: {e}"),),
+                      seconds=time.perf_counter() - started)

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from .plan.block import plan_block
     from .plan.dryrun import dry_run
     from .plan.force import use_table
+    from .plan.readiness import readiness_check
     from .plan.solver import solve
     from .runtime.capabilities import use as use_capabilities
     from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
-    from .runtime.readiness import readiness_check
     from .runtime.recording import recording
     from .runtime.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
     from .runtime.warmup import warmup
@@ -77,7 +77,6 @@ _LATER = {name: module for module, names in {
         "configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock"),
     "runtime.recording": ("recording",),
     "runtime.warmup": ("WarmupReport", "warmup"),
-    "runtime.readiness": ("readiness_check",),
     "runtime.graphs": ("graph", "warmup_capture"),
     "runtime.watchdog": ("run_isolated",),
     "runtime.triton_kernels": ("triton_cache", "triton_kernel", "triton_kernels"),
@@ -91,6 +90,7 @@ _LATER = {name: module for module, names in {
     "plan.lockfile": ("check_lockfile", "use_lockfile", "write_lockfile"),
     "plan.bake": ("bind", "compile"),
     "plan.dryrun": ("dry_run",),
+    "plan.readiness": ("readiness_check",),
     "plan.block": ("Block", "plan_block"),
     "integrations.patching": ("patch", "patched", "unpatch"),
     "integrations.transformers": ("register_transformers",),

@@ -22,6 +22,7 @@ from . import generate as generation
 from . import hub as kernel_hub
 from . import perf, show, workload
 from . import plan as planning
+from . import ready as readying
 from . import report as reporting
 from . import tune as tuning
 from . import verify as verification
@@ -169,6 +170,7 @@ app.command("dry-run")(planning.dry_run)
 app.command("verify")(verification.command)
 app.command()(gating.gate)
 app.command()(warming.warmup)
+app.command()(readying.ready)
 app.command()(reporting.report)
 app.command()(generation.generate)
 

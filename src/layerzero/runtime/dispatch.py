@@ -261,7 +261,8 @@ class Dispatcher:
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
         events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros,
-                             tuple(map(str, step.transforms))))
+                             tuple(map(str, step.transforms)), step.score.source, step.score.transform_us,
+                             plan.rejected))
         return self.ledger.open(Entry(plan, binding if run is binding.run else Binding(run, None), run, recordings))
 
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:

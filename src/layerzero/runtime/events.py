@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,17 +19,22 @@ from ..spec.event import (
     PolicyRejected,
     StoreTrouble,
 )
+from . import redaction
 
 log = logging.getLogger("layerzero")
+log.addFilter(redaction.LogFilter())
 Sink = Callable[[Event], None]
 
 _sinks: tuple[Sink, ...] = ()
 _counts: Counter[tuple[str, str, str]] = Counter()
+_recent: deque[tuple[float, Event]] = deque(maxlen=512)        # (time, event), as they were redacted then
 _lock = threading.Lock()
 _LOUD = (BackendUnavailable, CertificateRefused, Fallback, HealthChanged, KernelRefused, PolicyRejected, StoreTrouble)
 
 
 def emit(event: Event) -> None:
+    event = redaction.event(event)
+    _recent.append((time.time(), event))
     with _lock:
         _counts[event.name, event.op, event.kernel] += 1
     level = logging.WARNING if isinstance(event, _LOUD) else logging.DEBUG
@@ -42,7 +48,7 @@ def emit(event: Event) -> None:
 
 
 def describe(event: Event) -> str:
-    parts = [f"{k}={v}" for k, v in event.__dict__.items() if v not in ("", None, ())]
+    parts = [f"{k}={v}" for k, v in event.shown().items() if v not in ("", None, ())]
     return f"{event.name} " + " ".join(parts)
 
 
@@ -61,6 +67,11 @@ def subscribe(sink: Sink) -> Callable[[], None]:
             _sinks = tuple(s for s in _sinks if s is not forward)
 
     return stop
+
+
+def recent() -> list[tuple[float, Event]]:
+    """The last events of this process with their times, oldest first."""
+    return list(_recent)
 
 
 def counts() -> dict[tuple[str, str, str], int]:

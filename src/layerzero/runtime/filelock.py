@@ -6,11 +6,17 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 from . import config, events
 
 _BETWEEN_TRIES = 0.02
+
+
+def lock_path(what: str) -> Path:
+    """It stays after the work is done: where it is, the work was begun on this machine once."""
+    return config.cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
 
 
 @contextmanager
@@ -19,7 +25,7 @@ def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) 
 
     Where no lock can be had, it goes on without one: this is for work that is wasteful to do twice, not wrong.
     """
-    path = config.cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+    path = lock_path(what)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")

@@ -45,6 +45,7 @@ STATE_SECONDS = 10.0                           # for so long the state of the ma
 
 _trouble: StoreTrouble | None = None           # the last one, until the store works again
 _retry_at = 0.0
+looks_only = False                             # set by commands that must not write: a store is read as it is
 _environments: dict[str, tuple[float, Catalog, dict[str, Any]]] = {}
 
 
@@ -112,10 +113,12 @@ def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Even
     from ..perf.interface import CorruptStore, StoreError
     days = policy.setting("perfdb_ttl")
     try:
-        with opened(where, READ_SECONDS) as found:
+        with opened(where, READ_SECONDS, looks_only) as found:
             view = found.view({k.id: build_of(k) for k in kernels}, time.time() - days * DAY if days else 0.0)
         return view, _works()
     except CorruptStore as e:
+        if looks_only:
+            return PerfView(), _failed(shown(where), e, "it is left as it is; choices are made without measurements")
         return PerfView(), _rebuilt(where, e)
     except StoreError as e:
         return PerfView(), _failed(shown(where), e, "choices are made without measurements")

@@ -39,7 +39,9 @@ from .spec.plan import Plan
 from .spec.reason import Code, Reason
 
 if TYPE_CHECKING:
+    from .integrations.bundle import write_bundle
     from .integrations.patching import patch, patched, unpatch
+    from .integrations.serve import serve_metrics
     from .integrations.transformers.accelerate import accelerate, unaccelerate
     from .ops.add_rms_norm import reference as add_rms_norm
     from .ops.attention import reference as attention
@@ -92,6 +94,8 @@ _LATER = {name: module for module, names in {
     "plan.dryrun": ("dry_run",),
     "plan.readiness": ("readiness_check",),
     "plan.block": ("Block", "plan_block"),
+    "integrations.serve": ("serve_metrics",),
+    "integrations.bundle": ("write_bundle",),
     "integrations.patching": ("patch", "patched", "unpatch"),
     "integrations.transformers": ("register_transformers",),
     "integrations.transformers.accelerate": ("accelerate", "unaccelerate"),
@@ -194,6 +198,7 @@ __all__ = [
     "add_rms_norm", "attention", "bind", "calls_for", "clear_cache", "compile", "configure", "direct", "disabled",
     "doctor", "dry_run", "explain", "get_config", "get_locks", "layer_norm", "list_kernels", "load_config", "lock",
     "op", "patch", "patched", "plan_block", "prefer", "readiness_check", "recording", "register", "regret",
-    "reload", "rms_norm", "select", "solve", "stats", "subscribe", "tune", "unaccelerate", "unlock", "unpatch",
-    "unregister", "use_capabilities", "use_table", "validate", "varlen_attention", "warmup", "which",
+    "reload", "rms_norm", "select", "serve_metrics", "solve", "stats", "subscribe", "tune", "unaccelerate",
+    "unlock", "unpatch", "unregister", "use_capabilities", "use_table", "validate", "varlen_attention", "warmup",
+    "which", "write_bundle",
 ]

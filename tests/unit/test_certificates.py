@@ -17,7 +17,6 @@ from layerzero.runtime import certificates, hardware
 from layerzero.runtime import world as worlds
 from layerzero.runtime.builds import build_of
 from layerzero.runtime.certificates import Certificate, contract_of
-from layerzero.spec.call import Call
 from layerzero.spec.event import CertificateRefused
 
 HERE = hardware.probe("cpu")

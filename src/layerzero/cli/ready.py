@@ -30,7 +30,7 @@ def ready(
     dtype: Annotated[str, typer.Option(help="of --model")] = "bfloat16",
     device: DeviceKind = None, batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096, as_json: Json = False,
 ) -> None:
-    """May this machine serve? Exit code 0: ready, 1: not ready, 2: the question was wrong. Nothing is written or run."""
+    """May this machine serve? Nothing is run or written. Exit code 0: ready, 1: not ready, 2: a wrong question."""
     report = check(calls, model, table, lock, capabilities, device, dtype, batch, prompt, context)
     show.as_json(report.to_json()) if as_json else _show(report)
     raise typer.Exit(0 if report.ok and not (strict and report.warnings) else 1)

@@ -57,7 +57,7 @@ def readiness_check(calls: Calls = (), device: str | None = None, *, table: Give
     if isinstance(world, Readiness):
         return world
     kind = base.device_kind(device)
-    asked = _listed(calls)
+    asked = listed(calls)
     held, table_check = _table(table, world)
     if not asked and held is not None:
         asked = tuple(artefact.call for artefact in held.jit)
@@ -71,7 +71,8 @@ def readiness_check(calls: Calls = (), device: str | None = None, *, table: Give
     return Readiness(tuple(checks), world.device(kind).name)
 
 
-def _listed(calls: Calls) -> tuple[Call, ...]:
+def listed(calls: Calls) -> tuple[Call, ...]:
+    """The calls themselves; one alone, or a file of them, is read."""
     if isinstance(calls, (str, os.PathLike)):
         return read_calls(Path(calls))
     found = (calls,) if isinstance(calls, Call) else tuple(calls)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..select.policy import PolicyRule
+from ..select.policy import REDACTIONS, PolicyRule
 from ..spec.errors import LayerZeroError
 from ..spec.reason import Code
 from . import capabilities, config, hardware, measurements, native, redaction
@@ -338,6 +338,7 @@ def current_world() -> World | Readiness:
     try:
         return worlds.current()
     except LayerZeroError as e:
+        redaction.use(",".join(REDACTIONS))    # what policy hides is not known: nothing is told until it is
         return without_world(e)
 
 

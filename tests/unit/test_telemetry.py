@@ -323,8 +323,8 @@ def test_a_choice_is_a_span_below_the_caller_s(telemetry, x):
     assert select.parent.span_id == forward.context.span_id
     attributes = dict(select.attributes)
     plan = lz.explain("rms_norm", x)
-    assert {line.partition(":")[0] for line in attributes.pop("layerzero.reasons")} <= {
-        r.kernel for r in plan.rejected}
+    assert {line.partition(":")[0] for line in attributes.pop("layerzero.reasons")} == {
+        r.kernel for r in plan.rejected} != set()
     assert attributes == {
         "layerzero.op": "rms_norm", "layerzero.kernel": "ours.good", "layerzero.transforms": (),
         "layerzero.candidates": len(worlds.current().kernels("rms_norm")),

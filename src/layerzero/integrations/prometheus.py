@@ -36,7 +36,7 @@ def install(registry: Any = None) -> Callable[[], None]:
     except ValueError as e:
         raise ConfigError("LayerZero is in this Prometheus registry already; "
                           "call what install() returned before installing it again") from e
-    stop = events.subscribe(collector.hear)
+    stop = events.subscribe(collector.hear, reasons=False)
 
     def uninstall() -> None:
         nonlocal collector

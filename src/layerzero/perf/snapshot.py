@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from .interface import CorruptStore, NewerStore, StoreError
-from .store import _ALL, _DAMAGED, APPLICATION_ID, VERSION, _row
+from .record import PerfView
+from .store import _ALL, _DAMAGED, APPLICATION_ID, VERSION, SqliteStore, _row
 
 
 class Summary(NamedTuple):
@@ -82,6 +84,15 @@ def write_copy(path: Path, target: Path, timeout: float = 5.0) -> None:
             made.execute("VACUUM")
         finally:
             made.close()
+
+
+def view(path: Path, builds: Mapping[str, str], since: float, timeout: float = 5.0) -> PerfView:
+    """As Store.view, of a copy: the file itself is neither brought up to date nor opened to be written."""
+    with tempfile.TemporaryDirectory(prefix="layerzero-perf-") as folder:
+        copy = Path(folder, path.name)
+        write_copy(path, copy, timeout)
+        with SqliteStore(copy, timeout) as store:
+            return store.view(builds, since)
 
 
 def _state(path: Path) -> tuple[int, int]:

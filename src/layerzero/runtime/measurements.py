@@ -112,9 +112,13 @@ def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Even
         return PerfView(), _failed(shown(policy.setting("perfdb")), e, "measurements are kept in memory only")
     from ..perf.interface import CorruptStore, StoreError
     days = policy.setting("perfdb_ttl")
+    builds, since = {k.id: build_of(k) for k in kernels}, time.time() - days * DAY if days else 0.0
     try:
-        with opened(where, READ_SECONDS, looks_only) as found:
-            view = found.view({k.id: build_of(k) for k in kernels}, time.time() - days * DAY if days else 0.0)
+        if looks_only and isinstance(where, Path):
+            from ..perf import snapshot
+            return snapshot.view(where, builds, since, READ_SECONDS), _works()
+        with opened(where, READ_SECONDS) as found:
+            view = found.view(builds, since)
         return view, _works()
     except CorruptStore as e:
         if looks_only:

@@ -248,7 +248,7 @@ def start(recorder: Observer) -> None:
     with _changing:
         first, _active = not _active, (*_active, recorder)
         if first:
-            _stop_noting = events.subscribe(_noted)
+            _stop_noting = events.subscribe(_noted, reasons=False)
             _locked(lambda: _switch(Recorded))
 
 

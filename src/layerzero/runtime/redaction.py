@@ -33,7 +33,7 @@ _ABOUT_SIZES = (Category.SHAPE, Category.LAYOUT, Category.FEATURE, Category.MEMO
 _QUOTES_OTHERS = (Category.HEALTH, Category.CALLER, Category.DATA, Category.SOFTWARE)
 
 # Every pattern begins where a word begins and is linear in the text: a message may be as long as a prompt.
-_KEYS = re.compile(r"(?i)\b(pass(?:word|wd)?|secret|token|api[_-]?key|access[_-]?key|authorization)\b"
+_KEYS = re.compile(r"(?i)(?<![\w/\\])(password|passwd|secret|token|api[_-]?key|access[_-]?key|authorization)\b"
                    r"(['\"]?\s*[=:]\s*['\"]?)(?:(?:bearer|basic)\s+)?[^\s'\",;]+")
 _BEARER = re.compile(r"(?i)\b(bearer)(\s+)[\w.~+/=-]{8,}")
 _TOKENS = re.compile(r"(?<![\w-])(?:(?:hf|ghp|gho|ghs|github_pat|glpat|sk|pk|xox[abpr])[_-][\w-]{16,}"
@@ -172,11 +172,15 @@ def _without_paths(value: str) -> str:
         value = value.replace(folder, PATH)
     value = _AFTER_PATH.sub(PATH, value)
     if "://" in value:
-        value = "".join(word[:word.index("://") + 3] + PATH if "://" in word else word
-                        for word in re.split(r"([\s'\"]+)", value))
+        value = "".join(map(_without_address, re.split(r"([\s'\"]+)", value)))
     value = _QUOTED_PATH.sub(rf"\1{PATH}\1", value)
     value = _ABSOLUTE_PATH.sub(PATH, value)
     return _RELATIVE_PATH.sub(lambda m: PATH if os.path.splitext(m[0])[1][1:].isalpha() else m[0], value)
+
+
+def _without_address(word: str) -> str:
+    scheme, sign, rest = word.partition("://")
+    return f"{scheme}{sign}{PATH}{rest[len(rest.rstrip(':;,.)')):]}" if sign else word
 
 
 def _own_folders() -> list[str]:

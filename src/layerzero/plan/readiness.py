@@ -25,9 +25,9 @@ from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.op import Op
 from ..spec.plan import DEFAULT, PRIOR, Plan
 from ..spec.reason import Code
+from .call_facts import facts_of
 from .force import check as check_table
 from .lockfile import Lockfile, check_lockfile
-from .solver import facts_of
 from .table import Table
 
 T = TypeVar("T")

@@ -149,17 +149,18 @@ def test_no_secret_is_in_it(tmp_path, monkeypatch):
 def test_what_policy_hides_is_not_in_it(table, perfdb, tmp_path):
     register(Fake("fake.first", fault=RuntimeError("bad file /home/me/prompt.txt: 'tell me'")),
              Fake("fake.second", prior=1e5))
+    lz.rms_norm(rows())                                            # told in full, and hidden from the bundle after all
     lz.configure(redact=["paths", "shapes", "texts"])
     lz.rms_norm(rows())
     log, out = tmp_path / "app.log", tmp_path / "b.tar.gz"
-    log.write_text(f"read {tmp_path}/x of shape (7, 9999)\n")
+    log.write_text(f"read {tmp_path}/x of shape (7, 987654)\n")
     manifest = lz.write_bundle(out, table=table, device="cpu", log=log, calls=[CALL])
     files = read_bundle(out)
     assert manifest["redacted"] == ["paths", "shapes", "texts"]
     assert manifest["left_out"]["perf.sqlite"] == manifest["left_out"]["dispatch_table.json"] == "policy hides shapes"
     assert "perf.sqlite" not in files and "dispatch_table.validation.json" in files
     content = everything(out)
-    assert not any(word in content for word in (str(tmp_path).encode(), b"tell me", b"/home", b"9999"))
+    assert not any(word in content for word in (str(tmp_path).encode(), b"tell me", b"/home", b"987654"))
     declared = ("capabilities.json", "environment.json")            # limits of kernels, and the settings
     assert b"4096" not in b"".join(content for name, content in files.items() if name not in declared)
     capabilities.validate(json.loads(files["capabilities.json"]))   # declarations are not redacted

@@ -122,7 +122,8 @@ def _environment(world: World, kind: str) -> dict[str, Any]:
 
 
 def _events() -> bytes:
-    lines = [{"at": _moment(at), **redaction.data(event.to_json())} for at, event in events.recent()]
+    # Again: what happened before policy hid anything is hidden too.
+    lines = [{"at": _moment(at), **redaction.data(redaction.event(event).to_json())} for at, event in events.recent()]
     return "".join(json.dumps(line, default=str) + "\n" for line in lines).encode()
 
 

@@ -39,7 +39,9 @@ from .spec.plan import Plan
 from .spec.reason import Code, Reason
 
 if TYPE_CHECKING:
+    from .integrations.bundle import write_bundle
     from .integrations.patching import patch, patched, unpatch
+    from .integrations.serve import serve_metrics
     from .integrations.transformers.accelerate import accelerate, unaccelerate
     from .ops.add_rms_norm import reference as add_rms_norm
     from .ops.attention import reference as attention
@@ -51,10 +53,10 @@ if TYPE_CHECKING:
     from .plan.block import plan_block
     from .plan.dryrun import dry_run
     from .plan.force import use_table
+    from .plan.readiness import readiness_check
     from .plan.solver import solve
     from .runtime.capabilities import use as use_capabilities
     from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
-    from .runtime.readiness import readiness_check
     from .runtime.recording import recording
     from .runtime.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
     from .runtime.warmup import warmup
@@ -77,7 +79,6 @@ _LATER = {name: module for module, names in {
         "configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock"),
     "runtime.recording": ("recording",),
     "runtime.warmup": ("WarmupReport", "warmup"),
-    "runtime.readiness": ("readiness_check",),
     "runtime.graphs": ("graph", "warmup_capture"),
     "runtime.watchdog": ("run_isolated",),
     "runtime.triton_kernels": ("triton_cache", "triton_kernel", "triton_kernels"),
@@ -93,6 +94,9 @@ _LATER = {name: module for module, names in {
     "plan.dryrun": ("dry_run",),
     "models.block": ("Block",),
     "plan.block": ("plan_block",),
+    "plan.readiness": ("readiness_check",),
+    "integrations.serve": ("serve_metrics",),
+    "integrations.bundle": ("write_bundle",),
     "integrations.patching": ("patch", "patched", "unpatch"),
     "integrations.transformers": ("register_transformers",),
     "integrations.transformers.accelerate": ("accelerate", "unaccelerate"),
@@ -195,6 +199,7 @@ __all__ = [
     "add_rms_norm", "attention", "bind", "calls_for", "clear_cache", "compile", "configure", "direct", "disabled",
     "doctor", "dry_run", "explain", "get_config", "get_locks", "layer_norm", "list_kernels", "load_config", "lock",
     "op", "patch", "patched", "plan_block", "prefer", "readiness_check", "recording", "register", "regret",
-    "reload", "rms_norm", "select", "solve", "stats", "subscribe", "tune", "unaccelerate", "unlock", "unpatch",
-    "unregister", "use_capabilities", "use_table", "validate", "varlen_attention", "warmup", "which",
+    "reload", "rms_norm", "select", "serve_metrics", "solve", "stats", "subscribe", "tune", "unaccelerate",
+    "unlock", "unpatch", "unregister", "use_capabilities", "use_table", "validate", "varlen_attention", "warmup",
+    "which", "write_bundle",
 ]

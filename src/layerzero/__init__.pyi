@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from .integrations.bundle import write_bundle as write_bundle
 from .integrations.diffusers import attn_processor as attn_processor
 from .integrations.diffusers import register_diffusers as register_diffusers
 from .integrations.hub import Hub as Hub
@@ -16,6 +17,7 @@ from .integrations.patching import unpatch as unpatch
 from .integrations.pipeline_tokens import patch_tokenizer as patch_tokenizer
 from .integrations.pipeline_tokens import tokenizer_for as tokenizer_for
 from .integrations.pipeline_tokens import unpatch_tokenizer as unpatch_tokenizer
+from .integrations.serve import serve_metrics as serve_metrics
 from .integrations.transformers import register as register_transformers
 from .integrations.transformers.accelerate import accelerate as accelerate
 from .integrations.transformers.accelerate import unaccelerate as unaccelerate
@@ -51,6 +53,7 @@ from .plan.force import use_table as use_table
 from .plan.lockfile import check_lockfile as check_lockfile
 from .plan.lockfile import use_lockfile as use_lockfile
 from .plan.lockfile import write_lockfile as write_lockfile
+from .plan.readiness import readiness_check as readiness_check
 from .plan.solver import solve as solve
 from .plan.table import Table as Table
 from .runtime.capabilities import use as use_capabilities
@@ -64,7 +67,6 @@ from .runtime.inspection import list_kernels as list_kernels
 from .runtime.inspection import stats as stats
 from .runtime.inspection import validate as validate
 from .runtime.inspection import which as which
-from .runtime.readiness import readiness_check as readiness_check
 from .runtime.recording import recording as recording
 from .runtime.settings import configure as configure
 from .runtime.settings import disabled as disabled
@@ -221,6 +223,7 @@ __all__ = [
     "sample_topk",
     "sample_topp",
     "select",
+    "serve_metrics",
     "solve",
     "speculative",
     "speculative_verify",
@@ -248,6 +251,7 @@ __all__ = [
     "warmup",
     "warmup_capture",
     "which",
+    "write_bundle",
     "write_calls",
     "write_lockfile",
     "xpos_tables",

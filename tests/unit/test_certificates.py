@@ -17,8 +17,6 @@ from layerzero.runtime import certificates, hardware
 from layerzero.runtime import world as worlds
 from layerzero.runtime.builds import build_of
 from layerzero.runtime.certificates import Certificate, contract_of
-from layerzero.runtime.readiness import readiness_check
-from layerzero.spec.call import Call
 from layerzero.spec.event import CertificateRefused
 
 HERE = hardware.probe("cpu")
@@ -129,16 +127,16 @@ def test_policy_demands_them():
         lz.rms_norm(x, backend="fake.other")
 
 
-def test_readiness_lists_what_is_missing():
-    found = readiness_check(device="cpu")
-    assert not found and all(m.what == "certificate" for m in found.missing)
-    assert "torch.rms_norm" in {m.kernel for m in found.missing} and "lz verify" in str(found)
+def test_readiness_asks_for_them_where_policy_does():
+    assert lz.readiness_check(device="cpu")["certificates"].got == "not demanded"
+    lz.configure(require_certificates=True)
+    found = lz.readiness_check(device="cpu")
+    assert not found and found["certificates"].state == "fail" and "lz verify" in found["certificates"].hint
+    assert any("torch.rms_norm" in line for line in found["certificates"].details)
     for kernel in worlds.current().catalog.kernels:
         certificates.write(certificate(kernel), HERE)
-    assert readiness_check(device="cpu")
-    call = Call("rms_norm", case={"rows": (4,), "hidden": 64}, name="mine")
-    assert {m.what for m in readiness_check([call], "cpu").missing} <= {"measurement", "warm-up"}
-    assert readiness_check([Call("nothing")], "cpu").missing[0].found == "there is no such op"
+    lz.clear_cache()
+    assert lz.readiness_check(device="cpu")["certificates"].state == "ok"
 
 
 def test_the_contract_tells_ops_apart_and_is_stable():

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "layerzero"
 PAGES = [page for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) if page.exists()]
 RUN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in (
-    "architecture", "guide", "tuning", "learning", "tables", "adding-an-op", "adding-a-backend"))]
+    "architecture", "guide", "tuning", "learning", "production", "tables", "adding-an-op", "adding-a-backend"))]
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,7 @@ def test_a_choice_is_one_event_and_a_remembered_one_is_none(x):
     stop()
     (selected,) = [e for e in heard if e.name == "selected"]
     assert (selected.op, selected.kernel, selected.transforms) == ("rms_norm", "ours.good", ())
+    assert (selected.source, selected.transform_cost_total) == ("less work", 0.0)
     assert selected.candidates == len(worlds.current().kernels("rms_norm"))
     assert selected.microseconds > 0
     lz.rms_norm(torch.randn(3, 33))
@@ -320,9 +321,14 @@ def test_a_choice_is_a_span_below_the_caller_s(telemetry, x):
     select, forward = telemetry.spans.get_finished_spans()          # one choice for two calls
     assert select.name == "layerzero.select" and forward.name == "forward"
     assert select.parent.span_id == forward.context.span_id
-    assert dict(select.attributes) == {
+    attributes = dict(select.attributes)
+    plan = lz.explain("rms_norm", x)
+    assert {line.partition(":")[0] for line in attributes.pop("layerzero.reasons")} == {
+        r.kernel for r in plan.rejected} != set()
+    assert attributes == {
         "layerzero.op": "rms_norm", "layerzero.kernel": "ours.good", "layerzero.transforms": (),
-        "layerzero.candidates": len(worlds.current().kernels("rms_norm"))}
+        "layerzero.candidates": len(worlds.current().kernels("rms_norm")),
+        "layerzero.source": plan.steps[0].score.source, "layerzero.transform_cost_total": 0.0}
     assert select.end_time > select.start_time
 
 
@@ -331,6 +337,40 @@ def test_a_span_shows_the_transforms(telemetry):
     lz.rms_norm(torch.randn(32, 32).t())
     (span,) = telemetry.spans.get_finished_spans()
     assert span.attributes["layerzero.transforms"] == ("contiguous(x)",)
+    assert span.attributes["layerzero.transform_cost_total"] > 0
+
+
+def test_every_call_is_a_span_where_that_is_asked_for(x):
+    telemetry = Telemetry()
+    lz.register(kernel("ours.broken", broken))
+    uninstall = opentelemetry.install(telemetry.tracer_provider, telemetry.meter_provider, dispatch=True)
+    try:
+        with telemetry.tracer_provider.get_tracer("model").start_as_current_span("forward"):
+            lz.rms_norm(x)
+            lz.rms_norm(x)
+    finally:
+        uninstall()
+    lz.rms_norm(x)
+    spans = telemetry.spans.get_finished_spans()
+    forward = next(s for s in spans if s.name == "forward")
+    dispatched = [s for s in spans if s.name == "layerzero.dispatch"]
+    assert len(dispatched) == 2                                     # and none after it was uninstalled
+    assert all(s.parent.span_id == forward.context.span_id for s in dispatched)
+    assert all(forward.start_time <= s.start_time <= s.end_time <= forward.end_time for s in dispatched)
+    about = dict(dispatched[0].attributes)
+    assert about["layerzero.chosen"] == "ours.broken" and about["layerzero.kernel"] != "ours.broken"
+    assert "hidden=32" in about["layerzero.call"] and about["layerzero.transform_cost_total"] == 0.0
+
+
+def test_spans_and_a_recording_see_the_same_calls(x):
+    telemetry = Telemetry()
+    uninstall = opentelemetry.install(telemetry.tracer_provider, telemetry.meter_provider, dispatch=True)
+    with lz.recording() as recorded:
+        lz.rms_norm(x)
+    lz.rms_norm(x)
+    uninstall()
+    assert sum(call.count for call in recorded.calls) == 1
+    assert [s.name for s in telemetry.spans.get_finished_spans()].count("layerzero.dispatch") == 2
 
 
 def test_a_step_down_is_an_event_on_the_caller_s_span(telemetry, x):

@@ -16,12 +16,14 @@ from ..select.policy import suggest
 from ..spec.device import Device
 from ..spec.errors import ConfigError, DataError, NoKernel
 from ..spec.plan import Plan
+from . import bundle as bundling
 from . import demo as demonstration
 from . import gate as gating
 from . import generate as generation
 from . import hub as kernel_hub
-from . import perf, show, workload
+from . import perf, serve, show, workload
 from . import plan as planning
+from . import ready as readying
 from . import report as reporting
 from . import soak as soaking
 from . import tune as tuning
@@ -182,6 +184,9 @@ app.command("verify")(verification.command)
 app.command()(gating.gate)
 app.command("soak")(soaking.command)
 app.command()(warming.warmup)
+app.command()(readying.ready)
+app.command("serve-metrics")(serve.serve_metrics)
+app.command()(bundling.bundle)
 app.command()(reporting.report)
 app.command()(generation.generate)
 

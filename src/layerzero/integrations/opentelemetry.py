@@ -5,27 +5,35 @@
 
 A choice is a span below the caller's; a call served by another kernel than the chosen one is an event
 on the caller's span. Calls that find their remembered choice make no span: they are counted by the
-cache anyway and read when metrics are collected.
+cache anyway and read when metrics are collected. `install(dispatch=True)` makes a span for every call
+instead: each then takes the way of a miss, some microseconds more, so it is for looking, not for good.
+The time of a span is the host's: a kernel on a GPU goes on after it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..runtime import events, inspection
+from ..runtime import events, inspection, recording, redaction
+from ..runtime.cache import Entry
+from ..runtime.tables import described
 from ..spec.errors import ConfigError
 from ..spec.event import Event, Fallback, HealthChanged, Selected
+from ..spec.op import Op
 
 # An observable instrument cannot be taken out of its meter, and asking for it again gives the same one
 # with its first callback. So each has a switch, which outlives what install() returned.
 _switches: WeakKeyDictionary[Any, _Switch] = WeakKeyDictionary()
 
 
-def install(tracer_provider: Any = None, meter_provider: Any = None) -> Callable[[], None]:
-    """Report to these providers (by default the global ones); returns what stops it."""
+def install(tracer_provider: Any = None, meter_provider: Any = None, *, dispatch: bool = False) -> Callable[[], None]:
+    """Report to these providers (by default the global ones); returns what stops it.
+
+    `dispatch`: a span for every call too, not only for every choice.
+    """
     try:
         from opentelemetry import metrics, trace
     except ImportError as e:
@@ -42,10 +50,15 @@ def install(tracer_provider: Any = None, meter_provider: Any = None) -> Callable
                           "call what install() returned before installing it again")
     switch.on = True
     stop = events.subscribe(_Listener(trace, tracer, meter).hear)
+    calls_seen = _Calls(tracer)
+    if dispatch:
+        recording.start(calls_seen)
 
     def uninstall() -> None:
         stop()
         switch.on = False
+        if dispatch:
+            recording.stop(calls_seen)
 
     return uninstall
 
@@ -59,6 +72,32 @@ class _Switch:
         for op, kernels in inspection.stats().calls.items() if self.on else ():
             for kernel, n in kernels.items():
                 yield self.observation(n, {"layerzero.op": op, "layerzero.kernel": kernel})
+
+
+class _Calls:
+    """A span for every call, told of by the same means that records calls."""
+
+    def __init__(self, tracer: Any) -> None:
+        self.tracer = tracer
+
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
+        plan = entry.plan
+        first = plan.steps[0]
+        call = redaction.SHAPE if redaction.hides("shapes") else described(op, plan.facts)
+        span = self.tracer.start_span("layerzero.dispatch", start_time=began, attributes={
+            "layerzero.op": op.name, "layerzero.kernel": kernel, "layerzero.chosen": plan.kernel or "",
+            "layerzero.call": call, "layerzero.transforms": tuple(map(str, first.transforms)),
+            "layerzero.transform_cost_total": first.score.transform_us})
+        span.end(max(ended, began))
+
+    def traced(self, op: Op, facts: Mapping[str, Any], kernel: str, values: tuple[Any, ...]) -> None:
+        """What torch.compile traces runs later, as torch's own graph."""
+
+    def flush(self) -> None:
+        """The exporter of the SDK keeps its own time."""
+
+    def after_fork(self) -> None:
+        """Whether spans go on in a child is the SDK's business."""
 
 
 class _Listener:
@@ -92,5 +131,7 @@ class _Listener:
         self.microseconds.record(event.microseconds, {"layerzero.op": event.op})
         end = time.time_ns()                   # the choice is made already: the span is dated back
         span = self.tracer.start_span("layerzero.select", start_time=end - int(event.microseconds * 1000), attributes={
-            **about, "layerzero.candidates": event.candidates, "layerzero.transforms": event.transforms})
+            **about, "layerzero.candidates": event.candidates, "layerzero.transforms": event.transforms,
+            "layerzero.source": event.source, "layerzero.transform_cost_total": event.transform_cost_total,
+            "layerzero.reasons": event.reasons})
         span.end(end)

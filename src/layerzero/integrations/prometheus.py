@@ -36,7 +36,7 @@ def install(registry: Any = None) -> Callable[[], None]:
     except ValueError as e:
         raise ConfigError("LayerZero is in this Prometheus registry already; "
                           "call what install() returned before installing it again") from e
-    stop = events.subscribe(collector.hear)
+    stop = events.subscribe(collector.hear, reasons=False)
 
     def uninstall() -> None:
         nonlocal collector
@@ -58,6 +58,9 @@ class _Collector:
         self.fallbacks = client.Counter(
             "layerzero_fallbacks", "Calls that `kernel` was chosen for and `served_by` served",
             ("op", "kernel", "served_by", "code"), registry=None)
+        self.transforms = client.Counter(
+            "layerzero_selected_transform_microseconds", "Expected cost of the transforms of the choices made",
+            ("op", "kernel"), registry=None)
         self.seconds = client.Histogram(
             "layerzero_selection_seconds", "Time to make a choice, loading included", ("op",), buckets=SECONDS,
             registry=None)
@@ -66,17 +69,19 @@ class _Collector:
         if isinstance(event, Selected):
             self.selections.labels(event.op, event.kernel).inc()
             self.seconds.labels(event.op).observe(event.microseconds / 1e6)
+            if event.transform_cost_total:
+                self.transforms.labels(event.op, event.kernel).inc(event.transform_cost_total)
         elif isinstance(event, Fallback):
             code = event.reason.code.value if event.reason else ""
             self.fallbacks.labels(event.op, event.kernel, event.served_by, code).inc()
 
     def describe(self) -> Iterator[Any]:
-        for metric in (self.selections, self.fallbacks, self.seconds):
+        for metric in (self.selections, self.fallbacks, self.seconds, self.transforms):
             yield from metric.describe()
         yield from self._empty()
 
     def collect(self) -> Iterator[Any]:
-        for metric in (self.selections, self.fallbacks, self.seconds):
+        for metric in (self.selections, self.fallbacks, self.seconds, self.transforms):
             yield from metric.collect()
         calls, breakers, epoch = self._empty()
         for op, kernels in inspection.stats().calls.items():

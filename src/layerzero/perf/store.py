@@ -345,6 +345,13 @@ class SqliteStore(Store):
             self._check(self._connection)
             super().verify()
 
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The connection, for questions of one's own, after the structure of the file was checked."""
+        with self._told():
+            self._check(self._connection)
+            yield self._connection
+
     def _check(self, connection: sqlite3.Connection) -> None:
         found = [line for (line,) in connection.execute("PRAGMA quick_check(1)")]
         if found != ["ok"]:

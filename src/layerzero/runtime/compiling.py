@@ -36,7 +36,7 @@ from ..spec.sealed import PRIVATE_FOLDER, check_folder, trusted_folder
 from . import config, events, faults, health, jit, loading, sizes
 from . import world as worlds
 from .context import Override
-from .filelock import alone
+from .filelock import alone, lock_path
 from .incidents import change_health, compile_failed, mark_unloadable
 from .memory import free_bytes
 from .sizes import Caller
@@ -101,7 +101,7 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
         return None
     began = time.perf_counter()
     try:
-        with alone(f"{kernel.id} {kind} {torch.__version__}", PATIENCE, closing), _compiling:
+        with alone(_lock_name(kernel, kind), PATIENCE, closing), _compiling:
             if closing():
                 return "the process ends"
             run = found.binding(kernel, step, facts, {}).run
@@ -124,6 +124,19 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
     worlds.publish(lambda w: w.but({found.op.name}, warmed=w.warmed | new) if kernel.id in w.catalog.by_id else w,
                    f"warmed:{kernel.id}")
     return None
+
+
+def _lock_name(kernel: Kernel, kind: str) -> str:
+    return f"{kernel.id} {kind} {torch.__version__}"
+
+
+def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
+    """Has a process of this machine compiled the kernel for such calls, and are there caches that may hold it?"""
+    if not lock_path(_lock_name(kernel, kind_to_compile(kernel.op, facts))).exists():
+        return False
+    ours = config.cache_dir()
+    folders = [ours / "cuda", *(os.environ.get(variable) or ours / name for variable, name in CACHES.items())]
+    return any(os.path.isdir(folder) and os.listdir(folder) for folder in folders)
 
 
 def _run(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:

@@ -262,8 +262,9 @@ class Dispatcher:
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
-        events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros,
-                             tuple(map(str, step.transforms))))
+        why = world.plan(self.op, facts, override, thorough=True) if events.wants_reasons() else plan
+        events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros, tuple(map(
+            str, step.transforms)), step.score.source, step.score.transform_us, why.rejected))
         return self.ledger.open(Entry(plan, binding if run is binding.run else Binding(run, None), run, recordings))
 
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:

@@ -18,13 +18,18 @@ from . import events
 _BETWEEN_TRIES = 0.02
 
 
+def lock_path(what: str) -> Path:
+    """It stays after the work is done: where it is, the work was begun on this machine once."""
+    return cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+
+
 @contextmanager
 def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Wait until no other process holds the lock named `what`, for `patience` seconds at most or until `stop()`.
 
     Where no lock can be had, it goes on without one: this is for work that is wasteful to do twice, not wrong.
     """
-    path = cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+    path = lock_path(what)
     try:
         trusted_folder(cache_dir(), "locks")
         file = os.fdopen(_open_own(path), "a")

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -44,9 +44,22 @@ FLUSH_SECONDS = 1.0
 NO_WORLD = -1                                  # an epoch that no world has: the native table refuses every entry
 
 log = logging.getLogger("layerzero")
-_active: tuple[Recorder, ...] = ()
+_active: tuple[Observer, ...] = ()
 _changing = threading.RLock()
 _here = threading.local()                      # .fallback: (op, kernel) that served in another's place, this moment
+
+
+class Observer(Protocol):
+    """What is told of every call that is served, while one is active."""
+
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
+        """`kernel` has served; `began` and `ended` are nanoseconds as time.time_ns() has them."""
+
+    def traced(self, op: Op, facts: Mapping[str, Any], kernel: str, values: tuple[Any, ...]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def after_fork(self) -> None: ...
 
 
 class _Kind:
@@ -91,7 +104,7 @@ class Recorder:
         with self._lock:
             return sum(k.count.total for k in self._kinds.values() if k.call is None)
 
-    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...]) -> None:
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
         own, facts = kernel == entry.plan.kernel, entry.plan.facts
         kind = self._of_entry.get(entry) if own else None
         if kind is None:
@@ -168,11 +181,13 @@ class Recorded(dispatch.Dispatcher):
 
     def serve(self, entry: Entry, values: tuple[Any, ...]) -> Any:
         _here.fallback = None
+        began = time.time_ns()
         out = super().serve(entry, values)
+        ended = time.time_ns()
         fallback, _here.fallback = getattr(_here, "fallback", None), None
         kernel = fallback[1] if fallback and fallback[0] == self.op.name else entry.plan.kernel or ""
         for recorder in _active:
-            recorder.served(self.op, entry, kernel, values)
+            recorder.served(self.op, entry, kernel, values, began, ended)
         return out
 
     def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
@@ -227,16 +242,16 @@ _PLAIN = dispatch.Dispatcher
 _stop_noting: Callable[[], None] | None = None         # while a recording is on: ends its subscription
 
 
-def start(recorder: Recorder) -> None:
+def start(recorder: Observer) -> None:
     global _active, _stop_noting
     with _changing:
         first, _active = not _active, (*_active, recorder)
         if first:
-            _stop_noting = events.subscribe(_noted)
+            _stop_noting = events.subscribe(_noted, reasons=False)
             _locked(lambda: _switch(Recorded))
 
 
-def stop(recorder: Recorder) -> None:
+def stop(recorder: Observer) -> None:
     """End it, and write what is not written yet."""
     global _active, _stop_noting
     with _changing:
@@ -276,7 +291,7 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
 def from_environment() -> Recorder | None:
     """Begin what LAYERZERO_RECORD asks for: a file for each process in that folder, until the process ends."""
     folder = os.environ.get(VARIABLE, "").strip()
-    if not folder or any(r.folder is not None for r in _active):
+    if not folder or any(isinstance(r, Recorder) and r.folder is not None for r in _active):
         return None
     recorder = Recorder(None, Path(folder))
     try:

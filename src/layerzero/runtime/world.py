@@ -32,7 +32,7 @@ from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import AnyOf, Condition, Rule, When
-from . import config, context, events, hardware, health, loading, perf_loading
+from . import config, context, events, hardware, health, loading, perf_loading, redaction
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
 from .memory import headroom
@@ -241,6 +241,7 @@ def _create() -> World:
             catalog, problems = discover()
             advice, refused = plugin_policy(catalog)
             policy, path, stamp = _initial_policy(catalog, advice)
+            redaction.use(policy.setting("redact"))            # before the first event
             perf, told = perf_loading.load(policy, catalog.kernels)
             _current = World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp, born=time.monotonic())
             for event in (*problems, *refused, *told):
@@ -286,6 +287,7 @@ def consult(listener: Callable[[World], None]) -> None:
 
 def _announce(world: World) -> None:
     events.log.setLevel(world.policy.setting("log_level").upper())
+    redaction.use(world.policy.setting("redact"))
     for listener in _listeners:
         listener(world)
 

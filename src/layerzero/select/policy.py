@@ -28,6 +28,7 @@ ACTIONS = ("lock", "allow", "deny", "boost")
 ALWAYS = ("reference.*",)                      # an allow list leaves these in: a fallback must remain
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 JIT_MODES = ("background", "never", "in_request")
+REDACTIONS = ("paths", "shapes", "texts")
 
 
 class Setting(NamedTuple):
@@ -63,6 +64,8 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "breaker_cooldown": Setting(float, 30.0, "seconds until a kernel that is left out is tried again"),
     "native": Setting(bool, True, "use the compiled call path where it is built; read from the environment at import"),
     "log_level": Setting(str, "warning", f"how much is logged: {', '.join(LOG_LEVELS)}"),
+    "redact": Setting(str, "", f"what events, logs, spans, /ready and bundles do not say: {', '.join(REDACTIONS)}, or "
+                      "several of them; see docs/production.md"),
     "perfdb": Setting(str, "", "where measurements are kept: a file, postgresql://... for a fleet, or off; empty: "
                       "perf.sqlite in the cache folder"),
     "perfdb_ttl": Setting(float, 0.0, "days after which a measurement counts no more; 0: never"),
@@ -122,11 +125,14 @@ def _coerced(name: str, kind: type, value: Any) -> Any:
         return _BOOLS[str(value).strip().lower()]
     if name == "perfdb" and value is False:    # what YAML makes of a bare off
         return "off"
+    if name == "redact":
+        words = value.replace(",", " ").split() if isinstance(value, str) else [str(word).strip() for word in value]
+        return ",".join(REDACTIONS[i] for i in sorted({REDACTIONS.index(word.lower()) for word in words}))
     if isinstance(value, bool) or not isinstance(value, _TAKES[kind]):
         raise TypeError
     if kind is str:
-        words = _CHOICES.get(name)
-        return value if words is None else words[words.index(str(value).strip().lower())]
+        choices = _CHOICES.get(name)
+        return value if choices is None else choices[choices.index(str(value).strip().lower())]
     low, high = _LIMITS[name]
     number = kind(value)
     if not low <= number <= high or not math.isfinite(number):
@@ -137,6 +143,8 @@ def _coerced(name: str, kind: type, value: Any) -> Any:
 def _wanted(name: str) -> str:
     kind, default, _ = SETTINGS[name]
     text = f"one of {', '.join(_CHOICES[name])}" if name in _CHOICES else _TYPE_WORDS[kind]
+    if name == "redact":
+        text = f"a list of {', '.join(REDACTIONS)}, or empty"
     if name in _LIMITS:
         low, high = _LIMITS[name]
         text += f" from {low} to {high}" if math.isfinite(high) else f" >= {low}"

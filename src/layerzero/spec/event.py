@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from .plan import Rejected
 from .reason import Reason
 
 
@@ -18,6 +19,10 @@ class Event:
         data = {k: v.to_json() if isinstance(v, Reason) else v for k, v in self.__dict__.items()}
         return {"event": self.name, **data}
 
+    def shown(self) -> dict[str, Any]:
+        """What a line of the log says of it."""
+        return dict(self.__dict__)
+
 
 @dataclass(frozen=True)
 class Selected(Event):
@@ -27,6 +32,24 @@ class Selected(Event):
     candidates: int = 0
     microseconds: float = 0.0
     transforms: tuple[str, ...] = ()
+    source: str = ""                           # what the choice rests on: measured, shipped, default, ...
+    transform_cost_total: float = 0.0          # microseconds that the transforms are expected to take
+    rejected: tuple[Rejected, ...] = ()        # the other kernels that may not serve such a call, and why
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """`kernel: CODE, ...` for each that was rejected."""
+        return tuple(f"{r.kernel}: {', '.join(reason.code.value for reason in r.reasons)}" for r in self.rejected)
+
+    def to_json(self) -> dict[str, Any]:
+        data = super().to_json()
+        del data["rejected"]
+        return {**data, "transforms": list(self.transforms), "reasons": list(self.reasons)}
+
+    def shown(self) -> dict[str, Any]:
+        shown = super().shown()
+        del shown["rejected"]
+        return {**shown, "reasons": "; ".join(self.reasons)}
 
 
 @dataclass(frozen=True)

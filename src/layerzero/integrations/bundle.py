@@ -1,0 +1,230 @@
+"""lz.write_bundle: all that is needed to look into a machine from elsewhere, as one archive.
+
+It holds what the library is (capabilities, versions, settings with their origin), what it decides by
+(dispatch table, lockfile, measurements), what it did (recent events) and whether it is ready, with a
+manifest of checksums. Everything in it is redacted as policy says; what cannot be redacted without being
+broken is left out, and the manifest says so. Of the environment only LAYERZERO_* is in it, without keys.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import secrets
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..perf import snapshot
+from ..perf.interface import StoreError
+from ..plan.lockfile import Lockfile, check_lockfile, load_lockfile
+from ..plan.readiness import Calls, Given, readiness_check
+from ..plan.table import Table, distribution_of
+from ..runtime import capabilities, config, events, inspection, measurements, readiness, redaction
+from ..runtime.loading import installed_version
+from ..runtime.readiness import Readiness
+from ..runtime.world import World
+from ..spec.errors import ConfigError, DataError, LayerZeroError
+
+SCHEMA = "layerzero.bundle/1"
+MOST_LOG_BYTES = 1 << 20                       # of a log file: its end
+MOST_PERFDB_BYTES = 1 << 28
+SECRETS = ("LAYERZERO_SEAL_KEY",)              # their values are never written
+
+Files = dict[str, bytes]
+
+
+def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str | None = None,
+                 table: Given[Table] = None, lock: Given[Lockfile] = None, log: str | os.PathLike[str] | None = None,
+                 force: bool = False) -> dict[str, Any]:
+    """Write the archive (tar.gz) to `path` and return its manifest. A file that is there stays, unless `force`.
+
+    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; of `log`, a log file, the end is added.
+    """
+    target = Path(path)
+    if target.exists() and not force:
+        raise ConfigError(f"{target} is there already; give another name, or force to replace it")
+    left_out: dict[str, str] = {}
+    report = readiness_check(calls, device, table=table, lock=lock)
+    files: Files = {"readiness.json": _json(readiness.redacted(report)), "events.jsonl": _events()}
+    if log is not None:
+        files["log.txt"] = _log(Path(log))
+    world = readiness.current_world()
+    about: dict[str, Any] = {}
+    if isinstance(world, Readiness):
+        files["environment.json"] = _json(redaction.data(_machine()))
+        left_out["capabilities.json"] = "the policy cannot be read, so there is no catalog of kernels"
+    else:
+        data = capabilities.export(world.catalog)
+        about["capabilities_hash"] = capabilities.capabilities_hash(data)
+        files["capabilities.json"] = _json(data)       # declarations, of which the hash must stay true
+        files["environment.json"] = _json(redaction.data(_environment(world, readiness.device_kind(device))))
+        _add_table(table, world, report, files, left_out)
+        _add_lockfile(lock, files, left_out)
+        _add_perfdb(world, files, left_out)
+    manifest = {
+        "schema": SCHEMA, "created": _moment(time.time()), "layerzero": installed_version("layerzero") or "unknown",
+        "ready": report.ok, "redacted": sorted(redaction.active()), **about, "left_out": redaction.data(left_out),
+        "files": {name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+                  for name, content in sorted(files.items())}}
+    _write(target, {"manifest.json": _json(manifest), **dict(sorted(files.items()))}, force)
+    return manifest
+
+
+def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The files of a bundle by name, each checked against the manifest."""
+    found: Files = {}
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            for member in archive:
+                content = archive.extractfile(member)
+                if content is None or "/" in member.name:
+                    raise DataError(f"{path}: {member.name!r} is no plain file of a bundle")
+                found[member.name] = content.read()
+        listed = json.loads(found["manifest.json"])["files"]
+    except (OSError, EOFError, tarfile.TarError, KeyError, ValueError, TypeError) as e:
+        raise DataError(f"{path}: wanted a bundle, as lz bundle writes it; {type(e).__name__}: {e}") from e
+    for name in {*listed, *found} - {"manifest.json"}:
+        digest = hashlib.sha256(found[name]).hexdigest() if name in found else "absent"
+        wanted = listed[name]["sha256"] if name in listed else "nothing"
+        if digest != wanted:
+            raise DataError(f"{path}: {name}: the manifest says {wanted[:16]}, this is {digest[:16]}")
+    return found
+
+
+# what is in it
+
+def _machine() -> dict[str, Any]:
+    environ = {name: redaction.SECRET if name in SECRETS else measurements.shown(value) if "://" in value else value
+               for name, value in sorted(os.environ.items()) if name.startswith(config.PREFIX)}
+    return {"versions": {"layerzero": installed_version("layerzero"), "python": platform.python_version(),
+                         "torch": torch.__version__, "cuda": torch.version.cuda, "platform": platform.platform()},
+            "environment": environ}
+
+
+def _environment(world: World, kind: str) -> dict[str, Any]:
+    names = sorted({distribution_of(k) for k in world.catalog.kernels})
+    libraries = {name: version for name in names if (version := installed_version(name)) is not None}
+    return {**_machine(), "libraries": libraries, "device": world.device(kind).to_json(),
+            "config": inspection.get_config(), "stats": inspection.stats().to_json(),
+            "health": {group: {"state": h.state, "faults": h.failures, "reason": str(h.reason or "")}
+                       for group, h in sorted(world.health.items())}}
+
+
+def _events() -> bytes:
+    # Again: what happened before policy hid anything is hidden too.
+    lines = [{"at": _moment(at), **redaction.data(redaction.event(event).to_json())} for at, event in events.recent()]
+    return "".join(json.dumps(line, default=str) + "\n" for line in lines).encode()
+
+
+def _log(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - MOST_LOG_BYTES, 0))
+            content = file.read().decode("utf-8", "replace")
+    except OSError as e:
+        raise ConfigError(f"the log {path} cannot be read: {e.strerror}") from e
+    return "\n".join(map(redaction.text, content.split("\n"))).encode()
+
+
+def _add_table(given: Given[Table], world: World, report: Readiness, files: Files, left_out: dict[str, str]) -> None:
+    """The table that was given, or the one in force, and what the check said of it."""
+    name = "dispatch_table.json"
+    held = world.table.table if world.table is not None else None
+    source = held if given is None and isinstance(held, Table) else given
+    if source is None:
+        left_out[name] = "none was given, and none is in force"
+        return
+    files["dispatch_table.validation.json"] = _json(redaction.data(report["table"].to_json()))
+    try:
+        table = source if isinstance(source, Table) else Table.load(source)
+    except LayerZeroError as e:
+        left_out[name] = f"it cannot be read: {e}"
+        return
+    _add(name, table.to_json(), files, left_out)
+
+
+def _add_lockfile(given: Given[Lockfile], files: Files, left_out: dict[str, str]) -> None:
+    name = "layerzero.lock"
+    if given is None:
+        left_out[name] = "none was given"
+        return
+    try:
+        lock = given if isinstance(given, Lockfile) else load_lockfile(given)
+    except LayerZeroError as e:
+        left_out[name] = f"it cannot be read: {e}"
+        return
+    violations = check_lockfile(lock)
+    files["lockfile.validation.json"] = _json(redaction.data(
+        {"ok": not violations, "violations": [v.to_json() for v in violations]}))
+    _add(name, lock.to_json(), files, left_out)
+
+
+def _add(name: str, data: Mapping[str, Any], files: Files, left_out: dict[str, str]) -> None:
+    """A file that is sizes of calls under a checksum: whole, or not at all."""
+    if redaction.hides("shapes"):
+        left_out[name] = "policy hides shapes"
+    else:
+        files[name] = _json(data)
+
+
+def _add_perfdb(world: World, files: Files, left_out: dict[str, str]) -> None:
+    name, where = "perf.sqlite", measurements.location(world.policy)
+    why = ("policy hides shapes" if redaction.hides("shapes") else "perfdb is off" if where is None
+           else "measurements are on a server" if isinstance(where, str)
+           else "nothing was measured yet" if not where.exists()
+           else f"it is larger than {MOST_PERFDB_BYTES} bytes" if where.stat().st_size > MOST_PERFDB_BYTES else "")
+    if why or not isinstance(where, Path):
+        left_out[name] = why
+        return
+    with tempfile.TemporaryDirectory(prefix="layerzero-bundle-") as folder:
+        copy = Path(folder, name)
+        try:
+            snapshot.write_copy(where, copy)
+            files[name] = copy.read_bytes()
+        except StoreError as e:
+            left_out[name] = str(e)
+
+
+# the archive
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=1, default=str) + "\n").encode()
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _write(target: Path, files: Files, force: bool) -> None:
+    """In one step, readable by its owner only; never through a link that someone put there."""
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    except OSError as e:
+        raise ConfigError(f"{target} cannot be written: {e.strerror}; give a path in a folder that exists") from e
+    try:
+        with os.fdopen(handle, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed, \
+                tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            for name, content in files.items():
+                member = tarfile.TarInfo(name)     # no time, no owner: the same content gives the same bytes
+                member.size, member.mode = len(content), 0o600
+                archive.addfile(member, io.BytesIO(content))
+        if not force and target.exists():
+            raise ConfigError(f"{target} is there already; give another name, or force to replace it")
+        os.replace(beside, target)
+    except OSError as e:
+        raise ConfigError(f"{target} cannot be written: {e.strerror}") from e
+    finally:
+        beside.unlink(missing_ok=True)

@@ -476,7 +476,8 @@ def test_an_op_may_declare_what_it_writes_into(world):
     with pytest.raises(lz.InputDamaged, match=r"writes into it, and this was not finished"):
         call(torch.zeros(2, 3))
     with pytest.raises(lz.SpecError, match="in_place names 'y'"):
-        lz.Op("odd", "elementwise", reference, meta, lambda: {}, ({},), op.tolerance, {"x": "rows cols"}, in_place=("y",))
+        lz.Op("odd", "elementwise", reference, meta, lambda: {}, ({},), op.tolerance, {"x": "rows cols"},
+              in_place=("y",))
 
 
 def test_a_table_s_choice_is_looked_at_like_any_other(path, happened):

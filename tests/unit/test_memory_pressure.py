@@ -1,4 +1,4 @@
-"""Memory that runs short while choices are remembered, kernels that run out of it again and again, and calls that hang."""
+"""Memory that runs short while choices are remembered, kernels that run out of it too often, and calls that hang."""
 
 from __future__ import annotations
 
@@ -301,7 +301,8 @@ def test_a_limit_changes_nothing_else(path):
 
 def test_the_kernel_that_is_tried_next_is_bounded_too(path):
     release = threading.Event()
-    register(Fake("fake.broken", fault=RuntimeError("no"), prior=1e7), Fake("fake.hanging", before=lambda: release.wait(30)))
+    register(Fake("fake.broken", fault=RuntimeError("no"), prior=1e7),
+             Fake("fake.hanging", before=lambda: release.wait(30)))
     lz.configure(call_timeout=0.2)
     try:
         with pytest.raises(lz.KernelFailed, match=r"fake\.hanging did not finish"):

@@ -9,13 +9,13 @@ call (the native path reads them in a nanosecond or two), and for checksums agai
 from __future__ import annotations
 
 import ctypes
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..spec.kernel import Kernel
 from ..spec.op import Op
@@ -168,23 +168,25 @@ class Guard:
         self.left = clean                      # None: every call is looked at
         self.bare = run if is_ours(kernel) else versions_watched(op, run)
         self.places: list[tuple[Any, str]] = []
-        self._lock = threading.Lock()
 
     def stands_in(self, owner: Any, name: str) -> None:
         """Let `owner.name` be what is guarded once that is proven."""
         self.places.append((owner, name))
 
     def __call__(self, *values: Any) -> Any:
+        if torch._C._get_tracing_state() is not None or _get_current_dispatch_mode() is not None:
+            return self.run(*values)           # whoever records what is done here is not to find our own reading
         before = Snapshot(values, self.most)
         try:
             out = self.run(*values)
         except faults.FAULTS as fault:
-            raise_if_changed(self.names, before, values, fault)
+            if not _ends_the_call(fault):      # nor could a lost device be read
+                raise_for([self.names[i] for i in before.changed(values)], fault)
             raise
         if self.kernel.backend != "reference" or out is None:      # the reference is what the others must be like
             wrong = wrong_result(self.op, dict(zip(self.names, values)), out)
             if wrong is not None:
-                raise_if_changed(self.names, before, values, wrong)
+                raise_for([self.names[i] for i in before.changed(values)], wrong)
                 raise wrong
         self._count()
         return out
@@ -192,35 +194,36 @@ class Guard:
     def _count(self) -> None:
         if self.left is None:
             return
-        with self._lock:
-            self.left -= 1
-            if self.left > 0:
-                return
+        self.left -= 1                         # threads may both count: it need not be exact
+        if self.left <= 0:
             for owner, name in self.places:
                 if getattr(owner, name) is self:
                     setattr(owner, name, self.bare)
 
 
-def raise_if_changed(names: Sequence[str], before: Snapshot, values: Sequence[Any], fault: BaseException) -> None:
-    """InputsChanged, if the inputs are not what they were. Not for faults after which no other kernel is tried."""
-    if isinstance(fault, (faults.Settled, *faults.PASSED_ON)) or faults.classify(fault) in (
-            "sticky", "lost", "capture"):
-        return
-    changed = [names[i] for i in before.changed(values)]
-    if changed:
+def raise_for(changed: Sequence[str], fault: BaseException) -> None:
+    if changed and not _ends_the_call(fault):
         raise InputsChanged(changed, fault) from fault
+
+
+def _ends_the_call(fault: BaseException) -> bool:
+    """Is no other kernel tried after it anyway?"""
+    return isinstance(fault, (faults.Settled, faults.Hung, *faults.PASSED_ON)) or faults.classify(fault) in (
+        "sticky", "lost", "capture")
 
 
 def versions_watched(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, of which a fault tells whether it has written into its inputs first, as far as torch counts writes."""
     names = tuple(p.name for p in op.params)
+    tensors = tuple(i for i, p in enumerate(op.params) if p.kind == "tensor")
 
     def watched(*values: Any) -> Any:
-        before = Snapshot(values, 0)
+        before = [_version(values[i]) for i in tensors]
         try:
             return run(*values)
         except faults.FAULTS as fault:
-            raise_if_changed(names, before, values, fault)
+            changed = [names[i] for i, version in zip(tensors, before) if version != _version(values[i])]
+            raise_for(changed, fault)
             raise
 
     return watched

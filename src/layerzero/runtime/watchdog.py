@@ -1,8 +1,8 @@
 """Run something for a limited time: in a process of its own, where what hangs, crashes or loses the device does so
-there, or in a thread, which can be left behind but not stopped.
+there, or on a thread, which can be left behind but not stopped.
 
-A function for a process is named by its import path ("package.module:name"); its arguments and its result travel as JSON. The
-process gets the import path of this one and nothing else of it.
+A function for a process is named by its import path ("package.module:name"); its arguments and its result travel as
+JSON. The process gets the import path of this one and nothing else of it.
 """
 
 from __future__ import annotations

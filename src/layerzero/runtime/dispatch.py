@@ -266,9 +266,10 @@ class Dispatcher:
                 override: Override | None = None, clean: int = 1) -> Callable[..., Any]:
         """`run`, of which the first calls (`clean` of them) are looked at, or all of them where policy says so."""
         facts = plan.facts
-        if facts["tensor_kind"] != "plain":    # what a subclass makes of a kernel is not the kernel's doing
-            return run
         always = world is not None and world.surroundings(facts["device"], override).policy.setting("protect_inputs")
+        # What a subclass makes of a kernel is not the kernel's doing, and our own were held to all this before.
+        if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):
+            return run
         most = 0 if facts["graph"] else protection.ALL if always else protection.SAMPLED
         return protection.Guard(self.op, kernel, run, most, None if always else clean)
 

@@ -1,9 +1,9 @@
 """What a kernel makes of its inputs and what it returns, looked at where nobody waits for it.
 
-The first call of every remembered choice is looked at: its result must be what the op describes, and its inputs must
-be what they were, by torch's version counters and by a checksum, since a write through a pointer counts no version.
-Then the choice runs bare. A kernel that is not part of this library is asked for the versions of its inputs at every
-call (the native path reads them in a nanosecond or two), and for checksums again after a fault, for a while.
+Of a kernel that is not part of this library, the first call of every remembered choice is looked at: its result must
+be what the op describes, and where it fails its inputs must be what they were, by torch's version counters and by a
+checksum, since a write through a pointer counts no version. Then the choice runs bare but for the versions (the native
+path reads them in a nanosecond or two). After a fault, checksums are taken again for a while.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ ALL = 1 << 62
 BLOCK = 1 << 12                # bytes that are read in one piece where a tensor is sampled
 CLEAN = 20                     # calls after a fault that are looked at
 OURS = "layerzero.backends."
+OUR_PACKAGES = ("", "torch", "triton")      # in which our own kernels are written
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_ours(kernel: Kernel) -> bool:
-    """Is it a kernel of this library, made of torch's operators or of our own code? Those check before they write."""
-    return kernel.load.__module__.startswith(OURS) and kernel.package in ("", "torch")
+    """Is it a kernel of this library, made of torch's operators or of our own code? Those check before they write, and
+    the contract's tests hold their results and inputs to what is looked at here."""
+    module = getattr(kernel.load, "__module__", "") or ""
+    return module.startswith(OURS) and (kernel.package in OUR_PACKAGES or kernel.package.startswith(OURS))
 
 
 # what the inputs were
@@ -164,7 +167,7 @@ class Guard:
     def __init__(self, op: Op, kernel: Kernel, run: Callable[..., Any], most: int, clean: int | None = 1) -> None:
         self.op, self.kernel, self.run = op, kernel, run
         self.names = tuple(p.name for p in op.params)
-        self.most = 0 if is_ours(kernel) and clean is not None else most
+        self.most = most
         self.left = clean                      # None: every call is looked at
         self.bare = run if is_ours(kernel) else versions_watched(op, run)
         self.places: list[tuple[Any, str]] = []
@@ -214,18 +217,21 @@ def _ends_the_call(fault: BaseException) -> bool:
 
 def versions_watched(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, of which a fault tells whether it has written into its inputs first, as far as torch counts writes."""
-    names = tuple(p.name for p in op.params)
-    tensors = tuple(i for i, p in enumerate(op.params) if p.kind == "tensor")
+    names = ", ".join(p.name for p in op.params)
+    tensors = [p.name for p in op.params if p.kind == "tensor"]
 
-    def watched(*values: Any) -> Any:
-        before = [_version(values[i]) for i in tensors]
-        try:
-            return run(*values)
-        except faults.FAULTS as fault:
-            changed = [names[i] for i, version in zip(tensors, before) if version != _version(values[i])]
-            raise_for(changed, fault)
-            raise
+    def told(after: Sequence[Any], before: Sequence[int | None], fault: BaseException) -> None:
+        raise_for([n for n, v, version in zip(tensors, after, before) if version != _version(v)], fault)
 
+    scope: dict[str, Any] = {"RUN": run, "FAULTS": faults.FAULTS, "TOLD": told}
+    lines = [f"def watched({names}):",         # written out: a loop would cost more than the reading
+             *(f"    _v{i} = None if {n} is None or {n}.is_inference() else {n}._version"
+               for i, n in enumerate(tensors)),
+             "    try:", f"        return RUN({names})", "    except FAULTS as _fault:",
+             f"        TOLD(({''.join(n + ', ' for n in tensors)}), "
+             f"({''.join(f'_v{i}, ' for i in range(len(tensors)))}), _fault)", "        raise"]
+    exec("\n".join(lines), scope)              # text made above from declared names only
+    watched: Callable[..., Any] = scope["watched"]
     return watched
 
 

@@ -12,6 +12,7 @@ import ctypes
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -217,22 +218,33 @@ def _ends_the_call(fault: BaseException) -> bool:
 
 def versions_watched(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, of which a fault tells whether it has written into its inputs first, as far as torch counts writes."""
+    make = _watchers.get(op)
+    if make is None:
+        make = _watchers[op] = _watcher(op)
+    watched: Callable[..., Any] = make(run)
+    return watched
+
+
+_watchers: WeakKeyDictionary[Op, Callable[..., Any]] = WeakKeyDictionary()
+
+
+def _watcher(op: Op) -> Callable[..., Any]:
+    """Written out for the parameters of an op: a loop would cost more than the reading."""
     names = ", ".join(p.name for p in op.params)
     tensors = [p.name for p in op.params if p.kind == "tensor"]
 
     def told(after: Sequence[Any], before: Sequence[int | None], fault: BaseException) -> None:
         raise_for([n for n, v, version in zip(tensors, after, before) if version != _version(v)], fault)
 
-    scope: dict[str, Any] = {"RUN": run, "FAULTS": faults.FAULTS, "TOLD": told}
-    lines = [f"def watched({names}):",         # written out: a loop would cost more than the reading
-             *(f"    _v{i} = None if {n} is None or {n}.is_inference() else {n}._version"
-               for i, n in enumerate(tensors)),
-             "    try:", f"        return RUN({names})", "    except FAULTS as _fault:",
-             f"        TOLD(({''.join(n + ', ' for n in tensors)}), "
-             f"({''.join(f'_v{i}, ' for i in range(len(tensors)))}), _fault)", "        raise"]
+    scope: dict[str, Any] = {"FAULTS": faults.FAULTS, "TOLD": told}
+    body = [*(f"_v{i} = None if {n} is None or {n}.is_inference() else {n}._version" for i, n in enumerate(tensors)),
+            "try:", f"    return RUN({names})", "except FAULTS as _fault:",
+            f"    TOLD(({''.join(n + ', ' for n in tensors)}), "
+            f"({''.join(f'_v{i}, ' for i in range(len(tensors)))}), _fault)", "    raise"]
+    lines = ["def make(RUN):", f"    def watched({names}):", *("        " + line for line in body), "    return watched"]
     exec("\n".join(lines), scope)              # text made above from declared names only
-    watched: Callable[..., Any] = scope["watched"]
-    return watched
+    make: Callable[..., Any] = scope["make"]
+    return make
 
 
 def bare(run: Callable[..., Any]) -> Callable[..., Any]:

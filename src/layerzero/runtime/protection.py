@@ -241,7 +241,8 @@ def _watcher(op: Op) -> Callable[..., Any]:
             "try:", f"    return RUN({names})", "except FAULTS as _fault:",
             f"    TOLD(({''.join(n + ', ' for n in tensors)}), "
             f"({''.join(f'_v{i}, ' for i in range(len(tensors)))}), _fault)", "    raise"]
-    lines = ["def make(RUN):", f"    def watched({names}):", *("        " + line for line in body), "    return watched"]
+    lines = ["def make(RUN):", f"    def watched({names}):", *("        " + line for line in body),
+             "    return watched"]
     exec("\n".join(lines), scope)              # text made above from declared names only
     make: Callable[..., Any] = scope["make"]
     return make

@@ -25,6 +25,7 @@ from .spec.errors import (
     ConfigError,
     DataError,
     DeviceLost,
+    InputDamaged,
     InvalidCall,
     KernelFailed,
     LayerZeroError,
@@ -194,7 +195,8 @@ if os.environ.get("LAYERZERO_RECORD", "").strip():
 
 __all__ = [
     "AmbiguousLayoutWarning", "Call", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError",
-    "Device", "DeviceLost", "InvalidCall", "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused",
+    "Device", "DeviceLost", "InputDamaged", "InvalidCall",
+    "Kernel", "KernelFailed", "LayerZeroError", "NamedKernelRefused",
     "NoKernel", "Op", "Plan", "PolicyRule", "Reason", "RegistrationError", "SpecError", "Tolerance", "accelerate",
     "add_rms_norm", "attention", "bind", "calls_for", "clear_cache", "compile", "configure", "direct", "disabled",
     "doctor", "dry_run", "explain", "get_config", "get_locks", "layer_norm", "list_kernels", "load_config", "lock",

@@ -94,6 +94,7 @@ from .spec.errors import CausalAlignmentWarning as CausalAlignmentWarning
 from .spec.errors import ConfigError as ConfigError
 from .spec.errors import DataError as DataError
 from .spec.errors import DeviceLost as DeviceLost
+from .spec.errors import InputDamaged as InputDamaged
 from .spec.errors import InvalidCall as InvalidCall
 from .spec.errors import KernelFailed as KernelFailed
 from .spec.errors import LayerZeroError as LayerZeroError
@@ -130,6 +131,7 @@ __all__ = [
     "DeviceLost",
     "Hub",
     "HubError",
+    "InputDamaged",
     "InvalidCall",
     "Kernel",
     "KernelFailed",

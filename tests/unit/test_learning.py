@@ -13,7 +13,7 @@ import torch
 from helpers import RMS_NORM, Fake, faults_of, normed, of, only, path_of, python, register, rows
 
 import layerzero as lz
-from layerzero.runtime import exploring, learning, native
+from layerzero.runtime import exploring, learning, native, protection
 from layerzero.runtime import world as worlds
 from layerzero.runtime.dispatch import dispatchers
 from layerzero.select import trial
@@ -103,7 +103,7 @@ def test_after_that_the_entry_is_the_plain_binding(learn, clock):
     assert is_learned(x)
     serve(x)
     entry, found = entry_of(x), dispatchers["rms_norm"]
-    assert entry.run is entry.binding.run and entry.binding.call is not None
+    assert not isinstance(entry.run, (exploring.Exploring, protection.Guard)) and entry.binding.call is not None
     assert not is_learned(x) and learning.status().learning == 0 and found.cache.table
 
 

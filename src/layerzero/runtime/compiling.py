@@ -39,6 +39,7 @@ from .context import Override
 from .filelock import alone, lock_path
 from .incidents import change_health, compile_failed, mark_unloadable
 from .memory import free_bytes
+from .protection import wrong_result
 from .sizes import Caller
 from .world import World
 
@@ -105,9 +106,9 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
             if closing():
                 return "the process ends"
             run = found.binding(kernel, step, facts, {}).run
-            _run(run, values, grad)
+            _run(found, run, values, grad)
             for other in sizes.at_the_ends(found, facts, values, kind):
-                _run(run, other, grad)
+                _run(found, run, other, grad)
                 new |= jit.entries(kernel, facts, other)
     except loading.LoadFailed as e:
         mark_unloadable(kernel, e.reason)
@@ -139,8 +140,11 @@ def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
     return any(os.path.isdir(folder) and os.listdir(folder) for folder in folders)
 
 
-def _run(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:
+def _run(found: Binds, run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:
     out = jit.call(run, values, grad)
+    wrong = wrong_result(found.op, dict(zip(found.names, values)), out)
+    if wrong is not None:
+        raise wrong
     tensors = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor)]
     leaves = [v for v in values if isinstance(v, Tensor) and v.requires_grad] if grad else []
     outs = [t for t in tensors if t.requires_grad]

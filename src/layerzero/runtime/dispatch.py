@@ -20,12 +20,11 @@ import torch
 from ..select.key import KeyProgram, fixed_by_key
 from ..select.predicates import compile_verdicts
 from ..spec import codegen
-from ..spec.errors import InvalidCall, KernelFailed, LayerZeroError
-from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
+from ..spec.errors import InvalidCall, LayerZeroError
+from ..spec.event import Adapted, Evicted, PlanMissed, Selected
 from ..spec.kernel import Direct, Kernel
 from ..spec.op import Op
 from ..spec.plan import Plan, Step
-from ..spec.reason import Code
 from . import (
     casting,
     clock,
@@ -39,9 +38,13 @@ from . import (
     jit,
     learning,
     loading,
+    memory,
     native,
+    protection,
+    recovery,
     replays,
     tracing,
+    watchdog,
 )
 from . import facts as reading
 from . import world as worlds
@@ -49,33 +52,14 @@ from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .context import Override
 from .exploring import Exploring
-from .incidents import (
-    Failure,
-    ProbeBusy,
-    blame,
-    compile_failed,
-    count_fault,
-    count_success,
-    learn,
-    loaded,
-    mark_unloadable,
-    refusal,
-    switched_off,
-)
+from .faults import InputsChanged, Settled
+from .incidents import ProbeBusy, compile_failed, count_success, learn, loaded, mark_unloadable, refusal
 from .world import World
 
 _MAX_BINDINGS = 1024
 
 dispatchers: dict[str, Dispatcher] = {}
 _probes: dict[str, threading.Lock] = {}        # held while a half-open kernel is tried
-
-
-class _Settled(RuntimeError):
-    """Another entry has tried its whole plan for this call; `error` says how that ended."""
-
-    def __init__(self, error: LayerZeroError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class Dispatcher:
@@ -186,10 +170,12 @@ class Dispatcher:
         except InvalidCall as e:
             return self.mended(values, e, override, backend, policy)
         entry.tick()
-        if self.native is not None:            # refused if the world has changed meanwhile
+        out = self.serve(entry, values)
+        # Refused if the world has changed meanwhile. What is still looked at stays with Python.
+        if self.native is not None and not isinstance(entry.run, protection.Guard):
             anywhere = self.serves_captures(world, entry, override)
             self.native.put(entry, world.version(self.op.name), values, anywhere, override)
-        return self.serve(entry, values)
+        return out
 
     def serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
         """Would the same be called while a CUDA graph is captured? Not asked of one that has others serve at times."""
@@ -202,8 +188,11 @@ class Dispatcher:
         steps = world.plan(self.op, {**facts, "graph": True}, override).steps
         return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)
 
-    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                       fault: BaseException) -> Any:
+    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: BaseException,
+                       changed: int) -> Any:
+        """`changed`: a bit for each parameter whose tensor was written into."""
+        if changed and not isinstance(fault, (InputsChanged, Settled, *faults.PASSED_ON)):
+            fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1], fault)
         return self.recover(entry, self.bound(args, kwargs), fault)
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -256,16 +245,36 @@ class Dispatcher:
             run = self.warming(world, kernel, run, plan, override)
         if values is not None:
             compiling.request_better(self, world, plan, override, values)
-        run = learning.exploring(self, world, plan, run, override)
+        limit = world.surroundings(facts["device"], override).policy.setting("call_timeout")
+        if limit is not None and not facts["grad"] and not facts["graph"]:
+            run, recordings = watchdog.bounded(run, limit), None
+        bare = run
+        run = learning.exploring(self, world, plan, self.guarded(kernel, plan, run, world, override), override)
         if isinstance(run, Exploring):
-            recordings = None                  # what is replayed would not be explored
+            bare, recordings = run, None       # what is replayed would not be explored
+        if (step.workspace or plan.lacking) and memory.note(
+                self.op.name, facts["device"], step.workspace, plan.lacking):
+            worlds.consult(clock.follow)       # from now on the clock looks at what is free
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
         why = world.plan(self.op, facts, override, thorough=True) if events.wants_reasons() else plan
         events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros, tuple(map(
             str, step.transforms)), step.score.source, step.score.transform_us, why.rejected))
-        return self.ledger.open(Entry(plan, binding if run is binding.run else Binding(run, None), run, recordings))
+        made = Entry(plan, binding if bare is binding.run else Binding(bare, None), run, recordings)
+        protection.place(run, made, "run")
+        return self.ledger.open(made)
+
+    def guarded(self, kernel: Kernel, plan: Plan, run: Callable[..., Any], world: World | None = None,
+                override: Override | None = None, clean: int = 1) -> Callable[..., Any]:
+        """`run`, of which the first calls (`clean` of them) are looked at, or all of them where policy says so."""
+        facts = plan.facts
+        always = world is not None and world.surroundings(facts["device"], override).policy.setting("protect_inputs")
+        # What a subclass makes of a kernel is not the kernel's doing, and our own were held to all this before.
+        if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):
+            return run
+        most = 0 if facts["graph"] else protection.ALL if always else protection.SAMPLED
+        return protection.Guard(self.op, kernel, run, most, None if always else clean)
 
     def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
         """Made once for all calls that want the same of it."""
@@ -317,7 +326,7 @@ class Dispatcher:
                 self.ledger.fell_back(served_by)
                 return served_by, self.serve(cold[0], values)
             except LayerZeroError as e:
-                raise _Settled(e) from e
+                raise Settled(e) from e
 
         def unready(values: tuple[Any, ...]) -> None:
             if mode == "background" and not facts["graph"] and compiling.is_worth_it(kernel, plan.steps[0]):
@@ -335,49 +344,7 @@ class Dispatcher:
 
     def recover(self, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
         """The kernel of `entry` threw `fault`. Whose fault is it, and who serves instead?"""
-        if isinstance(fault, (_Settled, *faults.PASSED_ON)):
-            raise fault.error if isinstance(fault, _Settled) else fault
-        try:
-            facts = self.facts(values)
-        except InvalidCall as mistake:
-            raise mistake from fault
-        world = worlds.current()
-        failures: list[Failure] = []
-        plain = facts["tensor_kind"] == "plain"        # what a subclass makes of a kernel is not the kernel's fault
-        blame(world, world.catalog.by_id.get(entry.plan.steps[0].kernel), fault, failures, self.op.name, facts, plain)
-        others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
-        for kernel, step in sorted(others, key=lambda other: other[0].jit):    # what might compile comes last
-            self.ledger.tried(kernel.id)
-            try:
-                out = self.binding(kernel, step, facts, {}).run(*values)
-            except loading.LoadFailed as e:
-                mark_unloadable(kernel, e.reason)
-                failures.append(Failure(kernel.id, e.reason))
-                continue
-            except faults.PASSED_ON:
-                raise
-            except faults.FAULTS as next_fault:
-                blame(world, kernel, next_fault, failures, self.op.name, facts, plain)
-                continue
-            if kernel.health in worlds.current().health:
-                count_success(kernel)
-            self.ledger.fell_back(kernel.id)
-            self.count_faults(failures)
-            events.emit(Fallback(self.op.name, failures[0].name, kernel.id, failures[0].reason))
-            return out
-        if all(failure.reason.code is Code.SDPA_BACKEND_DISABLED for failure in failures):
-            raise switched_off(world, self.op, entry.plan, failures, context.current.get()) from fault
-        if len(failures) == 1:                 # where several kernels fail on one call it is the call that is wrong
-            self.count_faults(failures)
-        lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
-        named = f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked else ""
-        raise KernelFailed(f"lz.{self.op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
-                           [failure.reason for failure in failures]) from fault
-
-    def count_faults(self, failures: list[Failure]) -> None:
-        for failure in failures:
-            if failure.kernel is not None:
-                count_fault(failure.kernel, failure.reason, self.calls_of(failure.kernel.id))
+        return recovery.recover(self, entry, values, fault)
 
     def calls_of(self, kernel: str) -> int:
         """How often it was called in this process."""
@@ -477,6 +444,7 @@ worlds.listen(_follow)
 def _after_fork() -> None:
     """In the child: threads that held a lock, made an entry or probed a kernel are gone."""
     incidents.after_fork()
+    memory.after_fork()
     _probes.clear()
     for dispatcher in dispatchers.values():
         dispatcher.cache.after_fork()

@@ -241,8 +241,7 @@ def statistics_of(samples: list[float]) -> Statistics:
 class Way(NamedTuple):
     """One kernel as it serves the calls of an entry."""
 
-    run: Callable[..., Any]
-    entry: Entry                               # with its own kernel first: for the recovery from its faults
+    entry: Entry                               # what it runs; its own kernel comes first, for the recovery
     ready: Callable[[tuple[Any, ...]], bool] | None    # of one that compiles: is it compiled for this very call?
     named: bool = False                        # called by its name, which counts and blames by itself
 
@@ -277,7 +276,7 @@ class Exploring:
         self._count(way, ticket.kernel)
         try:
             timed = _timed_on_cuda if self.cuda else _timed
-            out, sample = timed(way.run, values, ticket, began)
+            out, sample = timed(way.entry.run, values, ticket, began)
         except faults.FAULTS as fault:
             return self._recovered(ways, ticket.kernel, values, fault, ticket)
         kind.done.append(sample)
@@ -299,7 +298,7 @@ class Exploring:
             return self.plain(*values)
         self._count(way, kernel)
         try:
-            return way.run(*values)
+            return way.entry.run(*values)
         except faults.FAULTS as fault:
             return self._recovered(ways, kernel, values, fault, None)
 

@@ -15,7 +15,34 @@ using namespace fastpath;
 
 namespace {
 
-PyObject *recover(Dispatcher *d, PyObject *entry, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
+// How often torch has counted a write into each of a call's tensors. One made in inference mode counts none.
+struct Versions {
+  uint64_t tensors = 0;                         // a bit for each parameter that is one
+  uint32_t counts[MAX_PARAMS];
+
+  static uint32_t of(PyObject *value) {
+    const c10::VariableVersion &version = THPVariable_Unpack(value).unsafeGetTensorImpl()->version_counter();
+    return version.enabled() ? version.current_version() : 0;
+  }
+
+  void read(const Program &p, PyObject **values) {
+    for (const Tensor &t : p.tensors) {
+      if (values[t.param] == Py_None) continue;
+      tensors |= 1ull << t.param;
+      counts[t.param] = of(values[t.param]);
+    }
+  }
+
+  uint64_t changed(PyObject **values) const {
+    uint64_t found = 0;
+    for (int i = 0; i < MAX_PARAMS; i++)
+      if (tensors >> i & 1 && counts[i] != of(values[i])) found |= 1ull << i;
+    return found;
+  }
+};
+
+PyObject *recover(Dispatcher *d, PyObject *entry, PyObject *const *args, Py_ssize_t n, PyObject *keywords,
+                  uint64_t changed) {
   PyObject *type, *fault, *trace;
   PyErr_Fetch(&type, &fault, &trace);
   PyErr_NormalizeException(&type, &fault, &trace);
@@ -25,7 +52,9 @@ PyObject *recover(Dispatcher *d, PyObject *entry, PyObject *const *args, Py_ssiz
     for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(given, i, Py_NewRef(args[i]));
     Py_ssize_t m = keywords ? PyTuple_GET_SIZE(keywords) : 0;
     for (Py_ssize_t i = 0; i < m; i++) PyDict_SetItem(named, PyTuple_GET_ITEM(keywords, i), args[n + i]);
-    out = PyObject_CallFunctionObjArgs(d->recover, entry, given, named, fault, nullptr);
+    PyObject *written = PyLong_FromUnsignedLongLong(changed);
+    if (written) out = PyObject_CallFunctionObjArgs(d->recover, entry, given, named, fault, written, nullptr);
+    Py_XDECREF(written);
   }
   Py_XDECREF(given);
   Py_XDECREF(named);
@@ -53,11 +82,17 @@ PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject
   int count = ordered(d, args, n, keywords, values, words);
   if (count < 0) return nullptr;
   Slot *s = count ? find_for(d, values, words, count) : nullptr;
-  if (!s) return PyObject_Vectorcall(d->miss, args, n, keywords);
+  if (!s || s->suspect) return PyObject_Vectorcall(d->miss, args, n, keywords);
   s->hits++;
   PyObject *entry = Py_NewRef(s->entry);
+  Versions before;
+  if (s->watched) before.read(*d->program, values);
   PyObject *out = s->call.invoke(s->call, values);
-  if (!out && PyErr_ExceptionMatches(faults)) out = recover(d, entry, args, n, keywords);
+  if (!out && PyErr_ExceptionMatches(faults)) {
+    s = find(d, words, count, hash_of(words, count));   // a new world may have dropped it meanwhile
+    if (s && s->entry == entry && s->watched) s->suspect = true;
+    out = recover(d, entry, args, n, keywords, before.changed(values));
+  }
   Py_DECREF(entry);
   return out;
 }
@@ -198,18 +233,18 @@ bool read_sources(PyObject *tuple, std::vector<Source> *out) {       // ((kind, 
 }
 
 // put(entry, epoch, values, override, fn, sources, constants, keywords or None, positional, item, first, anywhere,
-//     name of an ATen operator or None, inputs, Recordings or None) -> bool
+//     name of an ATen operator or None, inputs, Recordings or None, watched) -> bool
 PyObject *put(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
   PyObject *entry, *tuple, *override, *fn, *sources, *constants, *keywords, *inputs, *recordings;
   const char *operator_name;
   long long epoch;
-  int anywhere;
+  int anywhere, watched;
   Slot s;
-  if (!PyArg_ParseTuple(args, "OLO!OOO!O!OnnnpzO!O", &entry, &epoch, &PyTuple_Type, &tuple, &override, &fn,
+  if (!PyArg_ParseTuple(args, "OLO!OOO!O!OnnnpzO!Op", &entry, &epoch, &PyTuple_Type, &tuple, &override, &fn,
                         &PyTuple_Type, &sources, &PyTuple_Type, &constants, &keywords, &s.call.positional,
                         &s.call.item, &s.call.first, &anywhere, &operator_name, &PyTuple_Type, &inputs,
-                        &recordings))
+                        &recordings, &watched))
     return nullptr;
   if (!d->program || epoch != d->epoch || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)d->program->params.size() ||
       PyTuple_GET_SIZE(sources) > MAX_PARAMS)
@@ -218,7 +253,9 @@ PyObject *put(PyObject *self, PyObject *args) {
   uint64_t words[MAX_WORDS];
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) values[i] = PyTuple_GET_ITEM(tuple, i);
   int n = read_key(*d->program, ~0ull, values, override, words);
-  if (!n || find_for(d, values, words, n)) Py_RETURN_FALSE;
+  Slot *known = n ? find_for(d, values, words, n) : nullptr;
+  if (known && known->entry == entry) known->suspect = false;
+  if (!n || known) Py_RETURN_FALSE;
   if (!read_sources(sources, &s.call.sources) || !read_sources(inputs, &s.call.inputs)) return nullptr;
   // What torch.jit.trace records of sizes, Python's functions tell it. The mode is part of the key.
   bool traced = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
@@ -226,6 +263,7 @@ PyObject *put(PyObject *self, PyObject *args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(constants); i++)
     s.call.constants.push_back(Py_NewRef(PyTuple_GET_ITEM(constants, i)));
   s.anywhere = anywhere;
+  s.watched = watched;
   s.hash = hash_of(words, n);
   s.key.assign(words, words + n);
   s.entry = Py_NewRef(entry);

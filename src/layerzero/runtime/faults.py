@@ -13,12 +13,12 @@ sticky   the device context is gone: the backend is disabled and DeviceLost is r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.utils.checkpoint
 
-from ..spec.errors import DeviceLost, InvalidCall
+from ..spec.errors import DeviceLost, InvalidCall, LayerZeroError
 from ..spec.kernel import SDPA_BACKENDS
 from ..spec.launch import LaunchRefused
 from ..spec.reason import Code, Reason
@@ -31,6 +31,42 @@ FAULTS: tuple[type[BaseException], ...] = (Exception,)
 # the kernel found lost, a warning that the caller made an error, and what torch's checkpoint ends a recomputation with.
 PASSED_ON: tuple[type[BaseException], ...] = (
     InvalidCall, DeviceLost, Warning, torch.utils.checkpoint._StopRecomputationError)
+
+
+class Settled(RuntimeError):
+    """Another entry has tried its whole plan for this call; `error` says how that ended."""
+
+    def __init__(self, error: LayerZeroError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Hung(TimeoutError):
+    """A call took longer than policy allows. Its kernel may be running still, with the caller's inputs."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no result within {seconds:g} s")
+        self.seconds = seconds
+        self.reason = Reason(Code.KERNEL_TIMEOUT, f"{seconds:g} s", str(self))
+
+
+class WrongResult(RuntimeError):
+    """A kernel returned something else than its op describes."""
+
+    def __init__(self, want: str, got: str) -> None:
+        super().__init__(f"returned {got}, wanted {want}")
+        self.reason = Reason(Code.WRONG_RESULT, want, got)
+
+
+class InputsChanged(RuntimeError):
+    """A kernel wrote into its inputs and then failed."""
+
+    def __init__(self, names: Sequence[str], fault: BaseException) -> None:
+        super().__init__(f"changed its inputs {', '.join(names)}")
+        self.names, self.fault = tuple(names), fault
+        text = f"{type(fault).__name__}: {fault}"[:300]
+        self.reason = Reason(Code.INPUT_CHANGED, text, ", ".join(names))
+
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 
@@ -57,6 +93,8 @@ def classify(error: BaseException) -> str:
     text = str(error).lower()
     if isinstance(error, InvalidCall):
         return "caller"
+    if isinstance(error, (WrongResult, InputsChanged)):        # whatever their texts remind of
+        return "kernel"
     if isinstance(error, LaunchRefused) or is_switched_off(error):
         return "refused"
     if isinstance(error, OUT_OF_MEMORY) or (isinstance(error, RuntimeError) and tells_of_memory(text)):
@@ -78,6 +116,8 @@ def is_switched_off(error: BaseException) -> bool:
 def reason_of(error: BaseException, kind: str) -> Reason:
     if isinstance(error, LaunchRefused):
         return error.reasons[0]
+    if isinstance(error, (Hung, WrongResult, InputsChanged)):
+        return error.reason
     if is_switched_off(error):
         return Reason(Code.SDPA_BACKEND_DISABLED, "left to torch, which found nothing that takes this call",
                       sdpa_backends() or "some of them")   # None: another thread has left the block meanwhile

@@ -29,9 +29,18 @@ from .world import World
 _loaded: dict[str, Any] = {}
 _loading: dict[str, threading.RLock] = {}      # kernel -> held while it is loaded
 _faults: dict[str, health.Faults] = {}         # kernel -> its faults among its last calls
-_counting = threading.Lock()                   # guards _faults
+_shortages: dict[tuple[str, str], Shortage] = {}    # (kernel, kind of call) -> how it ran out of memory there
+_counting = threading.Lock()                   # guards _faults and _shortages
 _catalog: Catalog | None = None                # that of the last world that was looked at
 MOST_REFUSALS = 512                            # kinds of calls of one kernel; the oldest are forgotten
+
+
+class Shortage:
+    """How often a kernel ran out of memory for one kind of call, and when it was, or will be, back after that."""
+
+    def __init__(self) -> None:
+        self.faults = health.Faults()
+        self.cooldown = self.ended = 0.0
 
 
 class ProbeBusy(RuntimeError):
@@ -49,17 +58,20 @@ def loaded(kernel: Kernel) -> Any:
     return run[1]
 
 
-def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason) -> None:
+def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason, until: float | None = None) -> None:
     """The kernel cannot serve this kind of call, and would fail the same way again: it is not asked again for this
-    kind. For every other it stays what it was."""
+    kind, or not before `until`. For every other it stays what it was."""
     name, kind = kernel.id, kind_to_compile(kernel.op, facts)
+    if kernel.backend == "reference":
+        return                                 # what the others fall back to stays
 
     def apply(world: World) -> World:
         known = world.refused.get(name, {})
         if kind in known or name not in world.catalog.by_id:
             return world
         kept = dict(islice(known.items(), max(len(known) + 1 - MOST_REFUSALS, 0), None))
-        return world.but({kernel.op.name}, refused={**world.refused, name: {**kept, kind: reason}})
+        ends = world.refused_until if until is None else {**world.refused_until, (name, kind): until}
+        return world.but({kernel.op.name}, refused={**world.refused, name: {**kept, kind: reason}}, refused_until=ends)
 
     before = worlds.current()
     if kind not in before.refused.get(name, {}) and worlds.publish(apply, f"refused:{name}") is not before:
@@ -75,7 +87,7 @@ def compile_failed(kernel: Kernel, fault: BaseException, facts: Mapping[str, Any
     """Compiling takes seconds and fails the same way again: the kernel is out for this kind of call."""
     kind = faults.classify(fault)
     reason = faults.reason_of(fault, kind)
-    if kind != "refused":
+    if kind != "refused" and not isinstance(fault, faults.WrongResult):
         reason = Reason(Code.KERNEL_FAILED, None, f"compiling failed: {reason.got}")
     refuse(kernel, facts, reason)
     return reason
@@ -153,6 +165,8 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
     out = facts is not None and refused(kernel, facts)
     counts = counts and kind in ("kernel", "timeout") and not out and not isinstance(fault, ProbeBusy)
     failures.append(Failure(kernel.id, reason, kernel if counts else None))
+    if isinstance(fault, faults.WrongResult) and counts and facts is not None:
+        refuse(kernel, facts, reason)          # it would give the same again
 
 
 def limits_of(world: World) -> health.Limits:
@@ -171,6 +185,27 @@ def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
     if too_many or kernel.health in world.health:
         change_health(kernel.health,
                       lambda old: health.failed(old, reason, now, too_many, failures, cooldown))
+
+
+def count_shortage(kernel: Kernel, facts: Mapping[str, Any], reason: Reason, calls: int) -> None:
+    """A kernel ran out of memory where another then served. Once may be chance; as often as would open a breaker, and
+    it is left out for this kind of call for a while, each time twice as long: a call need not fail first each time."""
+    world = worlds.current()
+    limits, now = limits_of(world), time.monotonic()
+    key = kernel.id, kind_to_compile(kernel.op, facts)
+    with _counting:
+        found = _shortages.pop(key, None) or Shortage()
+        _shortages[key] = found                # the latest last: the oldest are forgotten
+        while len(_shortages) > MOST_REFUSALS:
+            del _shortages[next(iter(_shortages))]
+        again = 0.0 < now - found.ended < found.cooldown       # it has come back and fails at once
+        if not (found.faults.add(calls, reason, limits) or again):
+            return
+        base = world.policy.setting("breaker_cooldown")
+        found.cooldown = min(found.cooldown * 2, health.LONGEST_COOLDOWN) if again else base
+        found.ended, found.faults = now + found.cooldown, health.Faults()
+        until = found.ended
+    refuse(kernel, facts, reason, until)
 
 
 def count_success(kernel: Kernel) -> None:
@@ -200,6 +235,8 @@ def _look(world: World) -> None:
     with _counting:
         for kernel in [k for k in _faults if k not in world.catalog.by_id]:
             del _faults[kernel]
+        for key in [k for k in _shortages if k[0] not in world.catalog.by_id]:
+            del _shortages[key]
 
 
 worlds.listen(_look)

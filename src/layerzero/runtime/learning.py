@@ -27,7 +27,7 @@ from ..spec.event import Learned, LearningStarted
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import MEASURED, Plan, Step
-from . import events, faults, jit, loading, measurements
+from . import events, faults, jit, loading, measurements, protection
 from . import world as worlds
 from .binding import Binding
 from .cache import Entry
@@ -79,6 +79,7 @@ def exploring(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..
     kind.steps.setdefault(base.kernel, base)
     kernel = world.catalog.by_id[base.kernel]
     found = Exploring(dispatcher, kind, plan, run, _way(dispatcher, world, kernel, plan, run))
+    protection.place(run, found, "plain")
     _worker.prepare(found, world, candidates, override)
     return found
 
@@ -128,7 +129,9 @@ def _way(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan, run: 
     named = kernel.replayable and dispatcher.native is not None and not plan.steps[0].transforms
     if named:
         run = _by_name(dispatcher, kernel.id)
-    return Way(run, Entry(plan, Binding(run, None), run), _readiness(world, kernel, plan.facts), named)
+    entry = Entry(plan, Binding(protection.bare(run), None), run)
+    protection.place(run, entry, "run")
+    return Way(entry, _readiness(world, kernel, plan.facts), named)
 
 
 def _by_name(dispatcher: Dispatcher, kernel: str) -> Callable[..., Any]:
@@ -162,7 +165,7 @@ def _prepare(found: Exploring, world: World, candidates: list[Step], override: O
             continue
         first = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
         run = dispatcher.warming(world, kernel, bound.run, first, override) if kernel.jit else bound.run
-        ways[step.kernel] = _way(dispatcher, world, kernel, first, run)
+        ways[step.kernel] = _way(dispatcher, world, kernel, first, dispatcher.guarded(kernel, first, run, world))
     with kind.lock:
         for step in candidates:
             if step.kernel in ways:

@@ -195,7 +195,7 @@ class NativeDispatcher:
 
         `anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is.
         """
-        call = entry.binding.call or Direct(entry.run, tuple(self.index), {})
+        call = entry.binding.call or Direct(entry.binding.run, tuple(self.index), {})
         constants: list[Any] = []
 
         def source(argument: Any) -> tuple[int, int]:
@@ -213,7 +213,7 @@ class NativeDispatcher:
         return bool(self.compiled.put(
             entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
             -1 if call.item is None else call.item, -1 if call.first is None else call.first, anywhere, name,
-            inputs, entry.recordings))
+            inputs, entry.recordings, entry.run is not entry.binding.run))
 
     def recordings(self) -> Any:
         """A place for the recorded launches of an entry, which `put` is given with it."""

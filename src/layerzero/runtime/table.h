@@ -15,6 +15,8 @@ struct Slot {
   Call call;
   uint64_t hits = 0, reported = 0, seen = 0;
   bool anywhere = false;                        // in a capture of a CUDA graph the same would be called
+  bool watched = false;                         // a fault tells which inputs were written into before it
+  bool suspect = false;                         // it has failed: Python looks at its calls until it is `put` again
 };
 
 struct Dispatcher {

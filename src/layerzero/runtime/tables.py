@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..select.engine import SMALL_WORKSPACE, Demands, Roster, Surroundings, select
+from ..select.engine import Demands, Roster, Surroundings, select
 from ..select.policy import Policy
 from ..spec.op import Op
 from ..spec.plan import Plan, Step
@@ -55,7 +55,9 @@ class InForce:
         if missed is not None:
             return replace(select(op, crew, facts, around, thorough), missed=missed)
         if not thorough:
-            return Plan(op.name, facts, fit, (), around.policy.hash, lock.origin if lock else "", table=self.table.id)
+            lacking = [s.workspace for s in steps or () if s not in fit and s.workspace > around.headroom()]
+            return Plan(op.name, facts, fit, (), around.policy.hash, lock.origin if lock else "", table=self.table.id,
+                        lacking=min(lacking, default=0))
         whole = select(op, crew, facts, around, True)
         judged = {s.kernel: s for s in whole.steps}
         ours = {s.kernel for s in fit}
@@ -74,9 +76,8 @@ class InForce:
                  named: bool) -> tuple[Step, ...]:
         """What may change without drift: health, libraries that fail to load, warm-up, certificates, memory."""
         viable, asked = {k.id: k for k in crew.viable}, Demands.of(facts, around, named)
-        limited = around.policy.setting("memory_headroom") is not None
         return tuple(s for s in steps if s.kernel in viable and not asked.refuses(viable[s.kernel])
-                     and not ((s.workspace > SMALL_WORKSPACE or limited) and s.workspace > around.headroom()))
+                     and not (s.workspace and s.workspace > around.headroom()))
 
 
 def described(op: Op, facts: Mapping[str, Any]) -> str:

@@ -28,8 +28,10 @@ _TYPES = {"tensor": "Tensor", "bool": "bool", "int": "SymInt", "float": "float",
 
 
 def schema(op: Op) -> str:
+    written = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(op.in_place)}
+
     def one(p: Param) -> str:
-        text = f"{_TYPES[p.kind]}{'?' if p.optional else ''} {p.name}"
+        text = f"{_TYPES[p.kind]}{written.get(p.name, '')}{'?' if p.optional else ''} {p.name}"
         if p.required:
             return text
         default = f'"{p.default}"' if isinstance(p.default, str) else str(p.default)

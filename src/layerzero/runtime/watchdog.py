@@ -1,26 +1,33 @@
-"""Run something in a process of its own, for a limited time: what hangs, crashes or loses the device does so there.
+"""Run something for a limited time: in a process of its own, where what hangs, crashes or loses the device does so
+there, or on a thread, which can be left behind but not stopped.
 
-A function is named by its import path ("package.module:name"); its arguments and its result travel as JSON. The
-process gets the import path of this one and nothing else of it.
+A function for a process is named by its import path ("package.module:name"); its arguments and its result travel as
+JSON. The process gets the import path of this one and nothing else of it.
 """
 
 from __future__ import annotations
 
+import contextvars
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
 from ..spec.errors import ConfigError
 from ..spec.op import resolve_import_path
 from ..spec.reason import Code, Reason
+from .faults import Hung, classify
 
 SOURCE = str(Path(__file__).resolve().parents[2])
 TIMEOUT_S = 120.0
@@ -95,6 +102,45 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
+def bounded(run: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """`run` on a thread, waited for no longer than `seconds`: then Hung is raised, and the thread is left behind.
+
+    It sees the caller's device, stream and context variables, and whether gradients are recorded. What else is of a
+    thread (autocast, modes of torch) cannot be handed over: under such a call waits as long as it takes.
+    """
+    def limited(*values: Any) -> Any:
+        if torch._C._is_any_autocast_enabled() or _get_current_dispatch_mode() is not None:
+            return run(*values)
+        done, results, faults = threading.Event(), [], []
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        cuda = next((v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda), None)
+        stream = torch.cuda.current_stream(cuda) if cuda is not None else None
+
+        def work() -> None:
+            try:
+                with ExitStack() as state:
+                    if cuda is not None:
+                        state.enter_context(torch.cuda.device(cuda))
+                        state.enter_context(torch.cuda.stream(stream))
+                    state.enter_context(torch.inference_mode(inference))
+                    state.enter_context(torch.set_grad_enabled(grad))
+                    results.append(run(*values))
+            except BaseException as e:         # raised again in the thread that waits
+                faults.append(e)
+            finally:
+                done.set()
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(work,), name="layerzero-call", daemon=True).start()
+        if not done.wait(seconds):
+            raise Hung(seconds)
+        if faults:
+            raise faults[0]
+        return results[0]
+
+    return limited
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     """With all it started."""
     with suppress(ProcessLookupError, PermissionError):
@@ -112,7 +158,6 @@ def main() -> None:
         value = resolve_import_path(job["function"])(*job["args"])
         answer = json.dumps({"status": "ran", "value": value})
     except (Exception, SystemExit) as e:       # anybody's code may raise anything; the answer says what
-        from .faults import classify
         text = f"{type(e).__name__}: {str(e).strip()}"[:KEPT]
         traceback.print_exc()
         answer = json.dumps({"status": "failed", "why": text, "kind": classify(e)})

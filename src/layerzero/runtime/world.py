@@ -32,10 +32,9 @@ from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import AnyOf, Condition, Rule, When
-from . import config, context, events, hardware, health, loading, perf_loading, redaction
+from . import config, context, events, hardware, health, loading, memory, perf_loading, redaction
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
-from .memory import headroom
 from .tables import InForce
 
 _MAX_MEMO = 1024
@@ -51,6 +50,7 @@ class World:
     perf: PerfView = field(default_factory=PerfView)
     health: Mapping[str, health.Health] = field(default_factory=dict)  # breakers that are not closed
     refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)  # kernel -> kind of call -> why not
+    refused_until: Mapping[tuple[str, str], float] = field(default_factory=dict)   # (kernel, kind) -> asked again then
     unloadable: Mapping[str, Reason] = field(default_factory=dict)     # found out when loading
     warmed: frozenset[Any] = frozenset()       # kernel, (kernel, kind) and (kernel, kind, form): see warmup.py
     certified: frozenset[str] = frozenset()
@@ -110,7 +110,7 @@ class World:
                 proven |= certificates.certified(self.catalog.kernels, device)
             found = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
-                self.availability(), blocked, self.warmed, proven, lambda: headroom(kind, policy),
+                self.availability(), blocked, self.warmed, proven, lambda: memory.headroom(kind, policy),
                 lambda: self.captures(kind), shipped, self.refused)
         return found  # type: ignore[no-any-return]
 
@@ -187,7 +187,8 @@ class World:
     def next_deadline(self) -> float | None:
         """When something changes by itself: a policy runs out, a breaker cools, choices expire, a file is due."""
         ttl, poll = self.policy.setting("cache_ttl"), self.policy.setting("policy_poll")
-        times = [self.policy.next_deadline, health.next_deadline(self.health),
+        times = [self.policy.next_deadline, health.next_deadline(self.health), memory.next_look(),
+                 min(self.refused_until.values(), default=None),
                  self.born + ttl if ttl else None, min(self.deadlines, default=None),
                  time.monotonic() + poll if poll and self.policy_file else None]
         return min((t for t in times if t is not None), default=None)
@@ -321,6 +322,13 @@ def pass_time(now: float) -> None:
                 if h is not world.health[name]:
                     told.append(HealthChanged(kernel=name, state=h.state, reason=h.reason))
                     ops |= world.ops_of(name)
+        back = {key for key, end in world.refused_until.items() if now >= end}
+        if back:
+            changes["refused_until"] = {k: end for k, end in world.refused_until.items() if k not in back}
+            changes["refused"] = {kernel: {kind: r for kind, r in kinds.items() if (kernel, kind) not in back}
+                                  for kernel, kinds in world.refused.items()}
+            ops |= {world.catalog.by_id[kernel].op.name for kernel, _ in back if kernel in world.catalog.by_id}
+        ops |= (moved := memory.look(now, lambda kind: memory.headroom(kind, policy)))
         ttl = policy.setting("cache_ttl")
         if ttl and now >= world.born + ttl:
             changes["born"] = now
@@ -329,9 +337,10 @@ def pass_time(now: float) -> None:
             changes["deadlines"] = ahead
         if world.policy_file is not None:
             changes.update(_reread(world, policy))
-        if not changes:
+        if not changes and not moved:
             return world
-        return world.but(ops, **changes) if changes.keys() == {"health"} else world.but(**changes)
+        one_kernel_s = changes.keys() <= {"health", "refused", "refused_until"}
+        return world.but(ops, **changes) if one_kernel_s else world.but(**changes)
 
     publish(change, "time")
     for event in told:
@@ -369,6 +378,7 @@ def unregister(name: str) -> None:
         return world.but(
             catalog=catalog, health={g: h for g, h in world.health.items() if g in groups},
             refused={k: r for k, r in world.refused.items() if k in catalog.by_id},
+            refused_until={k: end for k, end in world.refused_until.items() if k[0] in catalog.by_id},
             unloadable={k: r for k, r in world.unloadable.items() if k in catalog.by_id},
             warmed=frozenset(w for w in world.warmed if (w if isinstance(w, str) else w[0]) in catalog.by_id))
 

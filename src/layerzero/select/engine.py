@@ -21,7 +21,6 @@ from .predicates import Verdicts, compile_verdicts
 from .score import Found, calibration, guess_us, roofline_us, score
 
 UNSURE = 0.04                  # by how much, and again per octave, a neighbour or another machine may be wrong
-SMALL_WORKSPACE = 1 << 24      # up to this the live headroom is not asked: finding it out would cost more
 
 
 class Shipped(NamedTuple):
@@ -106,6 +105,7 @@ def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
     rejected: list[Rejected] = []
     fit: list[tuple[Kernel, tuple[Transform, ...], int]] = []
     largest: dict[str, Any] = {}               # filled when first asked for
+    lacking: list[int] = []                    # workspaces that nothing but memory stood against
     if thorough:
         for kernel in crew.viable:
             reasons, transforms, workspace = _judge(
@@ -127,8 +127,11 @@ def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
             reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around, largest)
             if not reasons:
                 fit.append((kernel, transforms, workspace))
+            elif all(reason.code is Code.MEMORY_HEADROOM_EXCEEDED for reason in reasons):
+                lacking.append(workspace)
     steps = _rank(op, fit, facts, around, speaks)
-    return Plan(op.name, facts, steps, tuple(rejected), policy.hash, lock.origin if lock else "")
+    return Plan(op.name, facts, steps, tuple(rejected), policy.hash, lock.origin if lock else "",
+                lacking=min(lacking, default=0))
 
 
 def _moved(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:
@@ -185,8 +188,7 @@ def _fitted(kernel: Kernel, mendable: tuple[Any, ...], op: Op, facts: Mapping[st
         reasons.append(reason)
     if kernel.workspace != "0":
         workspace = int(parse(kernel.workspace)(largest))
-        ask = workspace > SMALL_WORKSPACE or policy.setting("memory_headroom") is not None
-        if ask and workspace > (room := around.headroom()):
+        if workspace and workspace > (room := around.headroom()):
             reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, room, workspace))
     return reasons, tuple(dict.fromkeys(transforms)), workspace
 
@@ -209,9 +211,12 @@ def is_warm(kernel: Kernel, facts: Mapping[str, Any], warmed: Collection[Any]) -
     return kernel.id in warmed or (bool(warmed) and (kernel.id, kind_to_compile(kernel.op, facts)) in warmed)
 
 
-def _refused(facts: Mapping[str, Any], around: Surroundings, kernel: Kernel) -> Reason | None:
+def _refused(facts: Mapping[str, Any], around: Surroundings, named: bool, kernel: Kernel) -> Reason | None:
     kinds = around.refused.get(kernel.id)
-    return kinds.get(kind_to_compile(kernel.op, facts)) if kinds else None
+    found = kinds.get(kind_to_compile(kernel.op, facts)) if kinds else None
+    if named and found is not None and found.code is Code.OUT_OF_MEMORY:
+        return None                            # it may fit this time, and nobody else may serve
+    return found
 
 
 class Demands(NamedTuple):
@@ -237,7 +242,7 @@ class Demands(NamedTuple):
             around.certified if settings["require_certificates"] else None,
             None if named or settings["jit"] == "in_request" else lambda kernel: is_warm(kernel, facts, around.warmed),
             not (named or settings["allow_untested"]), around.captures() if graph else {},
-            facts.get("sdpa_backends"), partial(_refused, facts, around))
+            facts.get("sdpa_backends"), partial(_refused, facts, around, named))
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)

@@ -51,10 +51,14 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "disabled": Setting(bool, False, "call torch's default only"),
     "memory_headroom": Setting(int, None, "bytes a kernel's workspace may take; none: the device's free memory, live"),
     "memory_headroom_fraction": Setting(float, 0.9, "how much of the live free memory a workspace may take"),
+    "protect_inputs": Setting(bool, False, "look at the inputs of every call: a kernel that writes into them and then "
+                              "fails is noticed even where torch does not count the write; a pass over the inputs"),
     "shipped_measurements": Setting(bool, True, "use what was measured on this model of device and came with the "
                                     "package, until something was measured here"),
     "learn": Setting(bool, False, "calls of a kind that was not measured here are served by the kernels that may serve "
                      "it in turn and timed, until it is clear which is fastest; see docs/learning.md"),
+    "call_timeout": Setting(float, None, "seconds that a call without gradients may take; then it raises, and its "
+                            "kernel is left out. Such calls run on a thread of their own; none: as long as it takes"),
     "cache_size": Setting(int, 4096, "remembered choices per op"),
     "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: never"),
     "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is left out, and the fewest that count "
@@ -74,7 +78,8 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
 
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1), "cache_size": (1, math.inf),
-    "cache_ttl": (0, math.inf), "breaker_threshold": (1, math.inf), "breaker_rate": (0, 1),
+    "cache_ttl": (0, math.inf), "call_timeout": (0.001, 1e9),
+    "breaker_threshold": (1, math.inf), "breaker_rate": (0, 1),
     "breaker_window": (1, 1 << 20), "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf),
     "perfdb_ttl": (0, math.inf)}
 _CHOICES: Mapping[str, tuple[str, ...]] = {"log_level": LOG_LEVELS, "jit": JIT_MODES}

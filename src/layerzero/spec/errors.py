@@ -5,6 +5,7 @@
     ├── NoKernel               nothing here can serve this call           (also a RuntimeError)
     │   └── NamedKernelRefused    the kernel asked for by name cannot
     ├── KernelFailed           every kernel of the plan was tried and failed (also a RuntimeError)
+    ├── InputDamaged           a kernel wrote into its inputs and failed  (also a RuntimeError)
     ├── DeviceLost             a sticky device fault; restart the process (also a RuntimeError)
     ├── ConfigError            a bad setting, policy file or environment variable
     ├── RegistrationError      an op, kernel or plugin was refused
@@ -53,6 +54,10 @@ class NamedKernelRefused(NoKernel):
 
 class KernelFailed(LayerZeroError, RuntimeError):
     """Every kernel in the plan failed when called."""
+
+
+class InputDamaged(LayerZeroError, RuntimeError):
+    """A kernel wrote into its inputs and then failed: what they hold now is no longer what the call was about."""
 
 
 class DeviceLost(LayerZeroError, RuntimeError):

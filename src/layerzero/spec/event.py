@@ -125,7 +125,8 @@ class HealthChanged(Event):
 
 @dataclass(frozen=True)
 class KernelRefused(Event):
-    """A kernel could not be compiled or launched for a kind of call; it is not asked again for that kind."""
+    """A kernel could not be compiled or launched for a kind of call, gave a wrong result or damaged its inputs: it is
+    not asked again for that kind. Where it ran out of memory too often, not for a while."""
 
     name: ClassVar[str] = "refused"
     kind: str = ""

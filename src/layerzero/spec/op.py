@@ -129,6 +129,7 @@ class Op:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     nested: bool = False                       # `canonical` knows what to do with nested tensors
     sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
+    in_place: tuple[str, ...] = ()             # tensors that a kernel writes into, and whose memory it may return
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -142,6 +143,10 @@ class Op:
         for rule in self.requires:
             self.check_rule(rule, f"op {self.name!r}")
         self._check_ranges()
+        unknown = [name for name in self.in_place if name not in self.tensors]
+        if unknown:
+            raise SpecError(f"op {self.name!r}: in_place names {unknown[0]!r}; its tensors are "
+                            f"{', '.join(self.tensors)}")
 
     def _check_ranges(self) -> None:
         """A range belongs to a number, is wide enough for its default, and no wider than what torch reads."""
@@ -236,7 +241,7 @@ class Op:
             "requires": [r.to_json() for r in self.requires], "flops": self.flops, "bytes": self.bytes,
             "differentiable": list(self.differentiable), "autocast": self.autocast, "outputs": self.outputs,
             "main": self.main, "reads": list(self.reads), "dtypes": list(self.dtypes),
-            "nested": self.nested, "sdpa_switches": self.sdpa_switches,
+            "nested": self.nested, "sdpa_switches": self.sdpa_switches, "in_place": list(self.in_place),
             "ranges": {k: list(v) for k, v in self.ranges.items()},
             "tolerance": self.tolerance.to_json(),
             "cases": [dict(c) for c in self.cases],
@@ -253,6 +258,7 @@ class Op:
         returns = data["returns"]
         fields["returns"] = {k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns)
         fields.update({name: data.get(name, False) for name in ("nested", "sdpa_switches")})
+        fields["in_place"] = tuple(data.get("in_place", ()))
         fields["ranges"] = {k: (v[0], v[1]) for k, v in data.get("ranges", {}).items()}
         fields["requires"] = tuple(condition_from_json(r) for r in data["requires"])
         fields["tolerance"] = Tolerance.from_json(data["tolerance"])

@@ -92,6 +92,7 @@ class Plan:
     from_cache: bool = field(default=False, compare=False)
     table: str = ""                            # id of the dispatch table it came from, when it did
     missed: Reason | None = None               # why the table in force was not followed
+    lacking: int = field(default=0, compare=False)     # the least workspace that was too large; 0: none was
 
     @property
     def kernel(self) -> str | None:

@@ -169,6 +169,12 @@ class Code(str, Enum):
     BACKEND_DISABLED = ("BACKEND_DISABLED", Category.HEALTH, "disabled for this process: {got}")
     KERNEL_FAILED = ("KERNEL_FAILED", Category.HEALTH, "failed when called: {got}")
     KERNEL_TIMEOUT = ("KERNEL_TIMEOUT", Category.HEALTH, "did not finish within {want}")
+    WRONG_RESULT = (
+        "WRONG_RESULT", Category.HEALTH, "returned {got}, the operation gives {want}",
+        "correct the kernel; lz verify shows every case it gets wrong")
+    INPUT_CHANGED = (
+        "INPUT_CHANGED", Category.HEALTH, "changed {got} and then failed: {want}",
+        "restore the inputs and call again: the kernel is not asked again for such calls")
     DEVICE_FAULT = (
         "DEVICE_FAULT", Category.HEALTH, "left the device in a failed state: {got}",
         "the device context is lost; restart the process")

@@ -9,12 +9,15 @@ once (single flight). When the dict is full, a sweep drops what was not used sin
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from types import FrameType
 from typing import Any
 
 from ..spec.plan import Plan
+from . import locks
 from .binding import Binding
 
 
@@ -70,7 +73,7 @@ class Ledger:
         self._tried: dict[str, int] = {}       # kernel -> how often it was tried in another's place
         self._open: list[tuple[weakref.ref[Entry], str, Count]] = []
         self._limit = 64
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
 
     def open(self, entry: Entry) -> Entry:
         with self._lock:
@@ -124,18 +127,27 @@ class Ledger:
                 total[kernel] = total.get(kernel, 0) + (count.total if entry is None else entry.hits)
         return total
 
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-
 
 class _Flight:
-    __slots__ = ("done", "entry", "error", "owner")
+    """A choice that one thread makes and others wait for. An interrupt may keep that thread from ending it."""
 
-    def __init__(self) -> None:
+    __slots__ = ("_frame", "done", "entry", "error", "owner")
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame: FrameType | None = frame
         self.done = threading.Event()
         self.owner = threading.get_ident()
         self.entry: Entry | None = None
         self.error: BaseException | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        frame = self._frame
+        return frame is not None and locks.is_running(frame, self.owner)
+
+    def end(self) -> None:
+        self._frame = None
+        self.done.set()
 
 
 class OpCache:
@@ -145,49 +157,60 @@ class OpCache:
         self.size = size
         self.table: dict[Hashable, Entry] = {}
         self._flights: dict[Hashable, _Flight] = {}
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
         self._on_evict = on_evict
 
     def obtain(self, key: Hashable, make: Callable[[], Entry]) -> Entry:
         """The entry for `key`; made by one thread while the others wait for it."""
-        with self._lock:
-            entry = self.table.get(key)
-            if entry is not None:
-                return entry
-            flight = self._flights.get(key)
-            leading = flight is None
-            if flight is None:
-                flight = self._flights[key] = _Flight()
-        if not leading:
-            if flight.owner == threading.get_ident():
-                return make()                  # a kernel that calls its own op while it loads
-            flight.done.wait()
-            if flight.error is not None and not isinstance(flight.error, Exception):
-                return self.obtain(key, make)  # an interrupt is for the thread that got it
-            if flight.error is not None:
-                raise flight.error
-            assert flight.entry is not None
-            return flight.entry
-        try:
-            entry = flight.entry = make()
-            self._insert(key, entry)
-            return entry
-        except BaseException as e:             # not handled here: handed to the waiting threads as well
-            flight.error = e
-            raise
-        finally:
+        while True:
+            own = _Flight(sys._getframe())
             with self._lock:
-                del self._flights[key]
-            flight.done.set()
+                entry = self.table.get(key)
+                if entry is not None:
+                    return entry
+                flight = self._flights.setdefault(key, own)
+            if flight is own:
+                return self._lead(key, flight, make)
+            if flight.owner == own.owner and flight.is_under_way:
+                return make()                  # a kernel that calls its own op while it loads
+            while not flight.done.wait(locks.LOOK_SECONDS) and flight.is_under_way:
+                pass
+            self._land(key, flight)            # also one that nobody ends any more
+            if flight.entry is not None:
+                return flight.entry
+            if isinstance(flight.error, Exception):
+                raise flight.error             # not an interrupt, which is for the thread that got it
 
-    def _insert(self, key: Hashable, entry: Entry) -> None:
+    def _lead(self, key: Hashable, flight: _Flight, make: Callable[[], Entry]) -> Entry:
+        evicted = 0
+        with locks.Section():                  # what happens meanwhile is told when nobody waits any more
+            try:
+                entry = make()
+                evicted = self._insert(key, entry)
+                flight.entry = entry
+            except BaseException as e:         # not handled here: handed to the waiting threads as well
+                flight.error = e
+                raise
+            finally:
+                self._land(key, flight)
+                flight.end()
+        if evicted:
+            self._on_evict(evicted)
+        return entry
+
+    def _land(self, key: Hashable, flight: _Flight) -> None:
+        with self._lock:
+            if self._flights.get(key) is flight:
+                del self._flights[key]
+
+    def _insert(self, key: Hashable, entry: Entry) -> int:
+        """How many others had to go."""
         evicted = 0
         with self._lock:
             if len(self.table) >= self.size:
                 evicted = self._sweep()
             self.table[key] = entry
-        if evicted:
-            self._on_evict(evicted)
+        return evicted
 
     def _sweep(self) -> int:
         """Drop the entries unused since the last sweep; if all were used, the oldest half."""
@@ -201,6 +224,5 @@ class OpCache:
         return len(idle)
 
     def after_fork(self) -> None:
-        """In the child: what other threads held or were about to make is not going to come."""
-        self._lock = threading.Lock()
+        """In the child: what other threads were about to make is not going to come."""
         self._flights = {}

@@ -29,7 +29,7 @@ from ..spec.kernel import Kernel
 from ..spec.launch import LaunchRefused
 from ..spec.op import Op
 from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step
-from . import config, events, faults, health, jit, loading, sizes
+from . import config, events, faults, health, jit, loading, locks, sizes
 from . import world as worlds
 from .context import Override
 from .filelock import alone
@@ -77,7 +77,8 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
         return None
     began = time.perf_counter()
     try:
-        with alone(f"{kernel.id} {kind} {torch.__version__}", PATIENCE, closing), _compiling:
+        named = f"{kernel.id} {kind} {torch.__version__}"
+        with locks.Section(), alone(named, PATIENCE, closing), _compiling:
             if closing():
                 return "the process ends"
             run = found.binding(kernel, step, facts, {}).run
@@ -187,7 +188,7 @@ class _Job:
         return f"{self.kernel.id} for {kind_to_compile(self.found.op, self.facts)}"
 
 
-_turn = threading.Lock()                       # guards what follows
+_turn = locks.Lock()                           # guards what follows
 _queue: deque[_Job] = deque()
 _known: dict[frozenset[Any], None] = {}        # what was asked for
 _forms: dict[tuple[str, str], int] = {}        # (kernel, kind) -> how many forms of it were asked for
@@ -242,20 +243,23 @@ def request(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, Any], 
         full = len(_queue) >= MOST_WAITING
         if full:
             del _known[new]                    # it may be asked for again
-    problem = f"{MOST_WAITING} wait already" if full else _unfit(kernel, facts, values)
     try:
-        kept = () if problem else tuple(_kept(v, facts["grad"]) for v in values)
-    except faults.FAULTS as e:                 # no room for the copies: that is not the caller's trouble
-        problem = f"its whole numbers could not be copied: {e}"
-    if problem:
-        events.emit(CompileSkipped(kernel.op.name, kernel.id, problem))
-        return
-    job = _Job(found, kernel, step, facts, kept, new, _copied(values))
-    with _turn:
-        _queue.append(job)
-        waiting = len(_queue)
-        _start()
-    events.emit(CompileQueued(kernel.op.name, kernel.id, waiting))
+        problem = f"{MOST_WAITING} wait already" if full else _unfit(kernel, facts, values)
+        try:
+            kept = () if problem else tuple(_kept(v, facts["grad"]) for v in values)
+        except faults.FAULTS as e:             # no room for the copies: that is not the caller's trouble
+            problem = f"its whole numbers could not be copied: {e}"
+        if not problem:
+            job = _Job(found, kernel, step, facts, kept, new, _copied(values))
+            with _turn:
+                _queue.append(job)
+                waiting = len(_queue)
+                _start()
+    except BaseException:                      # an interrupt, passed on: it may be asked for again
+        _known.pop(new, None)
+        raise
+    events.emit(CompileSkipped(kernel.op.name, kernel.id, problem) if problem else
+                CompileQueued(kernel.op.name, kernel.id, waiting))
 
 
 def _kept(value: Any, grad: bool) -> Any:
@@ -270,16 +274,20 @@ def _copied(values: tuple[Any, ...]) -> Any:
 
 def _start() -> None:
     global _thread
-    if _thread is None:
+    if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_work, name="layerzero-compile", daemon=True)
         _thread.start()
 
 
 def _work() -> None:
     global _thread, _current
+    events.in_background()
+    me = threading.current_thread()
     share_caches()
     while True:
         with _turn:
+            if _thread is not me:              # an interrupt came while it was started, and there is another
+                return
             if _closing or not _queue:
                 _thread = _current = None
                 return
@@ -287,7 +295,7 @@ def _work() -> None:
             job.began = time.monotonic()
         try:
             problem = _compile(job)
-        except faults.FAULTS as e:
+        except events.ANYTHING as e:           # also what a kernel should not raise: this thread goes on
             problem = f"{type(e).__name__}: {e}"
         if problem is not None:
             events.emit(CompileSkipped(job.kernel.op.name, job.kernel.id, problem))
@@ -357,7 +365,7 @@ def status() -> Status:
 def wait(timeout: float | None = None) -> bool:
     """Until nothing is compiled in the background any more; is that so?"""
     end = None if timeout is None else time.monotonic() + timeout
-    while (thread := _thread) is not None:
+    while (thread := _thread) is not None and thread.is_alive():
         thread.join(None if end is None else max(end - time.monotonic(), 0))
         if thread.is_alive():
             return False
@@ -392,8 +400,8 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork() -> None:
     """In the child: the thread is gone. What it was asked for is forgotten, so that it may be asked for again."""
-    global _turn, _thread, _current, _compiling
-    _turn, _thread, _current, _compiling = threading.Lock(), None, None, threading.RLock()
+    global _thread, _current, _compiling
+    _thread, _current, _compiling = None, None, threading.RLock()
     _queue.clear()
     _known.clear()
     _forms.clear()

@@ -6,7 +6,6 @@ entering the same one again finds the same remembered choices.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 from ..select.policy import Layer, PolicyRule
 from ..spec.errors import ConfigError
+from . import locks
 from .config import programmatic_layer
 
 _MAX_INTERNED = 4096
@@ -36,7 +36,7 @@ class Override:
 
 current: ContextVar[Override | None] = ContextVar("layerzero_override", default=None)
 _interned: OrderedDict[Hashable, Override] = OrderedDict()
-_lock = threading.Lock()
+_lock = locks.Lock()
 
 
 def intern(context: Layer | None, call: Layer | None) -> Override | None:
@@ -108,8 +108,3 @@ def _for_call(outer: Override | None, backend: str | None, policy: Any) -> Overr
     found = intern(context, Layer("call", settings, rules))
     assert found is not None
     return found
-
-
-def after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()

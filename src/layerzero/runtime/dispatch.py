@@ -9,7 +9,6 @@ recover the kernel threw: say whose fault it was, and let the next one of the sa
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -38,6 +37,7 @@ from . import (
     jit,
     learning,
     loading,
+    locks,
     native,
     replays,
     tracing,
@@ -66,7 +66,7 @@ from .world import World
 _MAX_BINDINGS = 1024
 
 dispatchers: dict[str, Dispatcher] = {}
-_probes: dict[str, threading.Lock] = {}        # held while a half-open kernel is tried
+_probes: dict[str, locks.Lock] = {}        # held while a half-open kernel is tried
 
 
 class _Settled(RuntimeError):
@@ -123,10 +123,10 @@ class Dispatcher:
             self.twin.__code__ = scope["call"].__code__
         self.program = program
         self.reader = program, self.facts_of    # both at once, as above
-        self.world, self.cache = self.now = world, cache
         self.globals["TABLE"] = cache.table
         if self.native is not None:
             self.native.install(program, version, world.policy.setting("cache_size"))
+        self.world, self.cache = self.now = world, cache       # last: what an interrupt cut short is done again
 
     def _evicted(self, entries: int) -> None:
         events.emit(Evicted(op=self.op.name, entries=entries))
@@ -285,7 +285,7 @@ class Dispatcher:
         probing = state.state == "half_open" and not named
 
         def run(*values: Any) -> Any:
-            token = _probes.setdefault(kernel.health, threading.Lock()) if probing else None
+            token = _probes.setdefault(kernel.health, locks.Lock()) if probing else None
             if token is not None and not token.acquire(blocking=False):
                 raise ProbeBusy(f"{kernel.id} is being probed")
             try:
@@ -477,7 +477,6 @@ def _after_fork() -> None:
     _probes.clear()
     for dispatcher in dispatchers.values():
         dispatcher.cache.after_fork()
-        dispatcher.ledger.after_fork()
     if worlds.exists():
         worlds.consult(_follow_if_behind)
 

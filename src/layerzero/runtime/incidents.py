@@ -5,7 +5,6 @@ The world learns only what selection must know, and only for the ops of that ker
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,16 +19,16 @@ from ..spec.launch import LaunchRefused
 from ..spec.op import Op
 from ..spec.plan import Plan, Rejected
 from ..spec.reason import Code, Reason
-from . import events, faults, health, loading
+from . import events, faults, health, loading, locks
 from . import world as worlds
 from .catalog import Catalog
 from .context import Override
 from .world import World
 
 _loaded: dict[str, Any] = {}
-_loading: dict[str, threading.RLock] = {}      # kernel -> held while it is loaded
+_loading: dict[str, locks.Lock] = {}          # kernel -> held while it is loaded
 _faults: dict[str, health.Faults] = {}         # kernel -> its faults among its last calls
-_counting = threading.Lock()                   # guards _faults
+_counting = locks.Lock()                       # guards _faults
 _catalog: Catalog | None = None                # that of the last world that was looked at
 MOST_REFUSALS = 512                            # kinds of calls of one kernel; the oldest are forgotten
 
@@ -42,7 +41,7 @@ def loaded(kernel: Kernel) -> Any:
     """Loaded once, and without making the loading of others wait: it may take minutes."""
     run = _loaded.get(kernel.id)
     if run is None or run[0] is not kernel:
-        with _loading.setdefault(kernel.id, threading.RLock()):
+        with _loading.setdefault(kernel.id, locks.Lock()):
             run = _loaded.get(kernel.id)
             if run is None or run[0] is not kernel:
                 run = _loaded[kernel.id] = (kernel, loading.load(kernel))
@@ -258,7 +257,5 @@ def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override |
 
 
 def after_fork() -> None:
-    """In the child: a thread that was loading a kernel, or counted a fault, is gone."""
-    global _counting
+    """In the child: a thread that was loading a kernel is gone."""
     _loading.clear()
-    _counting = threading.Lock()

@@ -31,7 +31,7 @@ from ..spec.call import Call, TensorSpec
 from ..spec.errors import ConfigError, DataError
 from ..spec.event import Event, Fallback
 from ..spec.op import Op
-from . import calls, dispatch, events, tracing
+from . import calls, dispatch, events, locks, tracing
 from . import facts as reading
 from . import world as worlds
 from .cache import Count, Entry
@@ -44,7 +44,7 @@ NO_WORLD = -1                                  # an epoch that no world has: the
 
 log = logging.getLogger("layerzero")
 _active: tuple[Recorder, ...] = ()
-_changing = threading.RLock()
+_changing = locks.Lock()
 _here = threading.local()                      # .fallback: (op, kernel) that served in another's place, this moment
 
 
@@ -69,7 +69,7 @@ class Recorder:
         self.path = path if self.folder is None else self.folder / f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
         self._kinds: dict[Any, _Kind] = {}
         self._of_entry: WeakKeyDictionary[Entry, _Kind] = WeakKeyDictionary()
-        self._lock, self._writing = threading.RLock(), threading.RLock()
+        self._lock, self._writing = locks.Lock(), locks.Lock()
         self._due = 0.0
         self._at_exit = False
 
@@ -291,8 +291,6 @@ def from_environment() -> Recorder | None:
 
 
 def _after_fork() -> None:
-    global _changing
-    _changing = threading.RLock()
     for recorder in _active:
         recorder.after_fork()
 

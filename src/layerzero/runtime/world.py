@@ -32,7 +32,7 @@ from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import AnyOf, Condition, Rule, When
-from . import config, context, events, hardware, health, loading, measurements
+from . import config, events, hardware, health, loading, locks, measurements
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
 from .memory import headroom
@@ -221,7 +221,7 @@ def _settled_on_cpu(rule: Condition) -> bool:
 
 
 _current: World | None = None
-_writing = threading.RLock()           # writers only: publishing is read, change, write
+_writing = locks.Lock()                # writers only: publishing is read, change, write
 _listeners: list[Callable[[World], None]] = []
 
 
@@ -235,18 +235,21 @@ def exists() -> bool:
 
 
 def _create() -> World:
-    global _current
+    told: list[Event] = []
     with _writing:
         if _current is None:
             catalog, problems = discover()
             advice, refused = plugin_policy(catalog)
             policy, path, stamp = _initial_policy(catalog, advice)
-            perf, told = measurements.load(policy, catalog.kernels)
-            _current = World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp, born=time.monotonic())
-            for event in (*problems, *refused, *told):
-                events.emit(event)
-            _announce(_current)
-        return _current
+            perf, trouble = measurements.load(policy, catalog.kernels)
+            told += (*problems, *refused, *trouble)
+            _put_in_force(World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp,
+                                born=time.monotonic()))
+        world = _current
+    for event in told:
+        events.emit(event)
+    assert world is not None
+    return world
 
 
 def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Path | None, config.FileStamp | None]:
@@ -262,23 +265,35 @@ def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Pat
 
 def publish(change: Callable[[World], World], cause: str = "") -> World:
     """Replace the world by `change(world)`. Returning the same world publishes nothing."""
-    global _current
+    current()                                  # made before the lock is taken: that may have events
     with _writing:
         old = current()
         new = change(old)
         if new is old:
             return old
         new, told = measurements.follow(old, new)
-        _current = new
-        _announce(new)
+        _put_in_force(new)
     for event in told:
         events.emit(event)
     events.emit(WorldPublished(epoch=new.epoch, cause=cause))
     return new
 
 
+def _put_in_force(world: World) -> None:
+    """From here on it is the world. An interrupt cannot leave one half of the library in it and not the other."""
+    global _current
+    try:
+        _current = world
+        _announce(world)
+    except BaseException:                      # passed on, after all have heard of whichever is the world now
+        if _current is not None:
+            _announce(_current)
+        raise
+
+
 def consult(listener: Callable[[World], None]) -> None:
     """Show `listener` the world in force; none is published meanwhile."""
+    current()
     with _writing:
         listener(current())
 
@@ -311,6 +326,7 @@ def pass_time(now: float) -> None:
     told: list[Event] = []
 
     def change(world: World) -> World:
+        told.clear()
         changes: dict[str, Any] = {}
         ops: set[str] = set()
         policy = world.policy.expired(now)
@@ -330,23 +346,24 @@ def pass_time(now: float) -> None:
         if ahead != world.deadlines:
             changes["deadlines"] = ahead
         if world.policy_file is not None:
-            changes.update(_reread(world, policy))
+            changes.update(_reread(world, policy, told))
         if not changes:
             return world
         return world.but(ops, **changes) if changes.keys() == {"health"} else world.but(**changes)
 
-    publish(change, "time")
-    for event in told:
-        events.emit(event)
+    with locks.Section():                      # told together
+        publish(change, "time")
+        for event in told:
+            events.emit(event)
 
 
-def _reread(world: World, policy: Policy) -> dict[str, Any]:
+def _reread(world: World, policy: Policy, told: list[Event]) -> dict[str, Any]:
     assert world.policy_file is not None
     old = next((layer for layer in policy.layers if layer.name == "file"), None)
     ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
     stamp, layer, error = config.reload_if_changed(world.policy_file, world.policy_stamp, old, ops)
     if error is not None:
-        events.emit(PolicyRejected(error=str(error)))
+        told.append(PolicyRejected(error=str(error)))
         return {"policy_stamp": stamp}
     if stamp == world.policy_stamp:
         return {}
@@ -391,12 +408,9 @@ def _renew_property_locks() -> None:
 
 
 def _after_fork() -> None:
-    global _writing
-    _writing = threading.RLock()
     if sys.version_info < (3, 12):
         _renew_property_locks()
-    context.after_fork()
-    events.after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork) if hasattr(os, "register_at_fork") else None
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -56,8 +56,10 @@ class Entry:
         return self.count.total + self.native_hits
 
     def __del__(self) -> None:
-        hits, self.native_hits = self.native_hits, 0
-        self.count.native += hits              # the ledger keeps the count
+        count = getattr(self, "count", None)   # an interrupt may have come before it had one
+        if count is not None:
+            hits, self.native_hits = self.native_hits, 0
+            count.native += hits               # the ledger keeps the count
 
 
 class Ledger:

@@ -190,7 +190,7 @@ class _Job:
 
 _turn = locks.Lock()                           # guards what follows
 _queue: deque[_Job] = deque()
-_known: dict[frozenset[Any], None] = {}        # what was asked for
+_known: dict[frozenset[Any], object] = {}      # what was asked for, and by which request
 _forms: dict[tuple[str, str], int] = {}        # (kernel, kind) -> how many forms of it were asked for
 _current: _Job | None = None
 _thread: threading.Thread | None = None
@@ -230,20 +230,21 @@ def is_worth_it(kernel: Kernel, step: Step) -> bool:
 
 def request(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...]) -> None:
     """Have the kernel compiled for calls like this one. Returns at once; at most once for each kind and form."""
-    new = jit.entries(kernel, facts, values)
+    new, asked = jit.entries(kernel, facts, values), object()
     kind = kernel.id, kind_to_compile(kernel.op, facts)
-    with _turn:
-        if new in _known or _closing or _forms.get(kind, 0) >= MOST_FORMS:
-            return
-        for known in (_known, _forms):         # kernels and sizes without end: begin anew
-            if len(known) >= MOST_KNOWN:
-                known.clear()  # type: ignore[attr-defined]
-        _known[new] = None
-        _forms[kind] = _forms.get(kind, 0) + 1
-        full = len(_queue) >= MOST_WAITING
-        if full:
-            del _known[new]                    # it may be asked for again
+    waiting = 0
     try:
+        with _turn:
+            if new in _known or _closing or _forms.get(kind, 0) >= MOST_FORMS:
+                return
+            for known in (_known, _forms):     # kernels and sizes without end: begin anew
+                if len(known) >= MOST_KNOWN:
+                    known.clear()  # type: ignore[attr-defined]
+            _known[new] = asked
+            _forms[kind] = _forms.get(kind, 0) + 1
+            full = len(_queue) >= MOST_WAITING
+            if full:
+                del _known[new]                # it may be asked for again
         problem = f"{MOST_WAITING} wait already" if full else _unfit(kernel, facts, values)
         try:
             kept = () if problem else tuple(_kept(v, facts["grad"]) for v in values)
@@ -256,7 +257,8 @@ def request(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, Any], 
                 waiting = len(_queue)
                 _start()
     except BaseException:                      # an interrupt, passed on: it may be asked for again
-        _known.pop(new, None)
+        if _known.get(new) is asked:
+            del _known[new]
         raise
     events.emit(CompileSkipped(kernel.op.name, kernel.id, problem) if problem else
                 CompileQueued(kernel.op.name, kernel.id, waiting))

@@ -230,6 +230,28 @@ def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
     assert found["flash_attn.v2"] == "" or found["flash_attn.v2"].startswith("flash-attn==")
 
 
+def test_a_build_does_not_depend_on_what_the_process_has_imported():
+    """Else a process that loaded one module more would find neither its measurements nor its proofs."""
+    told = python("""
+        import importlib, json, pkgutil
+        import layerzero as lz
+        from layerzero.runtime import builds, world
+        for found in pkgutil.iter_modules(importlib.import_module("layerzero.backends").__path__,
+                                         "layerzero.backends."):
+            importlib.import_module(found.name)
+        for name in ("cuda.decode", "cuda.gemv", "triton.machine"):
+            importlib.import_module("layerzero.backends." + name)
+        print(json.dumps({k.id: builds.build_of(k) for k in world.current().catalog.kernels}))
+    """)
+    fresh = python("""
+        import json
+        import layerzero as lz
+        from layerzero.runtime import builds, world
+        print(json.dumps({k.id: builds.build_of(k) for k in world.current().catalog.kernels}))
+    """)
+    assert json.loads(told) == json.loads(fresh)
+
+
 def plugin(tmp_path, monkeypatch, name, **files):
     folder = tmp_path / name
     folder.mkdir(exist_ok=True)

@@ -33,8 +33,9 @@ from ..spec.kernel import Const, Direct, Kernel, LastSize
 from ..spec.op import Op
 from ..spec.plan import Step
 from ..spec.reason import Code, Reason
+from .call_facts import assumed_alignment
 from .dryrun import shapes
-from .solver import assumed_alignment, cell_of
+from .solver import cell_of
 from .table import Choice, Row
 
 # one kernel

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..runtime.faults import FAULTS
 from ..spec.errors import DataError
 from . import draws
-from .answers import Answer, answers, serving
+from .answer import Answer, serving
+from .answers import answers
 from .comparison import Tolerance, Verdict, compare, overall, tolerance_of
 from .definition import Definition, RandomInput, ScalarInput, Workload
 from .definition_inputs import generate

@@ -47,8 +47,8 @@ class Interrupt:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(RUNTIME):
-            return None
+        if not frame.f_code.co_filename.startswith(RUNTIME) or frame.f_code.co_name == "__del__":
+            return None                        # what __del__ raises goes nowhere
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         return self._step

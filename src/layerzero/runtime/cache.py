@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from types import FrameType
 from typing import Any
 
@@ -119,6 +119,14 @@ class Ledger:
             self._closed[kernel] = self._closed.get(kernel, 0) - 1
             if to:
                 self._closed[to] = self._closed.get(to, 0) + 1
+
+    def keep_only(self, kernels: Collection[str]) -> None:
+        """What was unregistered was never called."""
+        with self._lock:
+            for counted in (self.fallbacks, self._closed, self._tried):
+                for kernel in [k for k in counted if k not in kernels]:
+                    del counted[kernel]
+            self._open = [record for record in self._open if record[1] in kernels]
 
     def totals(self) -> dict[str, int]:
         with self._lock:

@@ -31,6 +31,7 @@ from ..spec.op import Op
 from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step
 from . import config, events, faults, health, jit, loading, locks, sizes
 from . import world as worlds
+from .catalog import Catalog
 from .context import Override
 from .filelock import alone
 from .incidents import change_health, compile_failed, mark_unloadable
@@ -409,6 +410,27 @@ def _after_fork() -> None:
     _forms.clear()
 
 
+def _look(world: World) -> None:
+    """What was unregistered is not compiled any more."""
+    global _catalog
+    if world.catalog is _catalog:
+        return
+    known = world.catalog.by_id
+    with _turn:
+        gone = [job for job in _queue if known.get(job.kernel.id) is not job.kernel]
+        for job in gone:
+            _queue.remove(job)
+        for new in [n for n in _known if any((w if isinstance(w, str) else w[0]) not in known for w in n)]:
+            del _known[new]
+        for kind in [k for k in _forms if k[0] not in known]:
+            del _forms[kind]
+    _catalog = world.catalog
+    for job in gone:
+        events.emit(CompileSkipped(job.kernel.op.name, job.kernel.id, "it was unregistered"))
+
+
+_catalog: Catalog | None = None                # that of the last world that was looked at
+worlds.listen(_look)
 atexit.register(_close)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

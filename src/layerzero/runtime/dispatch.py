@@ -41,6 +41,7 @@ from . import (
     native,
     replays,
     tracing,
+    unregistered,
 )
 from . import facts as reading
 from . import world as worlds
@@ -274,7 +275,9 @@ class Dispatcher:
         if found is None:
             if len(self._bindings) > _MAX_BINDINGS:
                 self._bindings.clear()
-            found = self._bindings[key] = bind(self.op, kernel, run, step.transforms, variant, fixed)
+            found = bind(self.op, kernel, run, step.transforms, variant, fixed)
+            if worlds.current().catalog.by_id.get(kernel.id) is kernel:        # not unregistered meanwhile
+                self._bindings[key] = found
         return found
 
     def watched(self, kernel: Kernel, binding: Binding, state: health.Health, named: bool) -> Callable[..., Any]:
@@ -462,6 +465,7 @@ def function(op: Op) -> Callable[..., Any]:
 
 
 def _follow(world: World) -> None:
+    unregistered.forget(dispatchers, _probes, world.catalog)
     for name, op in world.catalog.ops.items():
         if name in dispatchers and dispatchers[name].op is op and dispatchers[name].world is not None:
             dispatchers[name].install(world)

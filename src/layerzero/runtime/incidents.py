@@ -44,7 +44,9 @@ def loaded(kernel: Kernel) -> Any:
         with _loading.setdefault(kernel.id, locks.Lock()):
             run = _loaded.get(kernel.id)
             if run is None or run[0] is not kernel:
-                run = _loaded[kernel.id] = (kernel, loading.load(kernel))
+                run = kernel, loading.load(kernel)
+                if worlds.current().catalog.by_id.get(kernel.id) is kernel:    # not unregistered meanwhile
+                    _loaded[kernel.id] = run
     return run[1]
 
 
@@ -163,6 +165,8 @@ def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
     """Hold a fault against the kernel, which was called `calls` times so far."""
     world = worlds.current()
     limits, cooldown, now = limits_of(world), world.policy.setting("breaker_cooldown"), time.monotonic()
+    if world.catalog.by_id.get(kernel.id) is not kernel:
+        return                                 # unregistered meanwhile: nothing is held against its namesake
     with _counting:
         found = _faults.setdefault(kernel.id, health.Faults())
         too_many = found.add(calls, reason, limits)
@@ -194,10 +198,13 @@ def _look(world: World) -> None:
     if world.catalog is _catalog:
         return
     _catalog = world.catalog
-    for kernel in [k for k in list(_loaded) if k not in world.catalog.by_id]:
+    known = world.catalog.by_id
+    for kernel in [k for k, (owner, _) in list(_loaded.items()) if known.get(k) is not owner]:
         _loaded.pop(kernel, None)
+    for kernel in [k for k in list(_loading) if k not in known]:
+        _loading.pop(kernel, None)             # whoever loads it now has its lock
     with _counting:
-        for kernel in [k for k in _faults if k not in world.catalog.by_id]:
+        for kernel in [k for k in _faults if k not in known]:
             del _faults[kernel]
 
 

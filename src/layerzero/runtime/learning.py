@@ -31,6 +31,7 @@ from . import events, faults, jit, loading, locks, measurements
 from . import world as worlds
 from .binding import Binding
 from .cache import Entry
+from .catalog import Catalog
 from .context import Override
 from .exploring import Exploring, Key, Kind, Way, account
 from .incidents import mark_unloadable
@@ -335,8 +336,21 @@ def reset() -> None:
 
 
 def _follow(world: World) -> None:
+    global _catalog
     if not world.policy.setting("learn"):
         _kinds.clear()
+    if world.catalog is _catalog:
+        return
+    known = world.catalog.by_id                # what was unregistered is not learned about any more
+    for key, kind in list(_kinds.items()):
+        if world.catalog.ops.get(kind.op.name) is not kind.op or not known.keys() >= kind.steps.keys():
+            _kinds.pop(key, None)
+    for key in [k for k in list(_closed) if k[0] not in world.catalog.ops or any(c[0] not in known for c in k[3])]:
+        _closed.pop(key, None)
+    _catalog = world.catalog
+
+
+_catalog: Catalog | None = None                # that of the last world that was looked at
 
 
 worlds.listen(_follow)

@@ -36,11 +36,11 @@ from . import facts as reading
 from . import world as worlds
 from .cache import Count, Entry
 from .context import Override
+from .native import NO_WORLD
 from .world import World
 
 VARIABLE = "LAYERZERO_RECORD"                  # a folder: every process that has it writes a file of its own there
 FLUSH_SECONDS = 1.0
-NO_WORLD = -1                                  # an epoch that no world has: the native table refuses every entry
 
 log = logging.getLogger("layerzero")
 _active: tuple[Recorder, ...] = ()

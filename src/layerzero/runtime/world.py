@@ -381,13 +381,14 @@ def register(item: Op | Kernel, origin: str = "lz.register()") -> None:
 
 
 def unregister(name: str) -> None:
-    """Take an op or a kernel away, and with it all that was found out about it."""
+    """Take an op, a kernel, a backend or a plugin away, and with it all that was found out about it."""
     def change(world: World) -> World:
         catalog = world.catalog.without(name)
         groups = {group for k in catalog.kernels for group in (k.health, k.id)}
         return world.but(
             catalog=catalog, health={g: h for g, h in world.health.items() if g in groups},
             refused={k: r for k, r in world.refused.items() if k in catalog.by_id},
+            certified=frozenset(k for k in world.certified if k in catalog.by_id),
             unloadable={k: r for k, r in world.unloadable.items() if k in catalog.by_id},
             warmed=frozenset(w for w in world.warmed if (w if isinstance(w, str) else w[0]) in catalog.by_id))
 

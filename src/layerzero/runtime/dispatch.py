@@ -150,7 +150,8 @@ class Dispatcher:
 
     def miss(self, key: Any, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
         override = context.for_call(backend, policy)
-        learn(override)
+        if not learn(override):
+            return self.slow(values, backend, policy)
         try:
             entry = self.obtain(key, values, override)
         except InvalidCall as e:
@@ -174,9 +175,9 @@ class Dispatcher:
         values, (backend, policy) = self.bound(args, kwargs), (kwargs.get(name) for name in hotpath.EXTRAS)
         self._ready()
         override = context.for_call(backend, policy)
-        learn(override)
+        learned = learn(override)
         world, cache = self._here()
-        key = self.key_of(*values)
+        key = self.key_of(*values) if learned else None
         if key is None:
             return self.slow(values, backend, policy)
         key = (key[0], override, *key[2:])
@@ -390,7 +391,7 @@ class Dispatcher:
     def slow(self, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
         self._ready()
         override = context.for_call(backend, policy)
-        learn(override)
+        learned = learn(override)
         named = dict(zip(self.names, values))
         tensors = reading.check_types(self.op, named)
         reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
@@ -408,19 +409,21 @@ class Dispatcher:
         if tracing.is_traced(list(tensors.values())):
             return self.traced(values, override)
         try:
-            key = self.key_of(*values)
+            key = self.key_of(*values) if learned else None
             if key is not None:                 # the override of this call takes the place of its context's
                 entry = self.obtain((key[0], override, *key[2:]), values, override)
             else:
-                entry = self._by_facts(values, override)
+                entry = self._by_facts(values, override, all_of_them=not learned)
         except InvalidCall as e:
             return self.mended(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
-    def _by_facts(self, values: tuple[Any, ...], override: Override | None) -> Entry:
+    def _by_facts(self, values: tuple[Any, ...], override: Override | None, all_of_them: bool = False) -> Entry:
         world, cache = self._here()
         facts = self.facts(values, world)
+        if all_of_them:
+            facts = reading.read(self.op, dict(zip(self.names, values)))
         key = ("facts", override, *facts.values())
         return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override, values))
 

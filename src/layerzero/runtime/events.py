@@ -40,7 +40,8 @@ ANYTHING: tuple[type[BaseException], ...] = (BaseException,)
 PATIENCE = 1.0                                 # seconds that a background thread waits for its subscribers
 MOST_WAITING = 1024                            # events of background threads; the oldest of more are dropped
 LINES_PER_SECOND = 5                           # of one event, op and kernel; the others are only counted
-MOST_KINDS = 4096                              # (event, op, kernel) whose lines are counted
+MOST_KINDS = 4096                              # (event, op, kernel) that are counted one by one
+OTHERS = "(others)"                            # in place of a kernel: those beyond
 
 _sinks: tuple[Sink, ...] = ()
 _counts: dict[tuple[str, str, str], itertools.count[int]] = {}
@@ -53,7 +54,11 @@ _LOUD = (BackendUnavailable, CertificateRefused, Fallback, HealthChanged, Kernel
 
 def emit(event: Event) -> None:
     key = event.name, event.op, event.kernel
-    next(_counts.get(key) or _counts.setdefault(key, itertools.count()))
+    ticks = _counts.get(key)
+    if ticks is None:                          # kernels without end: the later ones are counted together
+        kept = key if len(_counts) < MOST_KINDS else (event.name, event.op, OTHERS)
+        ticks = _counts.setdefault(kept, itertools.count())
+    next(ticks)
     loud = isinstance(event, _LOUD)
     if _sinks or loud or log.isEnabledFor(logging.DEBUG):
         busy = getattr(_here, "busy", ())

@@ -30,6 +30,7 @@ _loading: dict[str, locks.Lock] = {}          # kernel -> held while it is loade
 _faults: dict[str, health.Faults] = {}         # kernel -> its faults among its last calls
 _counting = locks.Lock()                       # guards _faults
 _catalog: Catalog | None = None                # that of the last world that was looked at
+MOST_TESTS = 64                                # that overrides add to the keys, until lz.clear_cache()
 MOST_REFUSALS = 512                            # kinds of calls of one kernel; the oldest are forgotten
 
 
@@ -82,13 +83,19 @@ def compile_failed(kernel: Kernel, fault: BaseException, facts: Mapping[str, Any
     return reason
 
 
-def learn(override: Override | None) -> None:
-    """Numbers that an override compares must be in the key before it is used."""
+def learn(override: Override | None) -> bool:
+    """Numbers that an override compares must be in the key before it is used. False: they are not, because overrides
+    with ever new numbers would make the key of every call longer; such a call is remembered by all its facts."""
     if override is None:
-        return
+        return True
     leaves = {leaf for layer in override.layers for rule in layer.rules for test in rule.when for leaf in test.leaves()}
-    if not leaves <= worlds.current().extra_leaves:
-        worlds.publish(lambda w: w.but(extra_leaves=w.extra_leaves | leaves), "override")
+    known = worlds.current().extra_leaves
+    if leaves <= known:
+        return True
+    if len(known | leaves) > MOST_TESTS:
+        return False
+    worlds.publish(lambda w: w.but(extra_leaves=w.extra_leaves | leaves), "override")
+    return True
 
 
 def mark_unloadable(kernel: Kernel, reason: Reason) -> World:

@@ -318,7 +318,7 @@ def set_layer(layer: Layer | None, name: str) -> None:
 
 def forget() -> None:
     """Drop every remembered choice."""
-    publish(lambda w: w.but(born=time.monotonic()), "forget")
+    publish(lambda w: w.but(born=time.monotonic(), extra_leaves=frozenset()), "forget")
 
 
 def pass_time(now: float) -> None:

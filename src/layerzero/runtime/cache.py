@@ -72,7 +72,7 @@ class Ledger:
     def __init__(self) -> None:
         self.fallbacks: dict[str, int] = {}    # kernel that served in another's place -> how often
         self._closed: dict[str, int] = {}
-        self._tried: dict[str, int] = {}       # kernel -> how often it was tried in another's place
+        self._tried: dict[str, Count] = {}     # kernel -> how often it was tried in another's place
         self._open: list[tuple[weakref.ref[Entry], str, Count]] = []
         self._limit = 64
         self._lock = locks.Lock()
@@ -100,18 +100,17 @@ class Ledger:
             self.fallbacks[kernel] = self.fallbacks.get(kernel, 0) + 1
 
     def tried(self, kernel: str) -> None:
-        with self._lock:
-            self._tried[kernel] = self._tried.get(kernel, 0) + 1
+        found = self._tried.get(kernel) or self._tried.setdefault(kernel, Count())
+        found.tick()
 
     def calls(self, kernel: str) -> int:
         """How often a kernel was called so far, chosen or in another's place."""
-        with self._lock:
-            total = self._closed.get(kernel, 0) + self._tried.get(kernel, 0)
-            for reference, name, count in self._open:
-                if name == kernel:
-                    entry = reference()
-                    total += count.total if entry is None else entry.hits
-        return total
+        total, tried = self._closed.get(kernel, 0), self._tried.get(kernel)
+        for reference, name, count in self._open:              # it is replaced, never shortened
+            if name == kernel:
+                entry = reference()
+                total += count.total if entry is None else entry.hits
+        return total if tried is None else total + tried.total
 
     def moved(self, kernel: str, to: str) -> None:
         """A call that was counted for `kernel` was served by another, to learn how fast that is; "": it is counted."""
@@ -124,8 +123,8 @@ class Ledger:
         """What was unregistered was never called."""
         with self._lock:
             for counted in (self.fallbacks, self._closed, self._tried):
-                for kernel in [k for k in counted if k not in kernels]:
-                    del counted[kernel]
+                for kernel in [k for k in list(counted) if k not in kernels]:
+                    del counted[kernel]  # type: ignore[attr-defined]
             self._open = [record for record in self._open if record[1] in kernels]
 
     def totals(self) -> dict[str, int]:

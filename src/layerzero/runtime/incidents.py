@@ -175,7 +175,7 @@ def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
     if world.catalog.by_id.get(kernel.id) is not kernel:
         return                                 # unregistered meanwhile: nothing is held against its namesake
     with _counting:
-        found = _faults.setdefault(kernel.id, health.Faults())
+        found = _faults.get(kernel.id) or _faults.setdefault(kernel.id, health.Faults())
         too_many = found.add(calls, reason, limits)
         failures = found.among_last(calls, limits)
     if too_many or kernel.health in world.health:

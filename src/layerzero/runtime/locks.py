@@ -25,7 +25,19 @@ LOOK_SECONDS = 0.05                            # how often a waiting thread look
 
 _OWNER = re.compile(r"owner=(\d+)")
 _all: weakref.WeakSet[Lock] = weakref.WeakSet()
-_here = threading.local()                      # .held: frames that hold a lock; .waiting: what to do when none does
+_THREADING = vars(threading)
+
+
+class _Here(threading.local):
+    """Of this thread."""
+
+    def __init__(self) -> None:
+        self.held: list[FrameType] = []        # frames that hold a lock or are in a section
+        self.waiting: list[Callable[[], None]] = []            # what to do when there is none
+        self.doing: FrameType | None = None    # the frame that does it
+
+
+_here = _Here()
 
 
 def is_running(frame: FrameType, thread: int) -> bool:
@@ -73,7 +85,7 @@ class Lock:
             if taken:
                 state.holders.append(frame)
                 if state is self._state and not (state.condemned and self._is_mine_no_more(state, frame)):
-                    _held().append(frame)
+                    _here.held.append(frame)
                     return True
                 state.holders.remove(frame)
                 state.lock.release()
@@ -123,18 +135,27 @@ class Lock:
 
     def release(self) -> None:
         state = self._state
-        if not state.lock._is_owned():  # type: ignore[attr-defined]
-            raise RuntimeError("cannot give back a lock that this thread does not hold")
         if state.holders:
-            state.holders.pop()
-        held = _held()
-        if held:
-            held.pop()
+            state.holders.pop()                # before another thread can take it
+        if _here.held:
+            _here.held.pop()
         state.lock.release()
-        _do_what_waits()
+        if _here.waiting:
+            _do_what_waits()
 
     def __enter__(self) -> bool:
-        return self._acquire(_taker())
+        frame, state = sys._getframe(1), self._state
+        if frame.f_globals is _THREADING:
+            return self._acquire(_taker())
+        if not state.lock.acquire(False):
+            return self._acquire(frame)
+        state.holders.append(frame)
+        if state is not self._state or state.condemned:        # rare: look closer
+            state.holders.remove(frame)
+            state.lock.release()
+            return self._acquire(frame)
+        _here.held.append(frame)
+        return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
@@ -148,7 +169,7 @@ class Lock:
     # for threading.Condition, which gives the lock back while it waits
 
     def _release_save(self) -> tuple[Any, list[FrameType], list[FrameType]]:
-        state, held = self._state, _held()
+        state, held = self._state, _here.held
         holders, frames = list(state.holders), list(held)
         state.holders.clear()
         held.clear()
@@ -174,38 +195,30 @@ _CRITICAL = {Lock.acquire.__code__, Lock._acquire.__code__, Lock.release.__code_
 def _taker() -> FrameType:
     """The frame that asked for the lock, not those of threading.Condition in between."""
     frame = sys._getframe(2)
-    while frame.f_globals is vars(threading) and frame.f_back is not None:
+    while frame.f_globals is _THREADING and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 # what waits until no lock is held
 
-def _held() -> list[FrameType]:
-    try:
-        return _here.held  # type: ignore[no-any-return]
-    except AttributeError:
-        _here.held = []
-        return _here.held  # type: ignore[no-any-return]
-
-
 class Section:
     """A stretch of work that other threads wait for, without a lock: what happens in it is told afterwards."""
 
     def __enter__(self) -> None:
-        _held().append(sys._getframe(1))
+        _here.held.append(sys._getframe(1))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        held = _held()
-        if held:
-            held.pop()
-        _do_what_waits()
+        if _here.held:
+            _here.held.pop()
+        if _here.waiting:
+            _do_what_waits()
 
 
 def is_free() -> bool:
     """Does this thread hold no lock of ours? What an interrupt has left behind does not count."""
-    held = _held()
+    held = _here.held
     if held:
         own = threading.get_ident()
         held[:] = [frame for frame in held if is_running(frame, own)]
@@ -214,28 +227,17 @@ def is_free() -> bool:
 
 def when_free(do: Callable[[], None]) -> None:
     """Do it now, or as soon as this thread holds no lock."""
-    waiting = _waiting()
-    waiting.append(do)
+    _here.waiting.append(do)
     _do_what_waits()
 
 
 def more_wait() -> bool:
-    return bool(_waiting())
-
-
-def _waiting() -> list[Callable[[], None]]:
-    try:
-        return _here.waiting  # type: ignore[no-any-return]
-    except AttributeError:
-        _here.waiting = []
-        return _here.waiting  # type: ignore[no-any-return]
+    return bool(_here.waiting)
 
 
 def _do_what_waits() -> None:
-    waiting = _waiting()
-    if not waiting:
-        return
-    outer = getattr(_here, "doing", None)      # what is being done may itself take locks and give cause for more
+    waiting, outer = _here.waiting, _here.doing
+    # What is being done may itself take locks and give cause for more.
     if outer is not None and is_running(outer, threading.get_ident()):
         return
     _here.doing = sys._getframe()
@@ -249,7 +251,7 @@ def _do_what_waits() -> None:
 def _after_fork() -> None:
     for lock in list(_all):
         lock.renew()
-    _waiting().clear()                         # the parent does that
+    _here.waiting.clear()                      # the parent does that
 
 
 if hasattr(os, "register_at_fork"):

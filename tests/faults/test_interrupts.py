@@ -273,10 +273,10 @@ def test_handing_a_call_over_to_the_compiler(monkeypatch):
     register(fake)
     made: list[Any] = []
     monkeypatch.setattr(compiling, "compile_now", lambda *given: made.append(given))
-    plan = worlds.current().plan(found.op, found.facts(tuple([x, *(p.default for p in found.op.params[1:])])),
+    plan = worlds.current().plan(found.op, found.facts((x, *(p.default for p in found.op.params[1:]))),
                                  compiled=True)
     step = next(s for s in plan.steps if s.kernel == fake.id)
-    values = tuple([x, *(p.default for p in found.op.params[1:])])
+    values = (x, *(p.default for p in found.op.params[1:]))
 
     def prepare():
         assert compiling.wait(10)

@@ -162,7 +162,7 @@ def test_what_was_learned_about_is_freed(tmp_path):
 
 def test_what_waits_to_be_compiled_is_freed(monkeypatch):
     go, begun = threading.Event(), threading.Event()
-    monkeypatch.setattr(compiling, "compile_now", lambda *given: begun.set() or go.wait(30) and None)
+    monkeypatch.setattr(compiling, "compile_now", lambda *given: begun.set() or (go.wait(30) and None))
     found = dispatcher_of("rms_norm")
     blocking, waiting = Fake("fake.blocks", jit=True), Fake("fake.waits", jit=True)
     register(blocking, waiting)

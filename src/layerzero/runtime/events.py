@@ -60,7 +60,7 @@ def emit(event: Event) -> None:
         ticks = _counts.setdefault(kept, itertools.count())
     next(ticks)
     loud = isinstance(event, _LOUD)
-    if _sinks or loud or log.isEnabledFor(logging.DEBUG):
+    if _sinks or log.isEnabledFor(logging.WARNING if loud else logging.DEBUG):
         busy = getattr(_here, "busy", ())
         locks.when_free(lambda: _tell(event, key, loud, busy))
 

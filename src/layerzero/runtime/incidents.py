@@ -142,14 +142,32 @@ class Failure(NamedTuple):
     kernel: Kernel | None = None               # set where the fault may be the kernel's own
 
 
+_known: dict[tuple[type[BaseException], str], Reason] = {}     # faults that came before: it may be every call
+MOST_KNOWN = 256
+
+
+def _judged(fault: BaseException) -> tuple[str, Reason]:
+    """Of what kind a fault is, and how it is told. A kernel that fails again says the same again."""
+    key = type(fault), str(fault)
+    reason = _known.get(key)
+    if reason is not None:
+        return "kernel", reason
+    kind = faults.classify(fault)
+    reason = faults.reason_of(fault, kind)
+    if kind == "kernel" and len(key[1]) < 1000:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[key] = reason
+    return kind, reason
+
+
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure], op: str,
           facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
     """Note what went wrong. Raises where nothing else could serve the call either; counts nothing yet."""
     if kernel is None:
         failures.append(Failure("(unregistered)", faults.reason_of(fault, "kernel")))
         return
-    kind = faults.classify(fault)
-    reason = faults.reason_of(fault, kind)
+    kind, reason = _judged(fault)
     if kind == "sticky":
         change_health(kernel.health, lambda old: health.disabled(reason))
         raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}. Faults are reported late: an "

@@ -27,7 +27,7 @@ from ..spec.event import Learned, LearningStarted
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import MEASURED, Plan, Step
-from . import events, faults, jit, loading, locks, measurements
+from . import events, jit, loading, locks, measurements
 from . import world as worlds
 from .binding import Binding
 from .cache import Entry

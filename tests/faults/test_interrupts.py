@@ -20,7 +20,7 @@ import torch
 from helpers import Fake, normed, only, register, rows
 
 import layerzero as lz
-from layerzero.runtime import clock, compiling, context, events, learning, locks
+from layerzero.runtime import clock, compiling, context, events, incidents, learning, locks
 from layerzero.runtime import world as worlds
 from layerzero.runtime.dispatch import dispatchers
 from layerzero.runtime.inspection import dispatcher_of
@@ -163,11 +163,11 @@ def test_a_miss_in_which_entries_are_evicted_and_overrides_made():
 def test_a_fallback():
     x = rows()
     register(Fake("fake.first", fault=RuntimeError("boom")), Fake("fake.second", prior=1e5))
-    lz.configure(breaker_threshold=2, breaker_cooldown=0.01)
+    lz.configure(breaker_threshold=1, breaker_cooldown=600.0)
 
-    def prepare():
-        lz.clear_cache()
-        lz.rms_norm(rows(hidden=8))
+    def prepare():                             # so that every fallback opens the breaker
+        incidents._faults.clear()
+        worlds.publish(lambda w: w.but(health={}), "test")
 
     sweep(prepare, lambda _: lz.rms_norm(x), x)
 

@@ -16,7 +16,7 @@ from .world import World
 
 AFTER_TROUBLE = 1.0                            # seconds until it looks again at what could not be done
 
-_wake = threading.Condition(locks.Lock())
+_wake = locks.condition()
 _thread: threading.Thread | None = None
 _deadline: float | None = None
 
@@ -69,7 +69,7 @@ def due(now: float) -> bool:
 
 def _after_fork() -> None:
     global _wake, _thread
-    _wake = threading.Condition(locks.Lock())
+    _wake = locks.condition()
     _thread = None                              # threads do not survive a fork; the next world starts it anew
     if worlds.exists():
         worlds.consult(follow)

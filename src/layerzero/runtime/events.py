@@ -196,7 +196,7 @@ class _Behind:
         self.renew()
 
     def renew(self) -> None:
-        self._wake = threading.Condition(locks.Lock())
+        self._wake = locks.condition()
         self._todo: deque[Callable[[], None]] = deque(maxlen=MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._done = threading.Event()         # is everything told?

@@ -187,7 +187,7 @@ class Worker:
         self.renew()
 
     def renew(self) -> None:
-        self._wake = threading.Condition(locks.Lock())
+        self._wake = locks.condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._settled: list[Kind] = []
         self._thread: threading.Thread | None = None

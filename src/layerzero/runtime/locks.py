@@ -188,6 +188,11 @@ class Lock:
         return bool(self._state.lock._is_owned())  # type: ignore[attr-defined]
 
 
+def condition() -> threading.Condition:
+    """One whose lock is of this kind."""
+    return threading.Condition(Lock())  # type: ignore[arg-type]
+
+
 _CRITICAL = {Lock.acquire.__code__, Lock._acquire.__code__, Lock.release.__code__, Lock.__enter__.__code__,
              Lock.__exit__.__code__, Lock._release_save.__code__, Lock._acquire_restore.__code__}
 

@@ -163,7 +163,7 @@ def register(item: Op | Kernel) -> Any:
 
 
 def unregister(name: str) -> None:
-    """Remove an operation or a kernel that was registered."""
+    """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by name."""
     _world.unregister(name)
 
 

@@ -281,7 +281,7 @@ def tune(calls: Any, /, **options: Any) -> Any:
 
 
 def unregister(name: str) -> None:
-    """Remove an operation or a kernel that was registered."""
+    """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by name."""
 
 
 @overload

@@ -386,9 +386,19 @@ def test_a_call_does_not_wait_for_another_thread(learn, clock):
     lz.rms_norm(x)
     learning.flush()
     kind = next(iter(learning._kinds.values()))
-    with kind.lock:
-        for _ in range(5):
-            lz.rms_norm(x)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with kind.lock:
+            held.set()
+            done.wait(30)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait(30)
+    for _ in range(5):
+        lz.rms_norm(x)
+    done.set(), other.join()
     assert made["first"].calls == 6 and kind.trial.calls == 0
 
 

@@ -30,7 +30,7 @@ from ..perf.interface import StoreError
 from ..plan.lockfile import Lockfile, check_lockfile, load_lockfile
 from ..plan.readiness import Calls, Given, readiness_check
 from ..plan.table import Table, distribution_of
-from ..runtime import capabilities, config, events, inspection, measurements, readiness, redaction
+from ..runtime import capabilities, config, events, inspection, perf_loading, readiness, redaction
 from ..runtime.loading import installed_version
 from ..runtime.readiness import Readiness
 from ..runtime.world import World
@@ -105,7 +105,7 @@ def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
 # what is in it
 
 def _machine() -> dict[str, Any]:
-    environ = {name: redaction.SECRET if name in SECRETS else measurements.shown(value) if "://" in value else value
+    environ = {name: redaction.SECRET if name in SECRETS else perf_loading.shown(value) if "://" in value else value
                for name, value in sorted(os.environ.items()) if name.startswith(config.PREFIX)}
     return {"versions": {"layerzero": installed_version("layerzero"), "python": platform.python_version(),
                          "torch": torch.__version__, "cuda": torch.version.cuda, "platform": platform.platform()},
@@ -180,7 +180,7 @@ def _add(name: str, data: Mapping[str, Any], files: Files, left_out: dict[str, s
 
 
 def _add_perfdb(world: World, files: Files, left_out: dict[str, str]) -> None:
-    name, where = "perf.sqlite", measurements.location(world.policy)
+    name, where = "perf.sqlite", perf_loading.location(world.policy)
     why = ("policy hides shapes" if redaction.hides("shapes") else "perfdb is off" if where is None
            else "measurements are on a server" if isinstance(where, str)
            else "nothing was measured yet" if not where.exists()

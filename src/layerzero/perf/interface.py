@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..spec.errors import DataError
 from .exchange import export_lines, read_lines
@@ -55,6 +55,9 @@ class CorruptStore(StoreError):
     def __init__(self, path: Path, what: str, file: tuple[int, int] | None) -> None:
         super().__init__(f"{path}: {what}")
         self.path, self.what, self.file = path, what, file
+
+
+S = TypeVar("S", bound="Store")
 
 
 class Store(ABC):
@@ -104,7 +107,7 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def __enter__(self) -> Store:
+    def __enter__(self: S) -> S:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

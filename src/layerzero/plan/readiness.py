@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from ..runtime import certificates, compiling, measurements
+from ..runtime import certificates, compiling, measurements, perf_loading
 from ..runtime import readiness as base
 from ..runtime.builds import build_of
 from ..runtime.readiness import FAIL, WARNING, Check, Finding, Readiness, first_line
@@ -219,12 +219,12 @@ def _stale(world: World, kind: str) -> int:
     """Rows of this device that count no more; 0 where the database cannot be read, which another check says."""
     from ..perf import snapshot
     from ..perf.interface import StoreError
-    where = measurements.location(world.policy)
+    where = perf_loading.location(world.policy)
     if not isinstance(where, Path) or not where.exists():
         return 0
     here, builds = world.device(kind).signature, {k.id: build_of(k) for k in world.catalog.kernels}
     days = world.policy.setting("perfdb_ttl")
-    since = time.time() - days * measurements.DAY if days else 0.0
+    since = time.time() - days * perf_loading.DAY if days else 0.0
     try:
         return sum(g.rows for g in snapshot.groups(where, base.READ_SECONDS)
                    if measurements.signature_of(g.place) == here

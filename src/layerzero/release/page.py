@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..tune.markup import Html, el, join
-from ..tune.page import POLICY
-from ..tune.page_style import style
+from ..report.markup import Html, el, join
+from ..report.page import POLICY
+from ..report.style import style
 
 _MARKS = {"passed": "passed", "failed": "FAILED", "waived": "waived"}
 

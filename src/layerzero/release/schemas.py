@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ..perf import exchange
+from ..perf import exchange, ownership
+from ..perf import schema as perf_schema
 from ..perf import store as perf_store
 from ..perf.record import Measurement
 from ..plan import lockfile, table
@@ -196,15 +197,15 @@ def _database() -> Checked:
         connection.execute("PRAGMA user_version = 999")
         connection.commit()
         connection.close()
-        if (version, owner) != (perf_store.VERSION, perf_store.APPLICATION_ID):
+        if (version, owner) != (perf_schema.VERSION, ownership.APPLICATION_ID):
             found.append(Finding("files", "perfdb", f"a new file has schema {version} of {owner:#x}, wanted "
-                                 f"{perf_store.VERSION} of {perf_store.APPLICATION_ID:#x}"))
+                                 f"{perf_schema.VERSION} of {ownership.APPLICATION_ID:#x}"))
         try:
             perf_store.SqliteStore(path).close()
             found.append(Finding("files", "perfdb", "a file of a later release was opened"))
         except LayerZeroError:
             pass
-    return Checked("files", f"perfdb {perf_store.VERSION}: made as it says, later ones refused", 1, tuple(found),
+    return Checked("files", f"perfdb {perf_schema.VERSION}: made as it says, later ones refused", 1, tuple(found),
                    seconds=time.perf_counter() - started)
 
 

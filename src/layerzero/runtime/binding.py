@@ -112,16 +112,23 @@ def _at_default(op: Op, name: str, fixed: Mapping[str, Any]) -> bool:
         value == param.default)
 
 
-@lru_cache(maxsize=None)
 def own_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
     """The parameters of a function in order, and the defaults of those that have one; of torch's, by its schema."""
+    return _torchs_defaults(fn) if isinstance(fn, BuiltinFunctionType) else _python_defaults(fn)
+
+
+@lru_cache(maxsize=1024)
+def _torchs_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
     found = operator(fn)
     if found is not None and {*found._overloadpacket.overloads()} <= {"default", "out"}:
         arguments = found._schema.arguments
         return (tuple(a.name for a in arguments if not a.kwarg_only),
                 {a.name: a.default_value for a in arguments if a.has_default_value()})
-    if isinstance(fn, BuiltinFunctionType):
-        return (), {}
+    return (), {}
+
+
+def _python_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Not remembered: a function would live as long as the process."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -130,12 +137,14 @@ def own_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, 
             {p.name: p.default for p in parameters if p.default is not p.empty})
 
 
-@lru_cache(maxsize=None)
 def operator(fn: Callable[..., Any]) -> Any:
     """The ATen operator behind one of torch's built-in functions, or None; of several forms, the plain one."""
+    return _operator(fn) if isinstance(fn, BuiltinFunctionType) else None
+
+
+@lru_cache(maxsize=1024)
+def _operator(fn: Callable[..., Any]) -> Any:
     import torch
-    if not isinstance(fn, BuiltinFunctionType):
-        return None
     places = (torch, torch._C._nn, torch._C._VariableFunctions)
     ours = any(getattr(place, fn.__name__, None) is fn for place in places)
     packet = getattr(torch.ops.aten, fn.__name__, None) if ours else None

@@ -20,6 +20,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..spec.kernel import Kernel
 from .loading import findable, installed_version
@@ -30,10 +31,15 @@ _LIBRARY_FILES = (".py", ".so", ".pyd", ".dll", ".dylib")
 
 def build_of(kernel: Kernel) -> str:
     """A short text that is equal for equal builds; "" where the library is not here. Found out once per process."""
-    return _build(kernel)
+    found = _builds.get(kernel)
+    if found is None:
+        found = _builds[kernel] = _build(kernel)
+    return found
 
 
-@lru_cache(maxsize=4096)
+_builds: WeakKeyDictionary[Kernel, str] = WeakKeyDictionary()
+
+
 def _build(kernel: Kernel) -> str:
     own = _source_of(kernel)
     top = kernel.package.partition(".")[0]

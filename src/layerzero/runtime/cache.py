@@ -9,12 +9,15 @@ once (single flight). When the dict is full, a sweep drops what was not used sin
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
+from types import FrameType
 from typing import Any
 
 from ..spec.plan import Plan
+from . import locks
 from .binding import Binding
 
 
@@ -53,8 +56,10 @@ class Entry:
         return self.count.total + self.native_hits
 
     def __del__(self) -> None:
-        hits, self.native_hits = self.native_hits, 0
-        self.count.native += hits              # the ledger keeps the count
+        count = getattr(self, "count", None)   # an interrupt may have come before it had one
+        if count is not None:
+            hits, self.native_hits = self.native_hits, 0
+            count.native += hits               # the ledger keeps the count
 
 
 class Ledger:
@@ -67,10 +72,10 @@ class Ledger:
     def __init__(self) -> None:
         self.fallbacks: dict[str, int] = {}    # kernel that served in another's place -> how often
         self._closed: dict[str, int] = {}
-        self._tried: dict[str, int] = {}       # kernel -> how often it was tried in another's place
+        self._tried: dict[str, Count] = {}     # kernel -> how often it was tried in another's place
         self._open: list[tuple[weakref.ref[Entry], str, Count]] = []
         self._limit = 64
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
 
     def open(self, entry: Entry) -> Entry:
         with self._lock:
@@ -95,18 +100,17 @@ class Ledger:
             self.fallbacks[kernel] = self.fallbacks.get(kernel, 0) + 1
 
     def tried(self, kernel: str) -> None:
-        with self._lock:
-            self._tried[kernel] = self._tried.get(kernel, 0) + 1
+        found = self._tried.get(kernel) or self._tried.setdefault(kernel, Count())
+        found.tick()
 
     def calls(self, kernel: str) -> int:
         """How often a kernel was called so far, chosen or in another's place."""
-        with self._lock:
-            total = self._closed.get(kernel, 0) + self._tried.get(kernel, 0)
-            for reference, name, count in self._open:
-                if name == kernel:
-                    entry = reference()
-                    total += count.total if entry is None else entry.hits
-        return total
+        total, tried = self._closed.get(kernel, 0), self._tried.get(kernel)
+        for reference, name, count in self._open:              # it is replaced, never shortened
+            if name == kernel:
+                entry = reference()
+                total += count.total if entry is None else entry.hits
+        return total if tried is None else total + tried.total
 
     def moved(self, kernel: str, to: str) -> None:
         """A call that was counted for `kernel` was served by another, to learn how fast that is; "": it is counted."""
@@ -114,6 +118,14 @@ class Ledger:
             self._closed[kernel] = self._closed.get(kernel, 0) - 1
             if to:
                 self._closed[to] = self._closed.get(to, 0) + 1
+
+    def keep_only(self, kernels: Collection[str]) -> None:
+        """What was unregistered was never called."""
+        with self._lock:
+            for counted in (self.fallbacks, self._closed, self._tried):
+                for kernel in [k for k in list(counted) if k not in kernels]:
+                    del counted[kernel]  # type: ignore[attr-defined]
+            self._open = [record for record in self._open if record[1] in kernels]
 
     def totals(self) -> dict[str, int]:
         with self._lock:
@@ -124,18 +136,27 @@ class Ledger:
                 total[kernel] = total.get(kernel, 0) + (count.total if entry is None else entry.hits)
         return total
 
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-
 
 class _Flight:
-    __slots__ = ("done", "entry", "error", "owner")
+    """A choice that one thread makes and others wait for. An interrupt may keep that thread from ending it."""
 
-    def __init__(self) -> None:
+    __slots__ = ("_frame", "done", "entry", "error", "owner")
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame: FrameType | None = frame
         self.done = threading.Event()
         self.owner = threading.get_ident()
         self.entry: Entry | None = None
         self.error: BaseException | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        frame = self._frame
+        return frame is not None and locks.is_running(frame, self.owner)
+
+    def end(self) -> None:
+        self._frame = None
+        self.done.set()
 
 
 class OpCache:
@@ -145,49 +166,60 @@ class OpCache:
         self.size = size
         self.table: dict[Hashable, Entry] = {}
         self._flights: dict[Hashable, _Flight] = {}
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
         self._on_evict = on_evict
 
     def obtain(self, key: Hashable, make: Callable[[], Entry]) -> Entry:
         """The entry for `key`; made by one thread while the others wait for it."""
-        with self._lock:
-            entry = self.table.get(key)
-            if entry is not None:
-                return entry
-            flight = self._flights.get(key)
-            leading = flight is None
-            if flight is None:
-                flight = self._flights[key] = _Flight()
-        if not leading:
-            if flight.owner == threading.get_ident():
-                return make()                  # a kernel that calls its own op while it loads
-            flight.done.wait()
-            if flight.error is not None and not isinstance(flight.error, Exception):
-                return self.obtain(key, make)  # an interrupt is for the thread that got it
-            if flight.error is not None:
-                raise flight.error
-            assert flight.entry is not None
-            return flight.entry
-        try:
-            entry = flight.entry = make()
-            self._insert(key, entry)
-            return entry
-        except BaseException as e:             # not handled here: handed to the waiting threads as well
-            flight.error = e
-            raise
-        finally:
+        while True:
+            own = _Flight(sys._getframe())
             with self._lock:
-                del self._flights[key]
-            flight.done.set()
+                entry = self.table.get(key)
+                if entry is not None:
+                    return entry
+                flight = self._flights.setdefault(key, own)
+            if flight is own:
+                return self._lead(key, flight, make)
+            if flight.owner == own.owner and flight.is_under_way:
+                return make()                  # a kernel that calls its own op while it loads
+            while not flight.done.wait(locks.LOOK_SECONDS) and flight.is_under_way:
+                pass
+            self._land(key, flight)            # also one that nobody ends any more
+            if flight.entry is not None:
+                return flight.entry
+            if isinstance(flight.error, Exception):
+                raise flight.error             # not an interrupt, which is for the thread that got it
 
-    def _insert(self, key: Hashable, entry: Entry) -> None:
+    def _lead(self, key: Hashable, flight: _Flight, make: Callable[[], Entry]) -> Entry:
+        evicted = 0
+        with locks.Section():                  # what happens meanwhile is told when nobody waits any more
+            try:
+                entry = make()
+                evicted = self._insert(key, entry)
+                flight.entry = entry
+            except BaseException as e:         # not handled here: handed to the waiting threads as well
+                flight.error = e
+                raise
+            finally:
+                self._land(key, flight)
+                flight.end()
+        if evicted:
+            self._on_evict(evicted)
+        return entry
+
+    def _land(self, key: Hashable, flight: _Flight) -> None:
+        with self._lock:
+            if self._flights.get(key) is flight:
+                del self._flights[key]
+
+    def _insert(self, key: Hashable, entry: Entry) -> int:
+        """How many others had to go."""
         evicted = 0
         with self._lock:
             if len(self.table) >= self.size:
                 evicted = self._sweep()
             self.table[key] = entry
-        if evicted:
-            self._on_evict(evicted)
+        return evicted
 
     def _sweep(self) -> int:
         """Drop the entries unused since the last sweep; if all were used, the oldest half."""
@@ -201,6 +233,5 @@ class OpCache:
         return len(idle)
 
     def after_fork(self) -> None:
-        """In the child: what other threads held or were about to make is not going to come."""
-        self._lock = threading.Lock()
+        """In the child: what other threads were about to make is not going to come."""
         self._flights = {}

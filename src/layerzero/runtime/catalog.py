@@ -72,11 +72,18 @@ class Catalog:
         return Catalog(self.ops, (*self.kernels, item), {**self.origins, item.id: origin})
 
     def without(self, name: str) -> Catalog:
-        if name not in self.ops and name not in self.by_id:
+        """`name`: an op with its kernels, a kernel, all kernels of a backend, or all that a plugin brought."""
+        ops = {name} & self.ops.keys()
+        gone = {k.id for k in self.kernels if name in (k.id, k.op.name)}
+        if not gone and not ops:
+            brought = {n for n, origin in self.origins.items() if origin.partition(" ")[0] == name}
+            ops = brought & self.ops.keys()
+            gone = {k.id for k in self.kernels if k.backend == name or k.id in brought or k.op.name in ops}
+        if not gone and not ops:
             raise RegistrationError(f"nothing is registered as {name!r}")
-        kernels = tuple(k for k in self.kernels if k.id != name and k.op.name != name)
-        return Catalog({n: o for n, o in self.ops.items() if n != name}, kernels,
-                       {n: o for n, o in self.origins.items() if n != name})
+        return Catalog({n: o for n, o in self.ops.items() if n not in ops},
+                       tuple(k for k in self.kernels if k.id not in gone),
+                       {n: o for n, o in self.origins.items() if n not in gone | ops})
 
 
 def builtin_op(name: str) -> Op:

@@ -13,9 +13,9 @@ import hmac
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..spec.device import Device
 from ..spec.errors import DataError
@@ -91,9 +91,18 @@ class Certificate:
         return None
 
 
-@lru_cache(maxsize=None)
 def contract_of(op: Op) -> str:
     """Changes whenever what the op means, how wrong it may be, or what it is tested with changes."""
+    found = _contracts.get(op)
+    if found is None:
+        found = _contracts[op] = _contract(op)
+    return found
+
+
+_contracts: WeakKeyDictionary[Op, str] = WeakKeyDictionary()
+
+
+def _contract(op: Op) -> str:
     declared = json.dumps(op.to_json(), sort_keys=True, default=str)
     return hashlib.sha256(f"{declared}\n{sources_of(op.reference)}".encode()).hexdigest()[:16]
 

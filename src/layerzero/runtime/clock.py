@@ -10,10 +10,13 @@ import os
 import threading
 import time
 
+from . import events, locks
 from . import world as worlds
 from .world import World
 
-_wake = threading.Condition()
+AFTER_TROUBLE = 1.0                            # seconds until it looks again at what could not be done
+
+_wake = locks.condition()
 _thread: threading.Thread | None = None
 _deadline: float | None = None
 
@@ -35,8 +38,12 @@ def follow(world: World) -> None:
 
 def _run() -> None:
     global _deadline, _thread
+    events.in_background()
+    me = threading.current_thread()
     while True:
         with _wake:
+            if _thread is not me:              # an interrupt came while it was started, and there is another
+                return
             if _deadline is None:
                 _thread = None
                 return
@@ -45,17 +52,24 @@ def _run() -> None:
                 _wake.wait(min(wait, threading.TIMEOUT_MAX))
                 continue
             _deadline = None
-        worlds.pass_time(time.monotonic())
-        worlds.consult(follow)
+        try:
+            worlds.pass_time(time.monotonic())
+            worlds.consult(follow)
+        except events.ANYTHING as e:           # whatever it is, time goes on
+            events.warn("the clock: %s: %s; it goes on in %g s", type(e).__name__, e, AFTER_TROUBLE)
+            with _wake:
+                if _deadline is None:
+                    _deadline = time.monotonic() + AFTER_TROUBLE
 
 
 def due(now: float) -> bool:
-    return _deadline is not None and now >= _deadline
+    deadline = _deadline                       # another thread may change it meanwhile
+    return deadline is not None and now >= deadline
 
 
 def _after_fork() -> None:
     global _wake, _thread
-    _wake = threading.Condition()
+    _wake = locks.condition()
     _thread = None                              # threads do not survive a fork; the next world starts it anew
     if worlds.exists():
         worlds.consult(follow)

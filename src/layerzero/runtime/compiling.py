@@ -33,8 +33,9 @@ from ..spec.launch import LaunchRefused
 from ..spec.op import Op
 from ..spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step
 from ..spec.sealed import PRIVATE_FOLDER, check_folder, trusted_folder
-from . import config, events, faults, health, jit, loading, sizes
+from . import config, events, faults, health, jit, loading, locks, sizes
 from . import world as worlds
+from .catalog import Catalog
 from .context import Override
 from .filelock import alone, lock_path
 from .incidents import change_health, compile_failed, mark_unloadable
@@ -102,7 +103,7 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
         return None
     began = time.perf_counter()
     try:
-        with alone(_lock_name(kernel, kind), PATIENCE, closing), _compiling:
+        with locks.Section(), alone(_lock_name(kernel, kind), PATIENCE, closing), _compiling:
             if closing():
                 return "the process ends"
             run = found.binding(kernel, step, facts, {}).run
@@ -228,9 +229,9 @@ class _Job:
         return f"{self.kernel.id} for {kind_to_compile(self.found.op, self.facts)}"
 
 
-_turn = threading.Lock()                       # guards what follows
+_turn = locks.Lock()                           # guards what follows
 _queue: deque[_Job] = deque()
-_known: dict[frozenset[Any], None] = {}        # what was asked for
+_known: dict[frozenset[Any], object] = {}      # what was asked for, and by which request
 _forms: dict[tuple[str, str], int] = {}        # (kernel, kind) -> how many forms of it were asked for
 _current: _Job | None = None
 _thread: threading.Thread | None = None
@@ -270,33 +271,38 @@ def is_worth_it(kernel: Kernel, step: Step) -> bool:
 
 def request(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...]) -> None:
     """Have the kernel compiled for calls like this one. Returns at once; at most once for each kind and form."""
-    new = jit.entries(kernel, facts, values)
+    new, asked = jit.entries(kernel, facts, values), object()
     kind = kernel.id, kind_to_compile(kernel.op, facts)
-    with _turn:
-        if new in _known or _closing or _forms.get(kind, 0) >= MOST_FORMS:
-            return
-        for known in (_known, _forms):         # kernels and sizes without end: begin anew
-            if len(known) >= MOST_KNOWN:
-                known.clear()  # type: ignore[attr-defined]
-        _known[new] = None
-        _forms[kind] = _forms.get(kind, 0) + 1
-        full = len(_queue) >= MOST_WAITING
-        if full:
-            del _known[new]                    # it may be asked for again
-    problem = f"{MOST_WAITING} wait already" if full else _unfit(kernel, facts, values)
+    waiting = 0
     try:
-        kept = () if problem else tuple(_kept(v, facts["grad"]) for v in values)
-    except faults.FAULTS as e:                 # no room for the copies: that is not the caller's trouble
-        problem = f"its whole numbers could not be copied: {e}"
-    if problem:
-        events.emit(CompileSkipped(kernel.op.name, kernel.id, problem))
-        return
-    job = _Job(found, kernel, step, facts, kept, new, _copied(values))
-    with _turn:
-        _queue.append(job)
-        waiting = len(_queue)
-        _start()
-    events.emit(CompileQueued(kernel.op.name, kernel.id, waiting))
+        with _turn:
+            if new in _known or _closing or _forms.get(kind, 0) >= MOST_FORMS:
+                return
+            for known in (_known, _forms):     # kernels and sizes without end: begin anew
+                if len(known) >= MOST_KNOWN:
+                    known.clear()  # type: ignore[attr-defined]
+            _known[new] = asked
+            _forms[kind] = _forms.get(kind, 0) + 1
+            full = len(_queue) >= MOST_WAITING
+            if full:
+                del _known[new]                # it may be asked for again
+        problem = f"{MOST_WAITING} wait already" if full else _unfit(kernel, facts, values)
+        try:
+            kept = () if problem else tuple(_kept(v, facts["grad"]) for v in values)
+        except faults.FAULTS as e:             # no room for the copies: that is not the caller's trouble
+            problem = f"its whole numbers could not be copied: {e}"
+        if not problem:
+            job = _Job(found, kernel, step, facts, kept, new, _copied(values))
+            with _turn:
+                _queue.append(job)
+                waiting = len(_queue)
+                _start()
+    except BaseException:                      # an interrupt, passed on: it may be asked for again
+        if _known.get(new) is asked:
+            del _known[new]
+        raise
+    events.emit(CompileSkipped(kernel.op.name, kernel.id, problem) if problem else
+                CompileQueued(kernel.op.name, kernel.id, waiting))
 
 
 def _kept(value: Any, grad: bool) -> Any:
@@ -311,16 +317,20 @@ def _copied(values: tuple[Any, ...]) -> Any:
 
 def _start() -> None:
     global _thread
-    if _thread is None:
+    if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_work, name="layerzero-compile", daemon=True)
         _thread.start()
 
 
 def _work() -> None:
     global _thread, _current
+    events.in_background()
+    me = threading.current_thread()
     share_caches()
     while True:
         with _turn:
+            if _thread is not me:              # an interrupt came while it was started, and there is another
+                return
             if _closing or not _queue:
                 _thread = _current = None
                 return
@@ -328,7 +338,7 @@ def _work() -> None:
             job.began = time.monotonic()
         try:
             problem = _compile(job)
-        except faults.FAULTS as e:
+        except events.ANYTHING as e:           # also what a kernel should not raise: this thread goes on
             problem = f"{type(e).__name__}: {e}"
         if problem is not None:
             events.emit(CompileSkipped(job.kernel.op.name, job.kernel.id, problem))
@@ -398,7 +408,7 @@ def status() -> Status:
 def wait(timeout: float | None = None) -> bool:
     """Until nothing is compiled in the background any more; is that so?"""
     end = None if timeout is None else time.monotonic() + timeout
-    while (thread := _thread) is not None:
+    while (thread := _thread) is not None and thread.is_alive():
         thread.join(None if end is None else max(end - time.monotonic(), 0))
         if thread.is_alive():
             return False
@@ -433,13 +443,34 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork() -> None:
     """In the child: the thread is gone. What it was asked for is forgotten, so that it may be asked for again."""
-    global _turn, _thread, _current, _compiling
-    _turn, _thread, _current, _compiling = threading.Lock(), None, None, threading.RLock()
+    global _thread, _current, _compiling
+    _thread, _current, _compiling = None, None, threading.RLock()
     _queue.clear()
     _known.clear()
     _forms.clear()
 
 
+def _look(world: World) -> None:
+    """What was unregistered is not compiled any more."""
+    global _catalog
+    if world.catalog is _catalog:
+        return
+    known = world.catalog.by_id
+    with _turn:
+        gone = [job for job in _queue if known.get(job.kernel.id) is not job.kernel]
+        for job in gone:
+            _queue.remove(job)
+        for new in [n for n in _known if any((w if isinstance(w, str) else w[0]) not in known for w in n)]:
+            del _known[new]
+        for kind in [k for k in _forms if k[0] not in known]:
+            del _forms[kind]
+    _catalog = world.catalog
+    for job in gone:
+        events.emit(CompileSkipped(job.kernel.op.name, job.kernel.id, "it was unregistered"))
+
+
+_catalog: Catalog | None = None                # that of the last world that was looked at
+worlds.listen(_look)
 atexit.register(_close)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

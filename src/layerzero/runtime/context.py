@@ -6,7 +6,6 @@ entering the same one again finds the same remembered choices.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +14,11 @@ from typing import Any
 
 from ..select.policy import Layer, PolicyRule
 from ..spec.errors import ConfigError
+from . import locks
 from .config import programmatic_layer
 
-_MAX_INTERNED = 4096
+_MAX_CALLS = 2048                              # what calls said
+_MAX_INTERNED = 2 * _MAX_CALLS                 # overrides; the one that was not asked for the longest goes
 
 
 class Override:
@@ -36,7 +37,7 @@ class Override:
 
 current: ContextVar[Override | None] = ContextVar("layerzero_override", default=None)
 _interned: OrderedDict[Hashable, Override] = OrderedDict()
-_lock = threading.Lock()
+_lock = locks.Lock()
 
 
 def intern(context: Layer | None, call: Layer | None) -> Override | None:
@@ -49,6 +50,8 @@ def intern(context: Layer | None, call: Layer | None) -> Override | None:
             found = _interned[key] = Override(context, call)
             if len(_interned) > _MAX_INTERNED:
                 _interned.popitem(last=False)
+        else:
+            _interned.move_to_end(key)
     return found
 
 
@@ -81,7 +84,7 @@ def for_call(backend: str | None, policy: Any) -> Override | None:
         return _for_call(outer, backend, policy)
     if found is None:
         found = _for_call(outer, backend, policy)
-        if len(_of_calls) >= _MAX_INTERNED:
+        if len(_of_calls) >= _MAX_CALLS:       # what comes again finds its override among the interned
             _of_calls.clear()
         _of_calls[backend, said, outer] = found
     return found
@@ -108,8 +111,3 @@ def _for_call(outer: Override | None, backend: str | None, policy: Any) -> Overr
     found = intern(context, Layer("call", settings, rules))
     assert found is not None
     return found
-
-
-def after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()

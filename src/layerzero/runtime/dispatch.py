@@ -9,7 +9,6 @@ recover the kernel threw: say whose fault it was, and let the next one of the sa
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -38,12 +37,14 @@ from . import (
     jit,
     learning,
     loading,
+    locks,
     memory,
     native,
     protection,
     recovery,
     replays,
     tracing,
+    unregistered,
     watchdog,
 )
 from . import facts as reading
@@ -59,7 +60,7 @@ from .world import World
 _MAX_BINDINGS = 1024
 
 dispatchers: dict[str, Dispatcher] = {}
-_probes: dict[str, threading.Lock] = {}        # held while a half-open kernel is tried
+_probes: dict[str, locks.Lock] = {}        # held while a half-open kernel is tried
 
 
 class Dispatcher:
@@ -109,10 +110,10 @@ class Dispatcher:
             self.twin.__code__ = scope["call"].__code__
         self.program = program
         self.reader = program, self.facts_of    # both at once, as above
-        self.world, self.cache = self.now = world, cache
         self.globals["TABLE"] = cache.table
         if self.native is not None:
             self.native.install(program, version, world.policy.setting("cache_size"))
+        self.world, self.cache = self.now = world, cache       # last: what an interrupt cut short is done again
 
     def _evicted(self, entries: int) -> None:
         events.emit(Evicted(op=self.op.name, entries=entries))
@@ -135,7 +136,8 @@ class Dispatcher:
 
     def miss(self, key: Any, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
         override = context.for_call(backend, policy)
-        learn(override)
+        if not learn(override):
+            return self.slow(values, backend, policy)
         try:
             entry = self.obtain(key, values, override)
         except InvalidCall as e:
@@ -159,9 +161,9 @@ class Dispatcher:
         values, (backend, policy) = self.bound(args, kwargs), (kwargs.get(name) for name in hotpath.EXTRAS)
         self._ready()
         override = context.for_call(backend, policy)
-        learn(override)
+        learned = learn(override)
         world, cache = self._here()
-        key = self.key_of(*values)
+        key = self.key_of(*values) if learned else None
         if key is None:
             return self.slow(values, backend, policy)
         key = (key[0], override, *key[2:])
@@ -286,7 +288,9 @@ class Dispatcher:
         if found is None:
             if len(self._bindings) > _MAX_BINDINGS:
                 self._bindings.clear()
-            found = self._bindings[key] = bind(self.op, kernel, run, step.transforms, variant, fixed)
+            found = bind(self.op, kernel, run, step.transforms, variant, fixed)
+            if worlds.current().catalog.by_id.get(kernel.id) is kernel:        # not unregistered meanwhile
+                self._bindings[key] = found
         return found
 
     def watched(self, kernel: Kernel, binding: Binding, state: health.Health, named: bool) -> Callable[..., Any]:
@@ -297,7 +301,7 @@ class Dispatcher:
         probing = state.state == "half_open" and not named
 
         def run(*values: Any) -> Any:
-            token = _probes.setdefault(kernel.health, threading.Lock()) if probing else None
+            token = _probes.setdefault(kernel.health, locks.Lock()) if probing else None
             if token is not None and not token.acquire(blocking=False):
                 raise ProbeBusy(f"{kernel.id} is being probed")
             try:
@@ -357,7 +361,7 @@ class Dispatcher:
     def slow(self, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
         self._ready()
         override = context.for_call(backend, policy)
-        learn(override)
+        learned = learn(override)
         named = dict(zip(self.names, values))
         tensors = reading.check_types(self.op, named)
         reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
@@ -375,19 +379,21 @@ class Dispatcher:
         if tracing.is_traced(list(tensors.values())):
             return self.traced(values, override)
         try:
-            key = self.key_of(*values)
+            key = self.key_of(*values) if learned else None
             if key is not None:                 # the override of this call takes the place of its context's
                 entry = self.obtain((key[0], override, *key[2:]), values, override)
             else:
-                entry = self._by_facts(values, override)
+                entry = self._by_facts(values, override, all_of_them=not learned)
         except InvalidCall as e:
             return self.mended(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
-    def _by_facts(self, values: tuple[Any, ...], override: Override | None) -> Entry:
+    def _by_facts(self, values: tuple[Any, ...], override: Override | None, all_of_them: bool = False) -> Entry:
         world, cache = self._here()
         facts = self.facts(values, world)
+        if all_of_them:
+            facts = reading.read(self.op, dict(zip(self.names, values)))
         key = ("facts", override, *facts.values())
         return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override, values))
 
@@ -432,6 +438,7 @@ def function(op: Op) -> Callable[..., Any]:
 
 
 def _follow(world: World) -> None:
+    unregistered.forget(dispatchers, _probes, world.catalog)
     for name, op in world.catalog.ops.items():
         if name in dispatchers and dispatchers[name].op is op and dispatchers[name].world is not None:
             dispatchers[name].install(world)
@@ -448,7 +455,6 @@ def _after_fork() -> None:
     _probes.clear()
     for dispatcher in dispatchers.values():
         dispatcher.cache.after_fork()
-        dispatcher.ledger.after_fork()
     if worlds.exists():
         worlds.consult(_follow_if_behind)
 

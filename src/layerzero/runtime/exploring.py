@@ -7,7 +7,6 @@ account of what it costs, and what happens if a kernel throws. learning.py says 
 
 from __future__ import annotations
 
-import threading
 import time
 import zlib
 from collections import deque
@@ -23,7 +22,7 @@ from ..spec.event import Fallback
 from ..spec.expr import parse
 from ..spec.op import Op
 from ..spec.plan import Plan, Step
-from . import events, faults, measurements
+from . import events, faults, locks, measurements
 from .cache import Entry
 from .world import World
 
@@ -46,7 +45,7 @@ class Account:
     """What exploring has cost in this process, and what it may."""
 
     def __init__(self) -> None:
-        self.after_fork()
+        self._lock = locks.Lock()              # held for a sum
         self.reset()
 
     def reset(self) -> None:
@@ -68,9 +67,6 @@ class Account:
             self._last = now
             if self.began is None:
                 self.began = time.monotonic()
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()          # held for a sum
 
 
 account = Account()
@@ -115,7 +111,7 @@ class Kind:
         self.on_settled = on_settled
         self.trial = Trial(base.kernel, base.score.total_us, default, zlib.crc32(repr(key).encode()))
         self.steps: dict[str, Step] = {}
-        self.lock = threading.Lock()
+        self.lock = locks.Lock()
         self.done: deque[Sample] = deque()     # by any thread; read by the one that holds the lock
         self.failed: deque[tuple[Ticket | None, str, str]] = deque()   # the call, the kernel to drop, and why
         self.serving = base.kernel
@@ -210,7 +206,6 @@ class Kind:
         return list(measurements.heeded(world, op, facts, rows, [trial.winner])[0])
 
     def after_fork(self) -> None:
-        self.lock = threading.Lock()
         self.done.clear()                      # CUDA events of the parent
         for runner in self.trial.runners.values():
             runner.in_flight = 0
@@ -262,23 +257,31 @@ class Exploring:
         if kind.skip > 0:                      # threads may both count: it need not be exact
             kind.skip -= 1
             return self._serve(ways, values)
-        if kind.settled or len(ways) < 2 or (self.cuda and not self._timeable(values)) \
-                or not kind.lock.acquire(blocking=False):
+        if kind.settled or len(ways) < 2 or (self.cuda and not self._timeable(values)):
             return self._serve(ways, values)
+        ticket: Ticket | None = None
         try:
-            began = _now()
-            ticket = kind.next(lambda kernel: self._available(ways, kernel, values), began)
-        finally:
-            kind.lock.release()
-        if ticket is None:
-            return self._serve(ways, values)
-        way = ways[ticket.kernel]
-        self._count(way, ticket.kernel)
-        try:
+            if not kind.lock.acquire(blocking=False):
+                return self._serve(ways, values)
+            try:
+                began = _now()
+                ticket = kind.next(lambda kernel: self._available(ways, kernel, values), began)
+            finally:
+                kind.lock.release()
+            if ticket is None:
+                return self._serve(ways, values)
+            way = ways[ticket.kernel]
+            self._count(way, ticket.kernel)
             timed = _timed_on_cuda if self.cuda else _timed
             out, sample = timed(way.entry.run, values, ticket, began)
         except faults.FAULTS as fault:
+            if ticket is None:
+                raise
             return self._recovered(ways, ticket.kernel, values, fault, ticket)
+        except BaseException:                  # an interrupt, passed on: nobody waits for this sample
+            if ticket is not None:
+                kind.failed.append((ticket, "", ""))
+            raise
         kind.done.append(sample)
         return out
 

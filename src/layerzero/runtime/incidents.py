@@ -5,7 +5,6 @@ The world learns only what selection must know, and only for the ops of that ker
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,18 +19,19 @@ from ..spec.launch import LaunchRefused
 from ..spec.op import Op
 from ..spec.plan import Plan, Rejected
 from ..spec.reason import Code, Reason
-from . import events, faults, health, loading
+from . import events, faults, health, loading, locks
 from . import world as worlds
 from .catalog import Catalog
 from .context import Override
 from .world import World
 
 _loaded: dict[str, Any] = {}
-_loading: dict[str, threading.RLock] = {}      # kernel -> held while it is loaded
+_loading: dict[str, locks.Lock] = {}          # kernel -> held while it is loaded
 _faults: dict[str, health.Faults] = {}         # kernel -> its faults among its last calls
 _shortages: dict[tuple[str, str], Shortage] = {}    # (kernel, kind of call) -> how it ran out of memory there
-_counting = threading.Lock()                   # guards _faults and _shortages
+_counting = locks.Lock()                       # guards _faults and _shortages
 _catalog: Catalog | None = None                # that of the last world that was looked at
+MOST_TESTS = 64                                # that overrides add to the keys, until lz.clear_cache()
 MOST_REFUSALS = 512                            # kinds of calls of one kernel; the oldest are forgotten
 
 
@@ -51,10 +51,12 @@ def loaded(kernel: Kernel) -> Any:
     """Loaded once, and without making the loading of others wait: it may take minutes."""
     run = _loaded.get(kernel.id)
     if run is None or run[0] is not kernel:
-        with _loading.setdefault(kernel.id, threading.RLock()):
+        with _loading.setdefault(kernel.id, locks.Lock()):
             run = _loaded.get(kernel.id)
             if run is None or run[0] is not kernel:
-                run = _loaded[kernel.id] = (kernel, loading.load(kernel))
+                run = kernel, loading.load(kernel)
+                if worlds.current().catalog.by_id.get(kernel.id) is kernel:    # not unregistered meanwhile
+                    _loaded[kernel.id] = run
     return run[1]
 
 
@@ -93,13 +95,19 @@ def compile_failed(kernel: Kernel, fault: BaseException, facts: Mapping[str, Any
     return reason
 
 
-def learn(override: Override | None) -> None:
-    """Numbers that an override compares must be in the key before it is used."""
+def learn(override: Override | None) -> bool:
+    """Numbers that an override compares must be in the key before it is used. False: they are not, because overrides
+    with ever new numbers would make the key of every call longer; such a call is remembered by all its facts."""
     if override is None:
-        return
+        return True
     leaves = {leaf for layer in override.layers for rule in layer.rules for test in rule.when for leaf in test.leaves()}
-    if not leaves <= worlds.current().extra_leaves:
-        worlds.publish(lambda w: w.but(extra_leaves=w.extra_leaves | leaves), "override")
+    known = worlds.current().extra_leaves
+    if leaves <= known:
+        return True
+    if len(known | leaves) > MOST_TESTS:
+        return False
+    worlds.publish(lambda w: w.but(extra_leaves=w.extra_leaves | leaves), "override")
+    return True
 
 
 def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
@@ -146,14 +154,32 @@ class Failure(NamedTuple):
     kernel: Kernel | None = None               # set where the fault may be the kernel's own
 
 
+_known: dict[tuple[type[BaseException], str], Reason] = {}     # faults that came before: it may be every call
+MOST_KNOWN = 256
+
+
+def _judged(fault: BaseException) -> tuple[str, Reason]:
+    """Of what kind a fault is, and how it is told. A kernel that fails again says the same again."""
+    key = type(fault), str(fault)
+    reason = _known.get(key)
+    if reason is not None:
+        return "kernel", reason
+    kind = faults.classify(fault)
+    reason = faults.reason_of(fault, kind)
+    if kind == "kernel" and len(key[1]) < 1000:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[key] = reason
+    return kind, reason
+
+
 def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure], op: str,
           facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
     """Note what went wrong. Raises where nothing else could serve the call either; counts nothing yet."""
     if kernel is None:
         failures.append(Failure("(unregistered)", faults.reason_of(fault, "kernel")))
         return
-    kind = faults.classify(fault)
-    reason = faults.reason_of(fault, kind)
+    kind, reason = _judged(fault)
     if kind == "sticky":
         change_health(kernel.health, lambda old: health.disabled(reason))
         raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}. Faults are reported late: an "
@@ -178,8 +204,10 @@ def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
     """Hold a fault against the kernel, which was called `calls` times so far."""
     world = worlds.current()
     limits, cooldown, now = limits_of(world), world.policy.setting("breaker_cooldown"), time.monotonic()
+    if world.catalog.by_id.get(kernel.id) is not kernel:
+        return                                 # unregistered meanwhile: nothing is held against its namesake
     with _counting:
-        found = _faults.setdefault(kernel.id, health.Faults())
+        found = _faults.get(kernel.id) or _faults.setdefault(kernel.id, health.Faults())
         too_many = found.add(calls, reason, limits)
         failures = found.among_last(calls, limits)
     if too_many or kernel.health in world.health:
@@ -230,10 +258,13 @@ def _look(world: World) -> None:
     if world.catalog is _catalog:
         return
     _catalog = world.catalog
-    for kernel in [k for k in list(_loaded) if k not in world.catalog.by_id]:
+    known = world.catalog.by_id
+    for kernel in [k for k, (owner, _) in list(_loaded.items()) if known.get(k) is not owner]:
         _loaded.pop(kernel, None)
+    for kernel in [k for k in list(_loading) if k not in known]:
+        _loading.pop(kernel, None)             # whoever loads it now has its lock
     with _counting:
-        for kernel in [k for k in _faults if k not in world.catalog.by_id]:
+        for kernel in [k for k in _faults if k not in known]:
             del _faults[kernel]
         for key in [k for k in _shortages if k[0] not in world.catalog.by_id]:
             del _shortages[key]
@@ -295,7 +326,5 @@ def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override |
 
 
 def after_fork() -> None:
-    """In the child: a thread that was loading a kernel, or counted a fault, is gone."""
-    global _counting
+    """In the child: a thread that was loading a kernel is gone."""
     _loading.clear()
-    _counting = threading.Lock()

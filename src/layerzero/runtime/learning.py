@@ -27,10 +27,11 @@ from ..spec.event import Learned, LearningStarted
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import MEASURED, Plan, Step
-from . import events, faults, jit, loading, measurements, protection
+from . import events, jit, loading, locks, measurements, protection
 from . import world as worlds
 from .binding import Binding
 from .cache import Entry
+from .catalog import Catalog
 from .context import Override
 from .exploring import Exploring, Key, Kind, Way, account
 from .incidents import mark_unloadable
@@ -51,7 +52,7 @@ DEVICES = ("cpu", "cuda")                      # on others a call cannot be time
 
 _kinds: dict[Key, Kind] = {}                   # those being learned
 _closed: dict[Key, None] = {}                  # those this process is done with, oldest first
-_adding = threading.Lock()
+_adding = locks.Lock()
 _learned = _unclear = 0
 
 
@@ -189,7 +190,7 @@ class Worker:
         self.renew()
 
     def renew(self) -> None:
-        self._wake = threading.Condition()
+        self._wake = locks.condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._settled: list[Kind] = []
         self._thread: threading.Thread | None = None
@@ -207,15 +208,19 @@ class Worker:
             self._start()
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="layerzero-learning", daemon=True)
             self._thread.start()
         else:
             self._wake.notify_all()
 
     def _run(self) -> None:
+        events.in_background()
+        me = threading.current_thread()
         while True:
             with self._wake:
+                if self._thread is not me:     # an interrupt came while it was started, and there is another
+                    return
                 task = self._tasks.popleft() if self._tasks else None
                 if task is None and not self._settled:
                     self._thread = None
@@ -229,8 +234,8 @@ class Worker:
                 settled, self._settled = ([], self._settled) if task is not None else (self._settled, [])
             try:
                 task() if task is not None else self._publish(settled)
-            except faults.FAULTS as e:         # a kernel that cannot be bound; the calls go on
-                events.log.warning("learning: %s: %s", type(e).__name__, e)
+            except events.ANYTHING as e:       # a kernel that cannot be bound; the calls and this thread go on
+                events.warn("learning: %s: %s", type(e).__name__, e)
 
     def _publish(self, kinds: list[Kind]) -> None:
         self._last = time.monotonic()
@@ -240,11 +245,14 @@ class Worker:
         """Wait until nothing is left to load or to write; True if that was within the time."""
         end = time.monotonic() + seconds
         with self._wake:
-            while self._thread is not None and time.monotonic() < end:
+            while self._at_work() and time.monotonic() < end:
                 self._hurry = True
                 self._wake.notify_all()
                 self._wake.wait(max(end - time.monotonic(), 0.0))
-            return self._thread is None
+            return not self._at_work()
+
+    def _at_work(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def after_fork(self) -> None:
         """In the child: the thread is gone, and what it had to do is done here too."""
@@ -331,8 +339,21 @@ def reset() -> None:
 
 
 def _follow(world: World) -> None:
+    global _catalog
     if not world.policy.setting("learn"):
         _kinds.clear()
+    if world.catalog is _catalog:
+        return
+    known = world.catalog.by_id                # what was unregistered is not learned about any more
+    for key, kind in list(_kinds.items()):
+        if world.catalog.ops.get(kind.op.name) is not kind.op or not known.keys() >= kind.steps.keys():
+            _kinds.pop(key, None)
+    for key in [k for k in list(_closed) if k[0] not in world.catalog.ops or any(c[0] not in known for c in k[3])]:
+        _closed.pop(key, None)
+    _catalog = world.catalog
+
+
+_catalog: Catalog | None = None                # that of the last world that was looked at
 
 
 worlds.listen(_follow)
@@ -340,9 +361,6 @@ atexit.register(flush, 5.0)
 
 
 def _after_fork() -> None:
-    global _adding
-    _adding = threading.Lock()
-    account.after_fork()
     for kind in list(_kinds.values()):
         kind.after_fork()
     _worker.after_fork()

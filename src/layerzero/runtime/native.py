@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 
 from ..select.key import KeyProgram, NumberField
 from ..select.policy import Layer
-from ..spec.errors import ConfigError, DataError
+from ..spec.errors import ConfigError, DataError, RegistrationError
 from ..spec.expr import parse
 from ..spec.kernel import Const, Direct, LastSize
 from ..spec.op import INT64, Op, Param
@@ -45,6 +46,7 @@ _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
 SIZE, LITERAL, LEAD, SPREAD = range(4)
 PARAM, CONSTANT, LAST_SIZE = range(3)
+NO_WORLD = -1              # an epoch that no world has: the table refuses every entry
 MAX_TESTS = 47             # of one field: they share a word with its bucket
 
 
@@ -233,7 +235,20 @@ def dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) ->
     if any(value in floats if code == "fact" else isinstance(value, float) for code, value in steps):
         return None                            # derived facts are whole numbers there
     doc = f"{op.name}{_untyped(op)}\n--\n\n{op.reference.__doc__ or ''}"
-    return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, miss, recover))
+    return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, _weakly(op, miss), _weakly(op, recover)))
+
+
+def _weakly(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, without keeping its owner alive: the garbage collector does not see into native code."""
+    name, reference = op.name, weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise RegistrationError(f"lz.{name} was unregistered; register it again, and call what that returns")
+        return found(*args, **kwargs)
+
+    return call
 
 
 def _untyped(op: Op) -> str:

@@ -21,7 +21,7 @@ import torch
 from ..select.policy import REDACTIONS, PolicyRule
 from ..spec.errors import LayerZeroError
 from ..spec.reason import Code
-from . import capabilities, config, hardware, measurements, native, redaction
+from . import capabilities, config, hardware, measurements, native, perf_loading, redaction
 from . import world as worlds
 from .loading import installed_version, satisfies
 from .memory import free_bytes, headroom
@@ -164,7 +164,7 @@ def described(world: World, path: Path | str | None = None) -> Check:
 def database(world: World) -> Check:
     """Read only: the file is opened so that nothing is written, not even beside it."""
     want = "a database of measurements that can be read"
-    where = measurements.location(world.policy)
+    where = perf_loading.location(world.policy)
     if where is None:
         return Check("database", OK, want, "switched off: perfdb is off, nothing is kept")
     if isinstance(where, str):                 # a server: what loading said of it; no second connection is made

@@ -32,20 +32,20 @@ from ..spec.errors import ConfigError, DataError
 from ..spec.event import Event, Fallback
 from ..spec.op import Op
 from ..spec.sealed import replace_output
-from . import calls, dispatch, events, tracing
+from . import calls, dispatch, events, locks, tracing
 from . import facts as reading
 from . import world as worlds
 from .cache import Count, Entry
 from .context import Override
+from .native import NO_WORLD
 from .world import World
 
 VARIABLE = "LAYERZERO_RECORD"                  # a folder: every process that has it writes a file of its own there
 FLUSH_SECONDS = 1.0
-NO_WORLD = -1                                  # an epoch that no world has: the native table refuses every entry
 
 log = logging.getLogger("layerzero")
 _active: tuple[Observer, ...] = ()
-_changing = threading.RLock()
+_changing = locks.Lock()
 _here = threading.local()                      # .fallback: (op, kernel) that served in another's place, this moment
 
 
@@ -83,7 +83,7 @@ class Recorder:
         self.path = path if self.folder is None else self.folder / f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
         self._kinds: dict[Any, _Kind] = {}
         self._of_entry: WeakKeyDictionary[Entry, _Kind] = WeakKeyDictionary()
-        self._lock, self._writing = threading.RLock(), threading.RLock()
+        self._lock, self._writing = locks.Lock(), locks.Lock()
         self._due = 0.0
         self._at_exit = False
 
@@ -305,8 +305,6 @@ def from_environment() -> Recorder | None:
 
 
 def _after_fork() -> None:
-    global _changing
-    _changing = threading.RLock()
     for recorder in _active:
         recorder.after_fork()
 

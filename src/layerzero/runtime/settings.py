@@ -107,7 +107,7 @@ def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None, 
     if when:
         learn(Override(Layer("context", {}, rules), None))
     if deadline is not None:
-        worlds.publish(lambda w: w.but(deadlines=w.deadlines | {deadline}), "prefer")
+        worlds.publish(lambda w: w.but((), deadlines=w.deadlines | {deadline}), "prefer")  # no choice changes yet
     return context.overriding(settings, rules, deadline)
 
 

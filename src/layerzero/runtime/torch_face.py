@@ -22,7 +22,7 @@ from ..spec.op import Op, Param
 from .dispatch import dispatchers
 
 _library = torch.library.Library("layerzero", "FRAGMENT")
-_defined: dict[str, Op] = {}
+_defined: dict[str, str] = {}                  # op -> its schema; torch never forgets one
 _TYPES = {"tensor": "Tensor", "bool": "bool", "int": "SymInt", "float": "float", "str": "str",
           "generator": "Generator"}
 
@@ -45,8 +45,8 @@ def schema(op: Op) -> str:
 
 def check(op: Op) -> None:
     """Refuses an op whose name torch knows with another signature: that lasts as long as the process."""
-    if op.read is None and op.name in _defined and schema(_defined[op.name]) != schema(op):
-        raise RegistrationError(f"op {op.name!r} was registered with torch as {schema(_defined[op.name])}, which a "
+    if op.read is None and op.name in _defined and _defined[op.name] != schema(op):
+        raise RegistrationError(f"op {op.name!r} was registered with torch as {_defined[op.name]}, which a "
                                 "process cannot change; give the new one another name")
 
 
@@ -56,9 +56,8 @@ def define(op: Op) -> None:
         return
     check(op)
     if op.name in _defined:
-        _defined[op.name] = op
         return
-    _defined[op.name] = op                      # first: torch asks its namespace for the op while it is being defined
+    _defined[op.name] = schema(op)              # first: torch asks its namespace for the op while it is being defined
     _library.define(schema(op))
     _library.impl(op.name, _implementation(op.name, op.outputs == "Tensor[]"), "CompositeImplicitAutograd")
     if "torch._dynamo" in sys.modules:
@@ -67,7 +66,10 @@ def define(op: Op) -> None:
 
 def _implementation(name: str, as_list: bool) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        out = dispatchers[name].twin(*args, **kwargs)
+        found = dispatchers.get(name)
+        if found is None:
+            raise RegistrationError(f"torch.ops.layerzero.{name}: the op {name!r} was unregistered; register it again")
+        out = found.twin(*args, **kwargs)
         return (list(out) if isinstance(out, tuple) else [out]) if as_list else out
 
     return run
@@ -75,9 +77,11 @@ def _implementation(name: str, as_list: bool) -> Callable[..., Any]:
 
 def substitute(name: str) -> None:
     """Tell Dynamo what to trace in place of the public function."""
-    op, found = _defined[name], dispatchers[name]
+    found = dispatchers.get(name)
+    if found is None:                           # unregistered
+        return
     packet = getattr(torch.ops.layerzero, name).default
-    several = op.outputs == "Tensor[]"
+    several = found.op.outputs == "Tensor[]"
     no_policy = (f"lz.{name}: policy= cannot be traced by torch.compile; put `with lz.prefer(...)` around the "
                  "compiled function, or name a kernel with backend=")
 

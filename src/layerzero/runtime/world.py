@@ -32,7 +32,7 @@ from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import AnyOf, Condition, Rule, When
-from . import config, context, events, hardware, health, loading, memory, perf_loading, redaction
+from . import config, events, hardware, health, loading, locks, memory, perf_loading, redaction
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
 from .tables import InForce
@@ -222,7 +222,7 @@ def _settled_on_cpu(rule: Condition) -> bool:
 
 
 _current: World | None = None
-_writing = threading.RLock()           # writers only: publishing is read, change, write
+_writing = locks.Lock()                # writers only: publishing is read, change, write
 _listeners: list[Callable[[World], None]] = []
 
 
@@ -236,19 +236,22 @@ def exists() -> bool:
 
 
 def _create() -> World:
-    global _current
+    told: list[Event] = []
     with _writing:
         if _current is None:
             catalog, problems = discover()
             advice, refused = plugin_policy(catalog)
             policy, path, stamp = _initial_policy(catalog, advice)
             redaction.use(policy.setting("redact"))            # before the first event
-            perf, told = perf_loading.load(policy, catalog.kernels)
-            _current = World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp, born=time.monotonic())
-            for event in (*problems, *refused, *told):
-                events.emit(event)
-            _announce(_current)
-        return _current
+            perf, trouble = perf_loading.load(policy, catalog.kernels)
+            told += (*problems, *refused, *trouble)
+            _put_in_force(World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp,
+                                born=time.monotonic()))
+        world = _current
+    for event in told:
+        events.emit(event)
+    assert world is not None
+    return world
 
 
 def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Path | None, config.FileStamp | None]:
@@ -264,7 +267,7 @@ def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Pat
 
 def publish(change: Callable[[World], World], cause: str = "") -> World:
     """Replace the world by `change(world)`. Returning the same world publishes nothing."""
-    global _current
+    current()                                  # made before the lock is taken: that may have events
     with _writing:
         old = current()
         new = change(old)
@@ -272,16 +275,28 @@ def publish(change: Callable[[World], World], cause: str = "") -> World:
             return old
         perf, told = perf_loading.follow(old, new)
         new = new if perf is new.perf else replace(new, perf=perf)
-        _current = new
-        _announce(new)
+        _put_in_force(new)
     for event in told:
         events.emit(event)
     events.emit(WorldPublished(epoch=new.epoch, cause=cause))
     return new
 
 
+def _put_in_force(world: World) -> None:
+    """From here on it is the world. An interrupt cannot leave one half of the library in it and not the other."""
+    global _current
+    try:
+        _current = world
+        _announce(world)
+    except BaseException:                      # passed on, after all have heard of whichever is the world now
+        if _current is not None:
+            _announce(_current)
+        raise
+
+
 def consult(listener: Callable[[World], None]) -> None:
     """Show `listener` the world in force; none is published meanwhile."""
+    current()
     with _writing:
         listener(current())
 
@@ -302,7 +317,7 @@ def listen(listener: Callable[[World], None]) -> None:
 
 def forget() -> None:
     """Drop every remembered choice."""
-    publish(lambda w: w.but(born=time.monotonic()), "forget")
+    publish(lambda w: w.but(born=time.monotonic(), extra_leaves=frozenset()), "forget")
 
 
 def pass_time(now: float) -> None:
@@ -310,6 +325,7 @@ def pass_time(now: float) -> None:
     told: list[Event] = []
 
     def change(world: World) -> World:
+        told.clear()
         changes: dict[str, Any] = {}
         ops: set[str] = set()
         policy = world.policy.expired(now)
@@ -336,24 +352,25 @@ def pass_time(now: float) -> None:
         if ahead != world.deadlines:
             changes["deadlines"] = ahead
         if world.policy_file is not None:
-            changes.update(_reread(world, policy))
+            changes.update(_reread(world, policy, told))
         if not changes and not moved:
             return world
         one_kernel_s = changes.keys() <= {"health", "refused", "refused_until"}
         return world.but(ops, **changes) if one_kernel_s else world.but(**changes)
 
-    publish(change, "time")
-    for event in told:
-        events.emit(event)
+    with locks.Section():                      # told together
+        publish(change, "time")
+        for event in told:
+            events.emit(event)
 
 
-def _reread(world: World, policy: Policy) -> dict[str, Any]:
+def _reread(world: World, policy: Policy, told: list[Event]) -> dict[str, Any]:
     assert world.policy_file is not None
     old = next((layer for layer in policy.layers if layer.name == "file"), None)
     ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
     stamp, layer, error = config.reload_if_changed(world.policy_file, world.policy_stamp, old, ops)
     if error is not None:
-        events.emit(PolicyRejected(error=str(error)))
+        told.append(PolicyRejected(error=str(error)))
         return {"policy_stamp": stamp}
     if stamp == world.policy_stamp:
         return {}
@@ -371,7 +388,7 @@ def register(item: Op | Kernel, origin: str = "lz.register()") -> None:
 
 
 def unregister(name: str) -> None:
-    """Take an op or a kernel away, and with it all that was found out about it."""
+    """Take an op, a kernel, a backend or a plugin away, and with it all that was found out about it."""
     def change(world: World) -> World:
         catalog = world.catalog.without(name)
         groups = {group for k in catalog.kernels for group in (k.health, k.id)}
@@ -379,6 +396,7 @@ def unregister(name: str) -> None:
             catalog=catalog, health={g: h for g, h in world.health.items() if g in groups},
             refused={k: r for k, r in world.refused.items() if k in catalog.by_id},
             refused_until={k: end for k, end in world.refused_until.items() if k[0] in catalog.by_id},
+            certified=frozenset(k for k in world.certified if k in catalog.by_id),
             unloadable={k: r for k, r in world.unloadable.items() if k in catalog.by_id},
             warmed=frozenset(w for w in world.warmed if (w if isinstance(w, str) else w[0]) in catalog.by_id))
 
@@ -399,12 +417,9 @@ def _renew_property_locks() -> None:
 
 
 def _after_fork() -> None:
-    global _writing
-    _writing = threading.RLock()
     if sys.version_info < (3, 12):
         _renew_property_locks()
-    context.after_fork()
-    events.after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork) if hasattr(os, "register_at_fork") else None
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

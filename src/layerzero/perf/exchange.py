@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..spec.errors import DataError
+from ..spec.reading import Limits, read_json_lines
 from .record import Measurement, Rates, is_cpu_place
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "layerzero.perf/2"
 WITHOUT_MODE = "layerzero.perf/1"              # of its rows only those of CPUs are of use: see store.py
+LIMITS = Limits(size=1 << 30)                  # of a file of measurements
 Content = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
 
 
@@ -77,20 +79,10 @@ def read_lines(path: Path) -> Content:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                try:
-                    found = json.loads(text)
-                except (ValueError, RecursionError) as e:
-                    raise DataError(f"{path}:{number}: not a line of JSON: {e}") from e
-                if not isinstance(found, dict):
-                    raise DataError(f"{path}:{number}: wanted a JSON object, got {type(found).__name__}")
-                yield number, found
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path}: not a text file: {e}") from e
-    except OSError as e:
-        raise DataError(f"{path}: cannot read the measurements: {e.strerror}") from e
+    for number, found in read_json_lines(path, "a file of lz perf export", limits=LIMITS, nan=True):
+        if not isinstance(found, dict):
+            raise DataError(f"{path}:{number}: wanted a JSON object, got {type(found).__name__}")
+        yield number, found
 
 
 def _checked_id(line: Mapping[str, Any]) -> str:

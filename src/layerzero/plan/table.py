@@ -22,6 +22,7 @@ from ..runtime import capabilities
 from ..runtime.builds import build_of
 from ..runtime.loading import installed_version
 from ..runtime.world import World
+from ..spec import reading
 from ..spec.call import Call
 from ..spec.device import Device
 from ..spec.errors import DataError, SpecError
@@ -335,12 +336,7 @@ def above(n: Number) -> Number:
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> Any:
-    try:
-        return json.loads(Path(path).read_bytes().decode("utf-8"))
-    except OSError as e:
-        raise DataError(f"{path}: wanted {what}; cannot read it: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
-        raise DataError(f"{path}: wanted {what}; it is not JSON: {e}") from e
+    return reading.read_json(path, what)
 
 
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ..spec.event import (
     CertificateRefused,
     Event,
     Fallback,
+    FileRefused,
     HealthChanged,
     KernelRefused,
     PolicyRejected,
@@ -25,7 +26,8 @@ Sink = Callable[[Event], None]
 _sinks: tuple[Sink, ...] = ()
 _counts: Counter[tuple[str, str, str]] = Counter()
 _lock = threading.Lock()
-_LOUD = (BackendUnavailable, CertificateRefused, Fallback, HealthChanged, KernelRefused, PolicyRejected, StoreTrouble)
+_LOUD = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged, KernelRefused, PolicyRejected,
+         StoreTrouble)
 
 
 def emit(event: Event) -> None:

@@ -16,7 +16,9 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Union
 
+from ..runtime import events
 from ..spec.errors import DataError
+from ..spec.event import FileRefused
 from .schema import Fields, read, read_json, read_lines
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1", "int64", "int32", "int16",
@@ -426,7 +428,7 @@ def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> t
         found: Sequence[Definition] = (Definition.load(root),)
     elif root.is_dir():
         home = root / "definitions" if (root / "definitions").is_dir() else root
-        found = [Definition.load(path) for path in sorted(home.rglob("*.json"))]
+        found = _readable(sorted(home.rglob("*.json")))
     else:
         raise DataError(f"{root}: wanted a folder of definitions or one JSON file; there is none")
     chosen = tuple(d for d in found if name in ("", d.name) and op_type in ("", d.op_type))
@@ -441,6 +443,21 @@ def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> t
     return tuple(sorted(chosen, key=lambda d: (d.op_type, d.name)))
 
 
+def _readable(paths: Sequence[Path]) -> list[Definition]:
+    """Those of the files that hold a definition; each of the others is a `FileRefused` event."""
+    found: list[Definition] = []
+    refused: DataError | None = None
+    for path in paths:
+        try:
+            found.append(Definition.load(path))
+        except DataError as e:
+            refused = refused or e
+            events.emit(FileRefused(path=str(path), problem=str(e)))
+    if refused is not None and not found:
+        raise refused
+    return found
+
+
 def dataset_root(definition: Definition) -> Path | None:
     """The folder that holds `definitions/`, from which paths of stored inputs count."""
     parents = definition.origin.resolve().parents if definition.origin else ()
@@ -453,4 +470,8 @@ def find_workloads(definition: Definition) -> tuple[Workload, ...]:
     if root is None:
         return ()
     path = root / "workloads" / definition.op_type / f"{definition.name}.jsonl"
-    return tuple(t.workload for t in Trace.load_lines(path)) if path.exists() else ()
+    try:
+        return tuple(t.workload for t in Trace.load_lines(path)) if path.exists() else ()
+    except DataError as e:                     # the workloads of the other definitions may be read
+        events.emit(FileRefused(path=str(path), problem=str(e)))
+        return ()

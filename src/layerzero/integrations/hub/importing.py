@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from ...runtime.loading import LOAD_ERRORS, findable
+from ...spec.errors import DataError
+from ...spec.reading import read_json
 from .content import Content
 from .errors import HubError, NamespaceClash
 from .variants import compiled
@@ -177,9 +179,10 @@ def report(build: str, dependencies: dict[str, str], backend: str | None) -> dic
 def _seen_elsewhere(build: Path, dependencies: dict[str, Path], backend: str | None) -> dict[str, Any]:
     note = build.parent / f"seen-{torch.__version__}-{sys.implementation.cache_tag}.json"
     try:
-        found: dict[str, Any] = json.loads(note.read_text())
-        return found
-    except (OSError, ValueError):
+        found = read_json(note, "what an import in a process of its own has shown")
+        if isinstance(found, dict) and isinstance(found.get("error"), str) and _are_texts(found.get("namespaces")):
+            return found
+    except DataError:                          # not there, or damaged: it is tried anew
         pass
     given = json.dumps([str(build), {k: str(v) for k, v in dependencies.items()}, backend])
     try:
@@ -196,6 +199,10 @@ def _seen_elsewhere(build: Path, dependencies: dict[str, Path], backend: str | N
     if not seen["error"]:                      # a fault may be mended: it is asked again
         note.write_text(json.dumps(seen))
     return seen
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value)
 
 
 def _said(error: BaseException) -> str:

@@ -137,10 +137,11 @@ def _recorded(path: Path) -> Iterator[Call]:
     lines = tuple(lines_of(path, "calls as JSON lines, such as lz record writes", limits=LIMITS))
     for i, (number, line) in enumerate(lines, 1):
         try:
-            yield Call.from_json(parse_json(line, f"{path}:{number}", "one call on the line", nan=True))
+            origin = f"{path}:{number}"
+            yield Call.from_json(parse_json(line, origin, "one call on the line", nan=True), origin)
         except (DataError, SpecError) as e:
             if i < len(lines):
-                raise DataError(f"{path}:{number}: {e}; the lines before it were read") from e
+                raise DataError(f"{e}; the lines before it were read") from e
 
 
 def standard(dtypes: Sequence[str] = STANDARD_DTYPES) -> tuple[Call, ...]:

@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "src" / "layerzero"
 RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "select": 2, "runtime": 3, "plan": 4, "tune": 4, "verify": 4,
         "integrations": 5, "cli": 6, "__main__": 6, "": 6}     # "" is __init__.py: the public names
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
-# No operation and no library, shared by those that are: formulas, how a tokenizer is told from another, packed weights.
-HELPERS = {"ops": ("formulas", "tokenizer_identity"), "backends": ("packing",)}
+# No operation and no library, shared by those that are: formulas, what a tokenizer is, packed weights.
+HELPERS = {"ops": ("formulas", "tokenizer_identity", "tokenizer_schema"), "backends": ("packing",)}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -117,7 +117,8 @@ def _membership(fact: str, value: Any) -> Test:
 def _number(fact: str, text: str) -> float:
     number = _word(text)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise ConfigError(f"{fact}: a comparison wants a number, got {shown(text)}; write it like '> 128' or '512..4096'")
+        raise ConfigError(f"{fact}: a comparison wants a number, got {shown(text)}; write it like '> 128' or "
+                          "'512..4096'")
     return number
 
 

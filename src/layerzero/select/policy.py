@@ -109,8 +109,8 @@ def _in_new_words(name: str, value: Any) -> str:
         return value
     allowed = _BOOLS.get(shown(value, str).strip().lower())
     if allowed is None:
-        raise ConfigError(f"{name} must be true or false, got {shown(value)}; it is deprecated: write jit: in_request for "
-                          "true, jit: never for false")
+        raise ConfigError(f"{name} must be true or false, got {shown(value)}; it is deprecated: write jit: "
+                          "in_request for true, jit: never for false")
     new = "in_request" if allowed else "never"
     warn_caller(f"the setting {name} is deprecated; write jit: {new} for {str(allowed).lower()}, or leave it out: "
                 "kernels are compiled in the background then", DeprecationWarning)

@@ -7,14 +7,15 @@ is a `DataError` (or the error that is asked for) that names the file, what was 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple, Union
+from typing import Any, BinaryIO, NamedTuple, ParamSpec, TypeVar, Union
 
 from .errors import ConfigError, DataError
 
@@ -190,3 +191,27 @@ _UNSEEN = re.compile(
 def printable(text: str) -> str:
     """As a terminal may be sent it: what would steer the terminal or reorder the line stands as its escape."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+# What libraries written in Rust do
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Panicked(RuntimeError):
+    """A library written in Rust panicked. Its own exception is none that `except Exception` catches."""
+
+
+def no_panic(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, with a panic of a Rust library in it raised as `Panicked`, which is an Exception."""
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as e:             # each library has a class of its own, known by its name alone
+            if type(e).__name__ != "PanicException":
+                raise
+            raise Panicked(f"a Rust library panicked: {e}") from e
+
+    return call

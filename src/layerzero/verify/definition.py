@@ -163,8 +163,8 @@ def _definition(f: Fields, origin: Path | None) -> Definition:
 
 
 def _is_file_name(text: str) -> bool:
-    """Datasets have a file for each name: one that leads elsewhere is refused."""
-    return text not in (".", "..") and not any(c in "/\\\0" for c in text)
+    """Datasets have a file for each name: one that leads elsewhere, or that cannot be seen, is refused."""
+    return text not in (".", "..") and len(text) <= 200 and text.isprintable() and not any(c in "/\\" for c in text)
 
 
 def _check_reference(f: Fields, found: Definition) -> None:

@@ -33,6 +33,7 @@ from ..spec.rules import Rule
 
 SCHEMA = "layerzero.dispatch_table/1"
 DEFAULT_PATH = "dispatch_table.json"
+MOST_ROWS = 20_000
 TRANSFORMS = ("contiguous", "cast", "layout")
 _SAME_MACHINE = ("index", "total_memory")      # of a device: as in its signature, these do not count
 
@@ -284,8 +285,8 @@ class Table:
         check_schema(data, SCHEMA, owner)
         check_keys(data, ("schema", "hash", "stamp", "rows", "jit"), owner)
         for name in ("rows", "jit"):
-            if not isinstance(data[name], list):
-                raise wrong(f"{owner}.{name}", "a list", data[name])
+            if not isinstance(data[name], list) or len(data[name]) > MOST_ROWS:
+                raise wrong(f"{owner}.{name}", f"a list of at most {MOST_ROWS}", data[name])
         rows = tuple(Row.from_json(row, f"{owner}.rows[{i}]") for i, row in enumerate(data["rows"]))
         jit = []
         for i, item in enumerate(data["jit"]):

@@ -23,6 +23,7 @@ from .schema import Fields, read, read_json, read_lines
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1", "int64", "int32", "int16",
           "int8", "bool")
+MOST_REFERENCE, MOST_CONSTRAINT, MOST_CONSTRAINTS = 1 << 18, 500, 200     # characters, characters, lines
 LANGUAGES = ("python", "triton", "cpp", "cuda", "tilelang")
 UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)   # a zero byte; the parser's own limits
 STATUSES = ("PASSED", "INCORRECT_SHAPE", "INCORRECT_NUMERICAL", "INCORRECT_DTYPE", "RUNTIME_ERROR", "COMPILE_ERROR",
@@ -153,6 +154,9 @@ def _definition(f: Fields, origin: Path | None) -> Definition:
     for name in found.inputs.keys() & found.outputs.keys():
         f.wrong(f"outputs.{name}", "a name that no input has", name)
     for i, text in enumerate(found.constraints):
+        if len(text) > MOST_CONSTRAINT or i >= MOST_CONSTRAINTS:
+            f.wrong(f"constraints[{i}]", f"one of at most {MOST_CONSTRAINTS} of {MOST_CONSTRAINT} characters", text)
+            break
         try:
             ast.parse(text, mode="eval")
         except UNPARSED as e:
@@ -168,6 +172,9 @@ def _is_file_name(text: str) -> bool:
 
 
 def _check_reference(f: Fields, found: Definition) -> None:
+    if len(found.reference) > MOST_REFERENCE:
+        f.wrong("reference", f"at most {MOST_REFERENCE} characters", found.reference[:60])
+        return
     try:
         tree = ast.parse(found.reference)
     except SyntaxError as e:

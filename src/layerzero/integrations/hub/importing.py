@@ -20,13 +20,15 @@ import torch
 
 from ...runtime.loading import LOAD_ERRORS, findable
 from ...spec.errors import DataError
-from ...spec.reading import read_json
+from ...spec.reading import Limits, no_panic, read_json
+from ...spec.reason import STRANGE
 from .content import Content
 from .errors import HubError, NamespaceClash
 from .variants import compiled
 
 _importing = threading.RLock()                 # what a kernel registers is told by looking before and after
 _REGISTERED = re.compile(r"^debug: registered at (.*):\d+$", re.MULTILINE)
+LIMITS = Limits(size=1 << 20)                  # of metadata.json
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
@@ -124,11 +126,13 @@ def _check_seen(build: Path, seen: dict[str, Any], others: set[str]) -> None:
 
 def metadata_of(build: Path) -> Any:
     from kernels import Metadata
+    path = build / "metadata.json"
     try:
-        found = Metadata.read_from_file(build / "metadata.json")
-    except (OSError, ValueError) as e:
-        raise HubError(f"{build / 'metadata.json'}: wanted the metadata of a kernel; {e}") from e
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", found.id):
+        read_json(path, "the metadata of a kernel", limits=LIMITS)
+        found = no_panic(Metadata.read_from_file)(path)
+    except STRANGE as e:
+        raise HubError(f"{path}: wanted the metadata of a kernel; {e}") from e
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,200}", found.id):
         raise HubError(f"{build / 'metadata.json'}: wanted an id that is a name in Python, got {found.id!r:.80}")
     return found
 

@@ -247,7 +247,7 @@ def _cannot_serve(row: Row, kernel: Kernel, world: World) -> Iterator[Violation]
 # comparing
 
 Choices = Union[Table, Lockfile]
-_MOST_PIECES = 100_000                         # of rows, of which is taken out what others cover, in one comparison
+_MOST_PIECES = 5                               # that are left of a row, on average, when others are taken out
 
 
 def load_choices(path: str | os.PathLike[str]) -> Choices:
@@ -282,7 +282,7 @@ class Difference:
 def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:
     """Every range of calls that either of them knows. Ranges that overlap in part are cut where they do."""
     found = []
-    there, here, work = _Meeting(b.rows), _Meeting(a.rows), [0]
+    there, here, work = _Meeting(b.rows), _Meeting(a.rows), [-1000 - _MOST_PIECES * (len(a.rows) + len(b.rows))]
     for row in a.rows:
         rest = [row]
         for other in there.of(row):
@@ -302,7 +302,7 @@ def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:
 def _without(rest: Sequence[Row], other: Row, work: list[int]) -> list[Row]:
     pieces = [piece for part in rest for piece in subtraction(part, other)]
     work[0] += len(pieces) + 1
-    if work[0] > _MOST_PIECES:                 # rows of a table that was solved do not overlap
+    if work[0] > 0:                            # rows of a table that was solved do not overlap
         raise DataError(f"{other}: its rows overlap so often that they cannot be compared; make them again with "
                         "lz solve or lz lock")
     return pieces
@@ -319,7 +319,7 @@ class _Meeting:
         self.groups = {kind: self._sorted(members) for kind, members in groups.items()}
 
     def _sorted(self, members: Sequence[int]) -> tuple[str, list[int], list[float], list[float]]:
-        """The size that tells most of them apart, the rows by where it begins, those places, the farthest end so far."""
+        """The size that tells most rows apart, the rows by where it begins, those places, the farthest end so far."""
         names = {name for i in members for name, _ in self.rows[i].sizes}
         name = max(sorted(names), key=lambda n: len({_ends(self.rows[i], n) for i in members}), default="")
         ordered = sorted(members, key=lambda i: _ends(self.rows[i], name))

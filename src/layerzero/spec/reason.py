@@ -279,7 +279,7 @@ def _text(value: Value) -> str:
         return "none"
     if isinstance(value, tuple):
         return "one of " + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
-    return str(value)
+    return shown(value, str, 1000)
 
 
 def _listed(value: Value) -> Any:

@@ -57,7 +57,7 @@ def compare(model: str, logits: str, against: str) -> int:
     import torch
 
     from layerzero.integrations.gguf_model import read_gguf
-    from layerzero.verify.layer import Decoder
+    from layerzero.models.decoder import Decoder
     from layerzero.verify.served import Served, tables_of
     found = read_gguf(model)
     stored = numpy.load(logits)

@@ -15,13 +15,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from layerzero.plan.block import Block, Either, Glue, Part, Stage, plan_block
-from layerzero.plan.decoder import decoder_block, decoder_values
+from layerzero.models.block import Block, Either, Glue, Part, Stage
+from layerzero.models.decoder import DecoderConfig, decoder_block, decoder_values
+from layerzero.plan.block import plan_block
 from layerzero.tune.harness import in_turns
 
-MODELS = {                                     # heads, kv_heads, head_dim, hidden, ffn
-    "smollm2-135m": (9, 3, 64, 576, 1536), "qwen3-0.6b": (16, 8, 128, 1024, 3072),
-    "llama-3.2-1b": (32, 8, 64, 2048, 8192)}
+MODELS = {
+    "smollm2-135m": DecoderConfig(576, 9, 3, inner=1536),
+    "qwen3-0.6b": DecoderConfig(1024, 16, 8, head_dim=128, inner=3072),
+    "llama-3.2-1b": DecoderConfig(2048, 32, 8, inner=8192)}
 NORMS = {"4 residual norms, 512 rows": (512, 1024, 4), "4 residual norms, 4096 rows": (4096, 1024, 4)}
 STEPS = {"prefill 128": (128, 0), "prefill 512": (512, 0), "decode at 1024": (1, 1023)}
 
@@ -44,11 +46,11 @@ def cases(device: str) -> Iterator[tuple[str, str, torch.dtype, Block, dict[str,
             x, branch, w = (torch.randn(*shape, dtype=dtype, device=device)
                             for shape in ((rows, hidden), (rows, hidden), (hidden,)))
             yield "", name, dtype, residual_norms(count), {"t0": x, "branch": branch, "w": w}
-    for model, (heads, kv, dim, hidden, ffn) in MODELS.items():
+    for model, config in MODELS.items():
         for step, (seq, past) in STEPS.items():
             for dtype in (torch.float32, torch.bfloat16):
-                values = decoder_values(heads, kv, dim, hidden, ffn, seq=seq, past=past, dtype=dtype, device=device)
-                yield model, step, dtype, decoder_block(heads, kv, dim, cached=past > 0), dict(values)
+                values = decoder_values(config, seq=seq, past=past, dtype=dtype, device=device)
+                yield model, step, dtype, decoder_block(config, cached=past > 0), dict(values)
 
 
 def main() -> None:

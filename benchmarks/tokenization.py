@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 import layerzero as lz
 from layerzero.integrations.gguf_model import packaged_model
 from layerzero.integrations.pipeline_tokens import gguf_tokenizer, patch_tokenizer
-from layerzero.runtime.tokenizers import forget_prefixes
+from layerzero.models.tokenizers import forget_prefixes
 
 OUT = Path(__file__).parent / "results" / "local" / "tokenization.json"
 TEXT = ("You are a careful assistant of a library with 3 floors. Answer in whole sentences; say so if you do not know. "

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.models.decoder import CONFIGS
 from layerzero.spec.rules import absent, equals, off
 from layerzero.verify.ladder import climb
-from layerzero.verify.layer import CONFIGS
 
 
 def load() -> Callable[..., Any]:

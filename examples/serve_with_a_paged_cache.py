@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.runtime.kv_cache import KVCache
+from layerzero.models.kv_cache import KVCache
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER, LAYERS = 256, 64, 4, 2, 16, 128, 2
 PAGES, PAGE = 16, 8

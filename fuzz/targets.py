@@ -31,6 +31,7 @@ from layerzero.plan.force import unknown_facts
 from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfile
 from layerzero.plan.lower import lowered
 from layerzero.plan.table import Table, digest
+from layerzero.report.overview import read_regret
 from layerzero.runtime import capabilities, certificates
 from layerzero.runtime import world as worlds
 from layerzero.runtime.config import environment_layer, load_policy_file
@@ -39,7 +40,6 @@ from layerzero.spec.call import Call, read_calls
 from layerzero.spec.device import Device, table_from_json
 from layerzero.spec.errors import DataError, LayerZeroError
 from layerzero.spec.expr import parse
-from layerzero.tune.overview import read_regret
 from layerzero.tune.workload import merged, read_recordings
 from layerzero.verify.constraints import solved, total_axis, violated
 from layerzero.verify.definition import Definition, Solution, Trace, Workload

@@ -67,12 +67,12 @@ __version__ = "0.1.0"
 # Loaded when first asked for, so that importing the library stays cheap: name -> where it is.
 _LATER = {name: module for module, names in {
     "runtime.inspection": ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which"),
-    "runtime.positions": ("alibi_bias", "alibi_slopes", "rope_tables", "xpos_tables"),
-    "runtime.sampling": ("sample_topk", "sample_topp", "sample_minp"),
-    "runtime.quantization": ("choose_format", "column_shard", "quantized_shard", "row_shard"),
-    "runtime.packing": ("forget_packed", "limit_packed", "packed_weights"),
-    "runtime.kv_cache": ("CacheFull", "kv_cache", "page_table_from_csr"),
-    "runtime.tokenizers": ("load_tokenizer", "prefix_memories", "forget_prefixes"),
+    "models.positions": ("alibi_bias", "alibi_slopes", "rope_tables", "xpos_tables"),
+    "models.sampling": ("sample_topk", "sample_topp", "sample_minp"),
+    "models.quantization": ("choose_format", "column_shard", "quantized_shard", "row_shard"),
+    "models.packing": ("forget_packed", "limit_packed", "packed_weights"),
+    "models.kv_cache": ("CacheFull", "kv_cache", "page_table_from_csr"),
+    "models.tokenizers": ("load_tokenizer", "prefix_memories", "forget_prefixes"),
     "runtime.settings": (
         "configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock"),
     "runtime.recording": ("recording",),
@@ -91,7 +91,8 @@ _LATER = {name: module for module, names in {
     "plan.lockfile": ("check_lockfile", "use_lockfile", "write_lockfile"),
     "plan.bake": ("bind", "compile"),
     "plan.dryrun": ("dry_run",),
-    "plan.block": ("Block", "plan_block"),
+    "models.block": ("Block",),
+    "plan.block": ("plan_block",),
     "integrations.patching": ("patch", "patched", "unpatch"),
     "integrations.transformers": ("register_transformers",),
     "integrations.transformers.accelerate": ("accelerate", "unaccelerate"),
@@ -168,7 +169,7 @@ def clear_cache() -> None:
 
 def __getattr__(name: str) -> Any:
     if name == "speculative":
-        return importlib.import_module("layerzero.runtime.speculative")
+        return importlib.import_module("layerzero.models.speculative")
     if name in _LATER:
         module = importlib.import_module(f"layerzero.{_LATER[name]}")
         found = globals()[name] = getattr(module, _OTHERWISE.get(name, name))

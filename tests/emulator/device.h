@@ -95,7 +95,7 @@ static u64 arrive(Gate& gate) {
     return seen;
 }
 
-static void meet(Gate& gate) { wait_until_past(gate, arrive(gate)); }
+static void arrive_and_wait(Gate& gate) { wait_until_past(gate, arrive(gate)); }
 
 static Warp& its_warp() { return now->block->warps[now->thread / 32]; }
 
@@ -253,8 +253,8 @@ template <bool IS_BF16> FN u32 pack2(float low, float high) {
 
 // Threads of a warp and of a block
 
-FN void sync_block() { emulator::meet(emulator::now->block->gate); }
-FN void sync_warp() { emulator::meet(emulator::its_warp().gate); }
+FN void sync_block() { emulator::arrive_and_wait(emulator::now->block->gate); }
+FN void sync_warp() { emulator::arrive_and_wait(emulator::its_warp().gate); }
 
 template <typename T> FN T shuffle(T v, int from) {
     emulator::Warp& warp = emulator::its_warp();
@@ -433,21 +433,21 @@ FN u32 load_once(const u32* from) {
     return *from;
 }
 
-// A mailbox holds how many bytes are still to come. Without a cluster the hardware knows none.
+// An mbarrier holds how many bytes are still to come. Without a cluster the hardware knows none.
 
 FN void check_cluster() { if (emulator::cluster_blocks == 1) emulator::fail(emulator::ALONE); }
-FN void mailbox_open(u64* box, u32 bytes) { check_cluster(); *box = bytes; }
+FN void mbarrier_expect(u64* mbarrier, u32 bytes) { check_cluster(); *mbarrier = bytes; }
 FN void cluster_here() { cluster_arrive(); }
 
-template <typename T> FN void mail(T* here, int rank, T value, u64* box) {
+template <typename T> FN void remote_store(T* here, int rank, T value, u64* mbarrier) {
     check_cluster();
     if (sizeof(T) == 16) emulator::check_aligned(here);
     memcpy((void*)of_rank(here, rank), &value, sizeof value);
-    *of_rank(box, rank) -= sizeof value;
+    *of_rank(mbarrier, rank) -= sizeof value;
 }
 
-FN void mailbox_wait(u64* box) {
-    for (int n = 0; *box; ++n) {
+FN void mbarrier_wait(u64* mbarrier) {
+    for (int n = 0; *mbarrier; ++n) {
         if (n > 1000000) emulator::fail(emulator::STUCK);
         emulator::leave_to_scheduler();
     }

@@ -48,5 +48,5 @@ KERNEL(broken, Broken, 64)
     if (p.how == 1 && warp() == 1) sync_block();
     if (p.how == 2 && thread() == 0) shared()[256] = 1;
     if (p.how == 3) load4(shared() + 4);
-    if (p.how == 4 && thread() == 0) mailbox_open((u64*)shared(), 8);
+    if (p.how == 4 && thread() == 0) mbarrier_expect((u64*)shared(), 8);
 }

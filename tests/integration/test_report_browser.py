@@ -17,10 +17,11 @@ import pytest
 
 from layerzero.cli.report import gather
 from layerzero.perf.record import Measurement, Rates
+from layerzero.report import style
+from layerzero.report.overview import Overview, Refused, Why, kinds_of, read_regret
+from layerzero.report.page import render
 from layerzero.spec.call import Call
-from layerzero.tune import page_style, regret
-from layerzero.tune.overview import Overview, Refused, Why, kinds_of, read_regret
-from layerzero.tune.page import render
+from layerzero.tune import regret
 
 PYTHON = os.environ.get("BROWSER_PYTHON", sys.executable)
 BROWSER = Path(__file__).with_name("browser.py")
@@ -101,7 +102,7 @@ def test_what_is_hostile_is_shown_as_text(seen):
 
 def test_the_scheme_of_the_system_is_followed(seen):
     scheme, views = seen
-    wanted = page_style.COLOURS[scheme]["page"]
+    wanted = style.COLOURS[scheme]["page"]
     for found in views.values():
         assert found["dark"] == (scheme == "dark")
         assert _hex(found["background"]) == wanted
@@ -110,7 +111,7 @@ def test_the_scheme_of_the_system_is_followed(seen):
 def test_the_heat_map_has_the_colours_that_were_checked(seen):
     scheme, views = seen
     cells = {tuple(map(_hex, pair)) for pair in views["full", PHONE[0]]["cells"]}
-    assert cells == {*page_style.HEAT[scheme]}
+    assert cells == {*style.HEAT[scheme]}
 
 
 def test_every_winner_is_a_point_and_the_picture_is_not_blank(seen):

@@ -32,7 +32,7 @@ from layerzero.integrations.pipeline_tokens import (
     tokenizer_for,
     unpatch_tokenizer,
 )
-from layerzero.runtime.tokenizers import forget_prefixes, prefix_memories
+from layerzero.models.tokenizers import forget_prefixes, prefix_memories
 
 pytestmark = pytest.mark.integration
 CORPUS = ["the cat sat on the mat", "a system prompt of 12 rules and 345 exceptions", "don't say it's over: 'wait'",

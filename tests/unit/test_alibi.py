@@ -9,7 +9,7 @@ import torch
 from helpers import path_of, qkv
 
 import layerzero as lz
-from layerzero.runtime.positions import alibi_slopes
+from layerzero.models.positions import alibi_slopes
 
 KERNELS = ("torch.alibi", "reference.alibi")
 

@@ -9,23 +9,25 @@ import torch
 import torch.nn.functional as F
 
 import layerzero as lz
+from layerzero.models.block import Block, Either, Glue, Stage
+from layerzero.models.decoder import DecoderConfig, decoder_block, decoder_values
 from layerzero.ops.rms_norm import OP as RMS_NORM
-from layerzero.plan.block import Block, BlockPlan, Either, Glue, Stage, plan_block
-from layerzero.plan.decoder import decoder_block, decoder_values
+from layerzero.plan.block import BlockPlan, plan_block
 from layerzero.runtime import world as worlds
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.rules import contiguous
 
-SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 64}
+SMALL = DecoderConfig(96, 8, 2, head_dim=64, inner=160)
 
 
-def plain(v, heads, kv_heads, head_dim):
+def plain(v, c):
     """The same layer in torch alone, in float64."""
     v = {n: t.double() for n, t in v.items()}
-    x = v["x"]
+    x = v["input"]
     batch, seq, hidden = x.shape
-    h = F.rms_norm(x, (hidden,), v["norm1"], 1e-5)
-    q, k, val = (h @ v["qkv"].t()).view(batch, seq, -1, head_dim).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
+    h = F.rms_norm(x, (hidden,), v["ln1.weight"], 1e-5)
+    packed = (h @ v["qkv.weight"].t()).view(batch, seq, -1, c.head_dim).transpose(1, 2)
+    q, k, val = packed.split((c.heads, c.kv_heads, c.kv_heads), 1)
 
     def turn(t):
         a, b = t.chunk(2, -1)
@@ -36,22 +38,22 @@ def plain(v, heads, kv_heads, head_dim):
         k, val = torch.cat((v["past_k"], k), 2), torch.cat((v["past_v"], val), 2)
     mask = torch.ones(seq, k.shape[2], dtype=torch.bool).tril(k.shape[2] - seq)
     mixed = F.scaled_dot_product_attention(q, k, val, attn_mask=mask, enable_gqa=True)
-    total = x + mixed.transpose(1, 2).flatten(2) @ v["out"].t()
-    n = F.rms_norm(total, (hidden,), v["norm2"], 1e-5)
-    return total + (F.silu(n @ v["gate"].t()) * (n @ v["up"].t())) @ v["down"].t()
+    total = x + mixed.transpose(1, 2).flatten(2) @ v["out.weight"].t()
+    gate, up = (F.rms_norm(total, (hidden,), v["ln2.weight"], 1e-5) @ v["in.weight"].t()).chunk(2, -1)
+    return total + (F.silu(gate) * up) @ v["down.weight"].t()
 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("seq, past", [(33, 0), (1, 40), (5, 7)])
 def test_planned_decoder_layer_is_right(seq, past, greedy):
-    values = decoder_values(**SIZES, hidden=96, ffn=160, batch=2, seq=seq, past=past)
-    plan = plan_block(decoder_block(**SIZES, cached=past > 0), values, greedy)
-    torch.testing.assert_close(plan(**values)[0].double(), plain(values, **SIZES), rtol=1e-4, atol=1e-4)
+    values = decoder_values(SMALL, batch=2, seq=seq, past=past)
+    plan = plan_block(decoder_block(SMALL, cached=past > 0), values, greedy)
+    torch.testing.assert_close(plan(**values)[0].double(), plain(values, SMALL), rtol=1e-4, atol=1e-4)
 
 
 def test_plan_avoids_the_copy_and_the_parts_that_greedy_pays_for():
-    values = decoder_values(**SIZES, hidden=256, ffn=704, seq=128)
-    block = decoder_block(**SIZES)
+    config = DecoderConfig(256, 8, 2, head_dim=64, inner=704)
+    values, block = decoder_values(config, seq=128), decoder_block(config)
     greedy, plan = plan_block(block, values, greedy=True), plan_block(block, values)
     assert greedy.transform_cost_total > 0 and not greedy.fused_ops
     assert plan.transform_cost_total == 0 and "mlp" in plan.fused_ops
@@ -60,7 +62,7 @@ def test_plan_avoids_the_copy_and_the_parts_that_greedy_pays_for():
     for name, way in (("greedy", greedy), ("plan", plan)):     # what really happens: is the join of the heads a view?
         known = dict(values)
         for step in way.steps:
-            before = known.get("mixed")
+            before = known.get("attn_out")
             step.run(known)
             if step.part == "join heads":
                 joined[name] = known["joined"].data_ptr() == before.data_ptr()
@@ -125,11 +127,11 @@ def test_dtype_between_ops_only_where_casting_is_allowed(world):
 
 
 def test_remembered_by_signature_and_made_anew_in_a_new_world(world):
-    values = decoder_values(**SIZES, hidden=96, ffn=160, seq=9)
-    block = decoder_block(**SIZES)
+    values = decoder_values(SMALL, seq=9)
+    block = decoder_block(SMALL)
     first = plan_block(block, values)
     assert plan_block(block, values) is first
-    assert plan_block(block, decoder_values(**SIZES, hidden=96, ffn=160, seq=10)) is not first
+    assert plan_block(block, decoder_values(SMALL, seq=10)) is not first
     lz.clear_cache()
     assert plan_block(block, values) is not first
 
@@ -164,8 +166,8 @@ def test_alternatives_must_give_what_is_read_later():
 
 
 def test_report(world):
-    values = decoder_values(**SIZES, hidden=96, ffn=160, seq=9)
-    plan = plan_block(decoder_block(**SIZES), values)
+    values = decoder_values(SMALL, seq=9)
+    plan = plan_block(decoder_block(SMALL), values)
     data = plan.to_json()
     assert isinstance(plan, BlockPlan) and data["transform_cost_total"] == plan.transform_cost_total
     assert data["fused_ops"] == list(plan.fused_ops) and len(data["steps"]) == len(plan.steps)

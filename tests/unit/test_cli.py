@@ -14,8 +14,8 @@ import torch
 import layerzero as lz
 from layerzero.cli import _one_line, main
 from layerzero.cli.arguments import parse_call
-from layerzero.cli.block import SIZES, STYLES, Block, Sizes
-from layerzero.cli.fit import Pace, fit
+from layerzero.cli.fit import SIZES, Pace, Sizes, fit
+from layerzero.cli.styles import STYLES, Layer
 from layerzero.tune.harness import Ratio, Timings, in_turns
 
 DECODE = ("q=1x8x1x64", "k=1x2x256x64", "v=1x2x256x64")
@@ -340,9 +340,9 @@ def test_a_pass_has_as_many_multiplications_as_the_block_makes():
     from torch.utils.flop_counter import FlopCounterMode
 
     for step in (sizes := SIZES["cpu"][-1]).steps:
-        block = Block(sizes, torch.float32, "cpu")
+        run = Layer(sizes, torch.float32, "cpu").stepping(step, STYLES["model code"])
         with FlopCounterMode(display=False) as counter:
-            block(step, STYLES["model code"])
+            run()
         products = counter.get_total_flops() / 2           # torch does not count the attention of a CPU
         assert Pace(1.0, 1.0, 0.0).seconds(sizes, step) == products
 

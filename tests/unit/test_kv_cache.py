@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.models.kv_cache import CacheFull, KVCache, PagePool
 from layerzero.runtime import dispatch
-from layerzero.runtime.kv_cache import CacheFull, KVCache, PagePool
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 STEPS = 32

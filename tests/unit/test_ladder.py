@@ -10,12 +10,12 @@ import torch
 from torch.nn import functional as F
 
 import layerzero as lz
+from layerzero.models.decoder import CONFIGS, STAGES, Decoder, DecoderConfig, cast, make_weights, parse_config
 from layerzero.ops.formulas import attend
 from layerzero.ops.rope_formulas import per_token, rotate
 from layerzero.spec.errors import ConfigError
 from layerzero.verify.culprit import find
 from layerzero.verify.ladder import Model, climb, forward_routes, layer_routes, random_model, stage_routes
-from layerzero.verify.layer import CONFIGS, STAGES, Decoder, DecoderConfig, cast, make_weights, parse_config
 from layerzero.verify.plain import Plain, rope_angles
 from layerzero.verify.route import Row
 from layerzero.verify.served import Served, patterns_of, tables_of

@@ -11,10 +11,10 @@ from helpers import happened, world
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.models.decoder import parse_config
 from layerzero.ops.linear import OP as linear
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.ladder import climb
-from layerzero.verify.layer import parse_config
 from layerzero.verify.training import training_routes
 
 __all__ = ["happened", "world"]

@@ -139,7 +139,7 @@ def test_a_policy_file_may_switch_it_off(tmp_path, perfdb):
     lz.load_config(file)
     assert lz.get_config()["settings"]["perfdb"] == str(perfdb)        # what the program said comes first
     lz.configure(perfdb="")
-    worlds.set_layer(None, "programmatic")
+    worlds.publish(lambda w: w.but(policy=w.policy.without("programmatic")), "policy:programmatic")
     assert lz.get_config()["settings"]["perfdb"] == "off"
 
 
@@ -228,6 +228,28 @@ def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
     assert found["reference.rms_norm"] != found["reference.linear"]    # each formula has its own file
     assert found["torch.rms_norm"] != found["torch.linear"]
     assert found["flash_attn.v2"] == "" or found["flash_attn.v2"].startswith("flash-attn==")
+
+
+def test_a_build_does_not_depend_on_what_the_process_has_imported():
+    """Else a process that loaded one module more would find neither its measurements nor its proofs."""
+    told = python("""
+        import importlib, json, pkgutil
+        import layerzero as lz
+        from layerzero.runtime import builds, world
+        for found in pkgutil.iter_modules(importlib.import_module("layerzero.backends").__path__,
+                                         "layerzero.backends."):
+            importlib.import_module(found.name)
+        for name in ("cuda.decode", "cuda.gemv", "triton.machine"):
+            importlib.import_module("layerzero.backends." + name)
+        print(json.dumps({k.id: builds.build_of(k) for k in world.current().catalog.kernels}))
+    """)
+    fresh = python("""
+        import json
+        import layerzero as lz
+        from layerzero.runtime import builds, world
+        print(json.dumps({k.id: builds.build_of(k) for k in world.current().catalog.kernels}))
+    """)
+    assert json.loads(told) == json.loads(fresh)
 
 
 def plugin(tmp_path, monkeypatch, name, **files):

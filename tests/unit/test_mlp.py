@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 import layerzero as lz
+from layerzero.models.quantization import column_shard, row_shard
 from layerzero.ops.moe_formulas import GATED, PLAIN
 from layerzero.runtime.hardware import probe
-from layerzero.runtime.quantization import column_shard, row_shard
 from layerzero.spec.reason import Code
 
 INTEL = "avx512f" in probe("cpu").isa

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import layerzero as lz
 from layerzero.backends.packing import PACKED, PackedWeights
+from layerzero.models.packing import forget_packed, limit_packed, packed_weights
 from layerzero.runtime.hardware import probe
-from layerzero.runtime.packing import forget_packed, limit_packed, packed_weights
 
 HERE = "avx512f" in probe("cpu").isa
 needs_onednn = pytest.mark.skipif(not HERE, reason="torch.linear_prepacked needs AVX-512")

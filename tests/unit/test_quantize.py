@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import layerzero as lz
 from layerzero.backends.packing import PACKED
+from layerzero.models.quantization import ACCURACIES, EXPECTED, choose_format, quantized_shard
 from layerzero.ops.quant_formulas import E2M1, FORMATS, NF4, pack_nibbles, unpack_nibbles
 from layerzero.runtime import world as worlds
 from layerzero.runtime.hardware import probe
-from layerzero.runtime.quantization import ACCURACIES, EXPECTED, choose_format, quantized_shard
 from layerzero.spec.reason import Code
 from layerzero.verify.contract import call, case_values, refusals, results_of
 

@@ -13,14 +13,15 @@ import pytest
 
 from layerzero.cli.report import gather, report
 from layerzero.perf.record import Measurement, PerfView, Rates
+from layerzero.report import roofline, style
+from layerzero.report.markup import Html, el, join
+from layerzero.report.overview import Kind, Overview, Refused, Why, gain_of, kinds_of, read_regret
+from layerzero.report.page import NOTHING, ratio_text, render, time_text
 from layerzero.runtime import inspection
 from layerzero.runtime import world as worlds
 from layerzero.spec.call import Call
 from layerzero.spec.errors import ConfigError, DataError
-from layerzero.tune import page_roofline, page_style, regret
-from layerzero.tune.markup import Html, el, join
-from layerzero.tune.overview import Kind, Overview, Refused, Why, gain_of, kinds_of, read_regret
-from layerzero.tune.page import NOTHING, ratio_text, render, time_text
+from layerzero.tune import regret
 
 HOSTILE = "x\"'><script>window.injected=1</script><img src=http://evil.example/a.png onerror=alert(1)>"
 RATES = Rates(flops_per_us=100_000.0, bytes_per_us=10_000.0)
@@ -210,8 +211,8 @@ def contrast(one, other):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_on_every_background(scheme):
-    colours = page_style.COLOURS[scheme]
-    for back, text in page_style.HEAT[scheme]:
+    colours = style.COLOURS[scheme]
+    for back, text in style.HEAT[scheme]:
         assert contrast(back, text) >= 4.5, (back, text)
     for back in (colours["page"], colours["card"]):
         for name in ("text", "muted", "accent", "warn"):
@@ -222,15 +223,15 @@ def test_text_can_be_read_on_every_background(scheme):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_steps_of_the_heat_map_differ_in_lightness_so_that_they_read_without_colour(scheme):
-    found = [_luminance(back) for back, _ in page_style.HEAT[scheme]]
-    assert len(found) == len(page_style.STEPS) + 1
+    found = [_luminance(back) for back, _ in style.HEAT[scheme]]
+    assert len(found) == len(style.STEPS) + 1
     assert found == sorted(found, reverse=scheme == "dark")
-    assert all(contrast(a[0], b[0]) > 1.05 for a, b in zip(page_style.HEAT[scheme], page_style.HEAT[scheme][1:]))
+    assert all(contrast(a[0], b[0]) > 1.05 for a, b in zip(style.HEAT[scheme], style.HEAT[scheme][1:]))
 
 
 @pytest.mark.parametrize(("ratio", "step"), [(1.0, 0), (1.02, 0), (1.03, 1), (1.5, 3), (2.01, 5), (4.0, 5), (99.0, 6)])
 def test_the_step_of_a_ratio(ratio, step):
-    assert page_style.step_of(ratio) == step
+    assert style.step_of(ratio) == step
 
 
 # the roofline
@@ -244,7 +245,7 @@ def test_a_winner_at_the_roof_lies_on_the_line():
     at_band = measured("k.k", 100.0, rows=2, flops=1e4, bytes=1e6)     # 0.01 FLOP a byte: memory bound
     kinds = kinds_of((at_peak, at_band), RATES, frozenset())
     assert [kind.roofline for kind in kinds] == [1.0, 1.0]
-    svg = page_roofline.plot(kinds, RATES, {"linear": "A"})
+    svg = roofline.plot(kinds, RATES, {"linear": "A"})
     line = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', svg)[1].split()]
     (right, peak), (left, low) = _points(svg)
     assert [peak, peak] == pytest.approx([line[1][1], line[2][1]], abs=0.2)
@@ -258,11 +259,11 @@ def test_a_winner_at_the_roof_lies_on_the_line():
     (2e6, 1e5, 50.0, RATES)])
 def test_every_point_and_the_roof_are_inside_the_picture(flops, moved, us, rates):
     kinds = kinds_of([measured("k.k", us, flops=flops, bytes=moved)], rates, frozenset())
-    svg = page_roofline.plot(kinds, rates, {"linear": "A"})
+    svg = roofline.plot(kinds, rates, {"linear": "A"})
     corners = re.search(r'points="([^"]+)"', svg)[1].split()
     for x, y in (*_points(svg), *(map(float, corner.split(",")) for corner in corners)):
-        assert page_roofline.LEFT - 0.1 <= x <= page_roofline.WIDTH - page_roofline.RIGHT + 0.1
-        assert page_roofline.TOP - 0.1 <= y <= page_roofline.HEIGHT - page_roofline.BOTTOM + 0.1
+        assert roofline.LEFT - 0.1 <= x <= roofline.WIDTH - roofline.RIGHT + 0.1
+        assert roofline.TOP - 0.1 <= y <= roofline.HEIGHT - roofline.BOTTOM + 0.1
     assert not re.search(r"\b(nan|inf)\b", svg)
 
 

@@ -10,9 +10,9 @@ import torch
 from helpers import Fake, path_of, register
 
 import layerzero as lz
+from layerzero.models.positions import rope_tables, xpos_tables
 from layerzero.ops.rope_formulas import detect_style, rotate
 from layerzero.runtime import world as worlds
-from layerzero.runtime.positions import rope_tables, xpos_tables
 from layerzero.select.policy import Layer
 from layerzero.verify.contract import check_case
 

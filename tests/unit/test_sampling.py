@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.models.sampling import sample_minp, sample_topk, sample_topp
 from layerzero.ops.sample import OP
 from layerzero.ops.sampling_formulas import GOLDEN, distribution, mix, mix_int, random_numbers, signed
 from layerzero.runtime import world
-from layerzero.runtime.sampling import sample_minp, sample_topk, sample_topp
 from layerzero.verify.contract import call, case_values, refusals, upcast
 
 KERNELS = world.current().catalog.kernels_of("sample")

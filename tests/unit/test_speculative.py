@@ -11,9 +11,10 @@ from test_sampling import chi_square_fits
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.models import speculative
 from layerzero.ops.speculative_verify import OP as CHAIN
 from layerzero.ops.speculative_verify_tree import OP as TREE
-from layerzero.runtime import speculative, world
+from layerzero.runtime import world
 from layerzero.verify.contract import call, case_values, upcast
 
 RUNS = 120_000

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import layerzero as lz
+from layerzero.models.tokenizers import load_tokenizer
 from layerzero.ops.bpe_formulas import BYTE_CHARACTERS, BytePairs, is_plain, tiny_tokenizer
 from layerzero.ops.tokenize import OP
-from layerzero.runtime.tokenizers import load_tokenizer
 from layerzero.spec.errors import ConfigError, DataError, InvalidCall, NamedKernelRefused, NoKernel
 from layerzero.spec.reason import Code
 

@@ -23,12 +23,12 @@ from tokenizers import pre_tokenizers as pre
 
 import layerzero as lz
 from layerzero.backends.tiktoken import KERNELS
+from layerzero.models.tokenizers import forget_prefixes, load_tokenizer, prefix_memories
 from layerzero.ops import prefix_formulas, tokenizer_identity
 from layerzero.ops.bpe_formulas import tiny_tokenizer
 from layerzero.ops.prefix_formulas import PrefixMemory, Seams, common_length, is_known, seams_of_json, seams_of_pattern
 from layerzero.ops.tokenizer_identity import identify
 from layerzero.runtime.loading import load
-from layerzero.runtime.tokenizers import forget_prefixes, load_tokenizer, prefix_memories
 from layerzero.spec.errors import DataError
 from layerzero.spec.kernel import Direct
 from layerzero.spec.reason import Code

@@ -28,7 +28,7 @@ from . import tune as tuning
 from . import verify as verification
 from . import warmup as warming
 from .arguments import parse_call
-from .block import SIZES
+from .fit import SIZES
 from .options import DeviceKind, Json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -38,6 +38,8 @@ app.add_typer(kernel_hub.app, name="hub")
 
 OpName = Annotated[str, typer.Argument(metavar="OP", help="an operation, such as attention")]
 Words = Annotated[list[str], typer.Argument(metavar="SHAPE...", help="query=1x32x1x128 is_causal=true ...")]
+MaybeWords = Annotated[list[str] | None, typer.Argument(
+    metavar="[SHAPE...]", help="query=1x32x1x128 is_causal=true ...")]
 Dtype = Annotated[str, typer.Option(help="dtype of the tensors; one tensor's own: mask=8x8:bool")]
 Backend = Annotated[str | None, typer.Option("--backend", help="ask for this kernel or library by name")]
 On = Annotated[Path | None, typer.Option(
@@ -106,9 +108,18 @@ def kernels(kernel: Annotated[str, typer.Argument(metavar="KERNEL_ID", help="suc
 
 
 @app.command()
-def explain(op: OpName, words: Words, dtype: Dtype = "bfloat16", device: DeviceKind = None, backend: Backend = None,
-            on: On = None, as_json: Json = False) -> None:
+def explain(op: OpName, words: MaybeWords = None, dtype: Dtype = "bfloat16", device: DeviceKind = None,
+            backend: Backend = None, on: On = None, as_json: Json = False,
+            code: Annotated[bool, typer.Option("--code", help="print the generated call path of the op")] = False,
+            ) -> None:
     """The whole decision for a call: every kernel, accepted or rejected, every reason. Runs nothing."""
+    if code:
+        text = inspection.generated_code(op)
+        show.as_json({"op": op, "code": text}) if as_json else show.text(text)
+        return
+    if not words:
+        raise ConfigError("lz explain wants a call, such as query=1x32x1x128 key=1x8x4096x128 value=1x8x4096x128; "
+                          "or --code for the generated call path of the op")
     plan = _plan(op, words, dtype, device, backend, on)
     show.as_json(plan.to_json()) if as_json else show_plan(plan)
     raise typer.Exit(0 if plan.steps else 1)

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..models.decoder import Trace
 from ..runtime import inspection
 from ..spec.plan import Plan
 from ..tune.harness import Timings, in_turns
 from . import show
-from .block import EPS, SIZES, STYLE_NOTES, STYLES, Block, Operations, Recorder, Sizes, Step
-from .fit import Fit, LeftOut, fit, probe
+from .fit import SIZES, Fit, LeftOut, Sizes, Step, fit, probe
+from .styles import OPS, STYLE_NOTES, STYLES, Layer, Style
 
 DTYPES = ("float32", "bfloat16")
 TIMES_TORCH = 2.0                              # how much larger than torch's our error may be
-OPS = Operations._fields
 MOST_SECONDS = 0.8                             # for one measurement; twice that for the block
 OF_SHARE = 0.1                                 # for one measurement, of the time there is for its row
 
@@ -107,7 +107,7 @@ def _rows(chosen: Fit, device: str, end: float, advance: Callable[[str], None]) 
     block, exact = None, None
     for i, (dtype, step) in enumerate(chosen.rows):
         if block is None or exact is None or block.dtype is not getattr(torch, dtype):
-            block = Block(chosen.sizes, getattr(torch, dtype), device)
+            block = Layer(chosen.sizes, getattr(torch, dtype), device)
             exact = block.to(torch.float64)
         share = (end - time.perf_counter()) / (len(chosen.rows) - i)
         try:
@@ -121,7 +121,7 @@ class _OutOfTime(Exception):
     pass
 
 
-def _row(block: Block, exact: Block, dtype: str, step: Step, deadline: float, advance: Callable[[str], None]) -> Row:
+def _row(block: Layer, exact: Layer, dtype: str, step: Step, deadline: float, advance: Callable[[str], None]) -> Row:
     seconds = min(MOST_SECONDS, OF_SHARE * (deadline - time.perf_counter()))
 
     def timed(ways: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
@@ -130,40 +130,32 @@ def _row(block: Block, exact: Block, dtype: str, step: Step, deadline: float, ad
             raise _OutOfTime
         return found
 
-    recorder = Recorder(STYLES["lz"])
+    trace: Trace = {}
+    noted = block.stepping(step, STYLES["lz"], trace)
     before = inspection.stats().calls
     for _ in range(3):                         # the first call chooses, the others are counted
         if time.perf_counter() >= deadline:
             raise _OutOfTime
-        ours = block(step, recorder.operations)
+        ours = noted()
     after = inspection.stats().calls
     ops = {}
-    for name, args in recorder.calls.items():
+    calls = {note.op: note.given for note in trace.values() if note.op in OPS and note.given}
+    for name, given in calls.items():
         advance(f"{dtype}, {step.name}: {name}")
         ran = {k: n - before.get(name, {}).get(k, 0) for k, n in after[name].items()}
-        ways = {style: _bound(do, name, args) for style, do in STYLES.items()}
-        ops[name] = Served(_explained(name, args), tuple(k for k, n in ran.items() if n),
+        ways = {style: _bound(do, name, given) for style, do in STYLES.items()}
+        ops[name] = Served(inspection.explain(name, **given), tuple(k for k, n in ran.items() if n),
                            timed(ways, seconds))
     advance(f"{dtype}, {step.name}: block")
-    whole = {style: _stepping(block, step, do) for style, do in STYLES.items()}
+    whole = {style: block.stepping(step, do) for style, do in STYLES.items()}
     timings = timed(whole, 2 * seconds)
-    truth, theirs = exact(step, STYLES["torch"]), block(step, STYLES["torch"])
+    truth, theirs = exact.stepping(step, STYLES["torch"])(), whole["torch"]()
     return Row(dtype, step, ops, timings, _distance(theirs, truth), _distance(ours, truth))
 
 
-def _bound(do: Operations, name: str, args: tuple[Any, ...]) -> Callable[[], Any]:
-    fn = getattr(do, name)
-    return lambda: fn(*args)
-
-
-def _stepping(block: Block, step: Step, do: Operations) -> Callable[[], Any]:
-    return lambda: block(step, do)
-
-
-def _explained(name: str, args: tuple[Any, ...]) -> Plan:
-    if name == "attention":
-        return inspection.explain(name, *args[:3], is_causal=args[3])
-    return inspection.explain(name, *args, EPS)
+def _bound(do: Style, name: str, given: Mapping[str, Any]) -> Callable[[], Any]:
+    run = do.own[name]
+    return lambda: run(**given)
 
 
 def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .block import Sizes, Step
+from ..models.decoder import DecoderConfig
 
 WIDTH = 1024                                   # of the products that are probed
 ROWS = (1, 4, 16, 64, 256)
@@ -22,6 +22,51 @@ LENGTHS = (16, 64, 256)                        # of the attention that is probed
 ENOUGH = 0.01                                  # seconds: after such a call no larger one is made
 CALLS = 20                                     # of the block in one row, with what checks them
 SAFETY = 2.0                                   # what is large leaves the caches
+
+
+@dataclass(frozen=True)
+class Step:
+    """`tokens` new ones after `past` that are in the KV cache."""
+
+    name: str
+    tokens: int
+    past: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    prompt: int = 512
+    context: int = 4096
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return (Step(f"prefill {self.prompt}", self.prompt, 0),
+                Step(f"decode at {self.prompt}", 1, self.prompt - 1),
+                Step(f"decode at {self.context}", 1, self.context - 1))
+
+    @property
+    def parameters(self) -> int:
+        """Of the matrices: so many multiplications a token takes beside attention."""
+        return self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.ffn)
+
+    @property
+    def config(self) -> DecoderConfig:
+        return DecoderConfig(self.hidden, self.heads, self.kv_heads, layers=1,
+                             head_dim=self.head_dim, inner=self.ffn, max_positions=self.context)
+
+
+# The largest that fits the machine is taken. That of cuda is Llama 3 8B.
+SIZES = {
+    "cpu": (Sizes(1024, 16, 4, 64, 2816), Sizes(512, 8, 2, 64, 1408, prompt=256, context=2048),
+            Sizes(256, 4, 1, 64, 704, prompt=64, context=1024),
+            Sizes(128, 4, 1, 32, 352, prompt=16, context=256)),
+    "cuda": (Sizes(4096, 32, 8, 128, 14336), Sizes(1024, 16, 4, 64, 2816)),
+}
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from ..integrations.gguf_model import packaged_model, read_gguf
+from ..models.decoder import parse_config
 from ..spec.errors import ConfigError
 from ..verify.ladder import Model, Rung, climb
-from ..verify.layer import parse_config
 from ..verify.route import Row
 from . import show
 

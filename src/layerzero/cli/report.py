@@ -12,13 +12,13 @@ import typer
 
 from .. import __version__
 from ..perf.record import Measurement
+from ..report.overview import Overview, Refused, Regret, Why, kinds_of, read_regret
+from ..report.page import render
 from ..runtime import hardware, inspection
 from ..runtime import world as worlds
 from ..spec.device import Device
 from ..spec.errors import ConfigError
 from ..spec.reason import Category, Reason
-from ..tune.overview import Overview, Refused, Regret, Why, kinds_of, read_regret
-from ..tune.page import render
 from . import show
 
 UNTESTED = Why("UNTESTED", "written for hardware it was not run on yet; never chosen unasked",

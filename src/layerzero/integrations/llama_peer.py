@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.decoder import DecoderConfig, Weights, scores_of
 from ..spec.errors import ConfigError
-from ..verify.layer import DecoderConfig, Weights, scores_of
 
 
 def as_transformers(c: DecoderConfig, weights: Weights) -> Any:
@@ -56,7 +56,7 @@ def _state(c: DecoderConfig, w: Weights) -> dict[str, Tensor]:
 
 
 def stages_of(model: Any, c: DecoderConfig, tokens: Tensor) -> dict[str, Tensor]:
-    """Every stage of a forward over tokens (batch, seq), under the names of verify/layer.py."""
+    """Every stage of a forward over tokens (batch, seq), under the names of models/decoder.py."""
     from transformers.models.llama import modeling_llama
     seen: dict[str, Tensor] = {}
     turned: list[tuple[Tensor, Tensor]] = []

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..models.tokenizers import load_tokenizer
 from ..ops.prefix_formulas import SHORTEST
 from ..ops.tokenizer_identity import TokenizerHandle, from_json, kind_of
 from ..runtime.inspection import dispatcher_of
-from ..runtime.tokenizers import load_tokenizer
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
 from ..spec.reason import STRANGE, Code, Reason, shown

@@ -27,14 +27,16 @@ from ..runtime.dispatch import Dispatcher, dispatchers
 from ..runtime.incidents import learn, loaded, mark_unloadable, refusal
 from ..runtime.inspection import dispatcher_of
 from ..runtime.tables import described
+from ..spec import codegen
 from ..spec.errors import ConfigError
 from ..spec.event import PlanMissed
 from ..spec.kernel import Const, Direct, Kernel, LastSize
 from ..spec.op import Op
 from ..spec.plan import Step
 from ..spec.reason import Code, Reason
+from .call_facts import assumed_alignment
 from .dryrun import shapes
-from .solver import assumed_alignment, cell_of
+from .solver import cell_of
 from .table import Choice, Row
 
 # one kernel
@@ -168,7 +170,8 @@ def _written(op: Op, made: Binding, given: list[str], fixed: Mapping[str, Any]) 
         parts = [*map(argument, call.args), *(f"{k}={argument(v)}" for k, v in call.kwargs.items())]
         text = f"FN({', '.join(parts)})" + ("" if call.item is None else f"[{call.item}]")
         text += "" if call.first is None else f"[:{call.first}]"
-    exec(f"def {op.name}({', '.join(given)}):\n    return {text}", scope)    # made of declared names only
+    source = f"def {op.name}({', '.join(given)}):\n    return {text}"        # made of declared names only
+    exec(codegen.compile(source, f"{op.name} bound"), scope)
     run: FunctionType = scope[op.name]
     run.__module__ = "layerzero"
     return run

@@ -18,11 +18,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..models.block import Block, Either, Glue, Part, Stage
 from ..runtime import dispatch, faults
 from ..runtime import world as worlds
 from ..runtime.binding import permutation
@@ -31,49 +32,6 @@ from ..spec.op import Op
 from ..spec.plan import Step as PlanStep
 
 Values = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One op: `takes` names the value for each parameter, `gives` names its results, `fixed` are plain arguments."""
-
-    op: str
-    takes: Mapping[str, str]
-    gives: tuple[str, ...]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(self.takes.values())
-
-
-@dataclass(frozen=True)
-class Glue:
-    """Plain torch between the ops: a view, a split, a residual. A result that is no view of an input is a copy."""
-
-    name: str
-    run: Callable[..., Any]
-    reads: tuple[str, ...]
-    gives: tuple[str, ...]
-    is_copy: bool = True                       # False: work the model has to do anyway, the same in every way
-
-
-@dataclass(frozen=True)
-class Either:
-    """Several ways to the same results, such as a fused op and its parts; the first is the plain one."""
-
-    ways: tuple[tuple[Part, ...], ...]
-
-
-Part = Union[Stage, Glue, Either]
-
-
-@dataclass(frozen=True)
-class Block:
-    name: str
-    parts: tuple[Part, ...]
-    results: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...] = ()       # between ops, besides that of the inputs; casting there must be allowed
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..runtime.tables import described
 from ..spec.call import Call, TensorSpec
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
-from .solver import assumed_alignment, facts_of
+from .call_facts import assumed_alignment, facts_of
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
+from ..spec import codegen
 from ..spec.errors import DataError
 from .table import Facts, Number, Row, Span, Table
 
@@ -48,7 +49,7 @@ def lowered(table: Table) -> Callable[[str, Facts], int]:
 def module(table: Table) -> dict[str, Any]:
     """The namespace of the module."""
     scope: dict[str, Any] = {"__name__": f"layerzero_table_{table.id}"}
-    exec(compile(lower(table), f"<table {table.id}>", "exec"), scope)  # made above; values are written by repr
+    exec(codegen.compile(lower(table), f"table {table.id}"), scope)    # made above; values are written by repr
     return scope
 
 

@@ -14,21 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..runtime import calls as described
-from ..runtime import hardware, inspection, tracing
+from ..runtime import hardware
 from ..runtime import world as worlds
 from ..runtime.facts import TENSOR_READERS
 from ..runtime.world import World, leaves_of
 from ..select.key import OFF_CPU, NumberField
-from ..spec.call import Call, TensorSpec
+from ..spec.call import Call
 from ..spec.errors import ConfigError, DataError, InvalidCall
 from ..spec.expr import parse
 from ..spec.grid import bucket_bottom, bucket_top
 from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.rules import Rule
+from .call_facts import facts_of
+from .dryrun import dry_run
 from .proof import Known, interval, proven
 from .table import Artefact, Choice, Facts, Number, Row, Scalar, Span, Stamp, Table, above, below
 
@@ -45,12 +45,7 @@ def solve(calls: Iterable[Call] | Callable[..., Any], *example: Any, path: str |
     `calls` are descriptions (a recorded trace, a model's), or a model with example arguments, whose calls are
     found by a dry run. `fill=False` decides the calls that are given and nothing between them.
     """
-    listed: Iterable[Call]
-    if callable(calls):
-        from .dryrun import dry_run
-        listed = dry_run(calls, *example, **named).calls
-    else:
-        listed = calls
+    listed: Iterable[Call] = dry_run(calls, *example, **named).calls if callable(calls) else calls
     if (example or named) and not callable(calls):
         raise ConfigError("lz.solve: example arguments go with a model; calls are given alone")
     world = replace(worlds.current(), table=None, memo={})
@@ -64,56 +59,6 @@ def solve(calls: Iterable[Call] | Callable[..., Any], *example: Any, path: str |
     if path is not None:
         table.save(path)
     return table
-
-
-def facts_of(call: Call, world: World, kind: str) -> tuple[Op, dict[str, Any]]:
-    """The facts of a call on a device of this kind, read from tensors without memory."""
-    found = inspection.dispatcher_of(call.op)
-    values = _values(found.op, call)
-    with torch.set_grad_enabled(call.grad):
-        if found.op.canonical is not None:
-            redirect = found.op.canonical(dict(values))
-            if redirect is not None:
-                found = inspection.dispatcher_of(redirect.op)
-                values = {p.name: redirect.values.get(p.name, p.default) for p in found.op.params}
-        facts = found.facts(tuple(values[n] for n in found.names), world)
-    facts["device"] = kind
-    facts.update(assumed_alignment(values, facts))
-    return found.op, facts
-
-
-def assumed_alignment(values: Mapping[str, Any], facts: Facts) -> dict[str, int]:
-    """Of tensors that have no memory: as if it began on a good address, as all that torch allocates does."""
-    found = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor) and f"{name}.alignment" in facts:
-            size = value.element_size()
-            strides = (value.shape[-1],) if value.is_contiguous() and value.dim() > 1 else value.stride()[:-1]
-            bits = 128
-            for step in (value.storage_offset(), *strides):
-                bits |= int(tracing.hint(step)) * size
-            found[f"{name}.alignment"] = bits & -bits
-    return found
-
-
-def _values(op: Op, call: Call) -> dict[str, Any]:
-    if call.case is not None:
-        made = described.values(op, call)
-        return {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in made.items()}
-    plain = {n: v for n, v in call.arguments.items() if not isinstance(v, TensorSpec)}
-    made = described.values(op, replace(call, arguments={**plain, **{
-        n: None for n in call.arguments if n not in plain}}, grad=False))
-    for name, spec in call.arguments.items():
-        if not isinstance(spec, TensorSpec):
-            continue
-        dtype = getattr(torch, spec.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise InvalidCall(f"lz.{op.name}: {name}: there is no dtype {spec.dtype!r} in this torch")
-        tensor = torch.empty(spec.shape, dtype=dtype, device="meta") if spec.strides is None else torch.empty_strided(
-            spec.shape, spec.strides, dtype=dtype, device="meta")
-        wants = call.grad and name in op.differentiable and dtype.is_floating_point
-        made[name] = tensor.requires_grad_() if wants else tensor
-    return made
 
 
 @dataclass

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
 
+from ..spec import codegen
 from ..spec.kernel import Const, Direct, Kernel, LastSize, accepted_params
 from ..spec.op import Op
 from ..spec.plan import Transform
@@ -70,7 +71,8 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
     if transforms:
         lines += _restore(op, transforms, variant, target, scope)
         lines.append("return out")
-    exec(f"def run({names}):\n    " + "\n    ".join(lines), scope)  # text made above from declarations only
+    source = f"def run({names}):\n    " + "\n    ".join(lines)     # made above from declarations only
+    exec(codegen.compile(source, f"{op.name} run"), scope)
     return Binding(scope["run"], None if transforms else call)
 
 

@@ -13,11 +13,12 @@ import importlib.util
 import json
 import marshal
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 from ..spec.kernel import Kernel
@@ -119,24 +120,53 @@ def _written_in(load: Callable[..., Any]) -> str:
 
 @lru_cache(maxsize=None)
 def _used_by(name: str) -> frozenset[str]:
-    """The modules of the same package that `name` takes modules or functions from, and theirs, and itself.
+    """The modules of the same package that `name` imports, and theirs, and itself.
 
-    Those of spec/ are left out: they hold declarations, which decide no speed.
+    They are read from the source: what a process happens to have imported must not change a build. Those of
+    spec/ are left out: they hold declarations, which decide no speed.
     """
-    top, seen, ahead = name.partition(".")[0], {name}, [name]
+    seen, ahead = {name}, [name]
     while ahead:
-        for value in list(vars(sys.modules.get(ahead.pop(), ModuleType(""))).values()):
-            used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if (isinstance(used, str) and used not in seen and used.partition(".")[0] == top
-                    and not used.startswith("layerzero.spec") and _file_of(used)):
-                seen.add(used)
-                ahead.append(used)
+        found = {m for m in _imported_by(ahead.pop()) if not m.startswith("layerzero.spec") and _file_of(m)}
+        ahead += found - seen
+        seen |= found
     return frozenset(seen)
 
 
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.M)
+
+
+@lru_cache(maxsize=None)
+def _imported_by(name: str) -> frozenset[str]:
+    """The names in the same package that a module's import statements could mean; not all of them are modules."""
+    path, top = _file_of(name), name.partition(".")[0]
+    if path is None:
+        return frozenset()
+    folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for source, names, plain in _IMPORT.findall(path.read_text("utf-8", "replace")):
+        listed = [part.split()[0] for part in re.sub(r"#.*|[()]", "", names or plain).split(",") if part.strip()]
+        if not source:
+            found.update(listed)
+            continue
+        level = len(source) - len(source.lstrip("."))
+        base = ".".join([*folder.split(".")[:len(folder.split(".")) - level + 1] * bool(level),
+                         *filter(None, [source[level:]])])
+        found.update((base, *(f"{base}.{one}" for one in listed)))
+    return frozenset(m for m in found if m.partition(".")[0] == top)
+
+
 def _file_of(name: str) -> Path | None:
+    """The file of a module, imported or not; None if there is none of that name."""
     found = getattr(sys.modules.get(name), "__file__", None)
-    return Path(found) if isinstance(found, str) and os.path.exists(found) else None
+    if isinstance(found, str):
+        return Path(found) if os.path.exists(found) else None
+    folder, _, last = name.rpartition(".")
+    above = _file_of(folder) if folder else None
+    if above is None or above.name != "__init__.py":
+        return None
+    here = above.parent / last
+    return next((p for p in (here / "__init__.py", here.with_suffix(".py")) if p.exists()), None)
 
 
 @lru_cache(maxsize=None)

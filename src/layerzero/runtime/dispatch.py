@@ -19,6 +19,7 @@ import torch
 
 from ..select.key import KeyProgram, fixed_by_key
 from ..select.predicates import compile_verdicts
+from ..spec import codegen
 from ..spec.errors import InvalidCall, KernelFailed, LayerZeroError
 from ..spec.event import Adapted, Evicted, Fallback, PlanMissed, Selected
 from ..spec.kernel import Direct, Kernel
@@ -95,7 +96,7 @@ class Dispatcher:
         self._bindings: dict[Any, Binding] = {}
         self.globals = hotpath.namespace(context.current.get, context.for_call, faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
-        exec(hotpath.stub(op), self.globals)
+        exec(codegen.compile(hotpath.stub(op), f"{op.name} stub"), self.globals)
         self.twin: FunctionType = self.globals["call"]
         self.twin.__name__ = self.twin.__qualname__ = op.name
         self.twin.__doc__ = op.reference.__doc__
@@ -116,7 +117,8 @@ class Dispatcher:
         # An op without tensors goes the slow way, which is quick beside such work.
         if self.op.read is None and (self.program is None or program.id != self.program.id):
             scope = dict(self.globals)
-            exec(hotpath.source(program, torch.version.cuda is not None), scope)
+            text = hotpath.source(program, torch.version.cuda is not None)
+            exec(codegen.compile(text, f"{self.op.name} call"), scope)
             key_of = scope["key_of"].__code__
             self.key_of = FunctionType(key_of, self.globals)
             self.facts_of = FunctionType(scope["facts_of"].__code__, self.globals)

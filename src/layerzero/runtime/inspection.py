@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..select.score import preceded
+from ..spec import codegen
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
 from ..spec.event import BackendUnavailable
@@ -36,6 +37,16 @@ def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
         if op in (found.public, found.twin):
             return found
     raise ConfigError(f"{op!r} is not an lz operation; pass its name or lz.<op> itself")
+
+
+def generated_code(op: str | Callable[..., Any], /) -> str:
+    """The Python text that calls of an operation run through, as a debugger shows it."""
+    found = dispatcher_of(op)
+    found._ready()
+    code = found.twin.__code__
+    text = codegen.text(code)
+    served = "; calls go through its twin in C++" if found.native is not None else ""
+    return f"# {code.co_filename}{served}\n{text}"
 
 
 def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, policy: Any = None,

@@ -296,11 +296,6 @@ def listen(listener: Callable[[World], None]) -> None:
             listener(_current)
 
 
-def set_layer(layer: Layer | None, name: str) -> None:
-    """Put a policy layer in force, or take it away."""
-    publish(lambda w: w.but(policy=w.policy.with_layer(layer) if layer else w.policy.without(name)), f"policy:{name}")
-
-
 def forget() -> None:
     """Drop every remembered choice."""
     publish(lambda w: w.but(born=time.monotonic()), "forget")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..spec import codegen
 from ..spec.rules import AnyOf, Condition, Rule, When
 
 _TESTS = {
@@ -30,7 +31,7 @@ def compile_verdicts(groups: Sequence[Iterable[Condition]]) -> Verdicts:
     loads = [f"    {local} = f[{fact!r}]" for fact, local in names.items()]
     source = "\n".join(["def verdicts(f):", *loads, "    out = []", *body, "    return out"])
     scope: dict[str, Any] = {}
-    exec(source, scope)                        # text made from declared rules only, values by repr
+    exec(codegen.compile(source, "verdicts"), scope)   # text made from declared rules only, values by repr
     found: Verdicts = scope["verdicts"]
     return found
 

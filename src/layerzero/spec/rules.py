@@ -11,7 +11,7 @@ A fact that is None (an absent tensor, say) passes `le`, `ge`, `eq` and `multipl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Union
 
 from .errors import SpecError
@@ -242,7 +242,3 @@ def aligned(tensor: str, to_bytes: int) -> Rule:
 def plain_tensors() -> Rule:
     """For kernels that read raw storage: no subclass, no vmap, no fake tensor."""
     return Rule("tensor_kind", "in", ("plain",), Code.TENSOR_SUBCLASS_UNSUPPORTED)
-
-
-def recoded(rule: Rule, code: Code) -> Rule:
-    return replace(rule, code=code)

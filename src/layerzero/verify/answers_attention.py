@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops.paged_formulas import page_table_from_csr
-from .answers import QUERY, Answer, Inputs, Outputs, lz, number, with_reading
+from .answer import QUERY, Answer, Inputs, Outputs, lz, number, with_reading
 from .definition import Definition
 from .readings import Parts, is_causal, lse_bases, readings
 

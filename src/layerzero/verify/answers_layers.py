@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .answers import QUERY, Answer, Inputs, Outputs, lz, number, with_reading
+from .answer import QUERY, Answer, Inputs, Outputs, lz, number, with_reading
 from .definition import Definition
 from .readings import Parts, likely, readings, small_numbers, text_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .answers import Answer, Inputs, Outputs, lz, number, with_reading
+from .answer import Answer, Inputs, Outputs, lz, number, with_reading
 from .answers_layers import dequantized, scales_are_turned
 from .definition import Definition
 from .readings import Parts, constant, likely, readings, text_of

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..models.decoder import Note, Trace
 from ..runtime import world as worlds
 from ..runtime.faults import FAULTS
 from ..spec.errors import LayerZeroError
@@ -26,7 +27,6 @@ from ..spec.op import Op
 from .alterations import ALTERATIONS, Alteration, Results
 from .contract import ROUNDINGS, call, formula, judge, results_of, upcast, worst_indices
 from .diagnosis import CLASSES
-from .layer import Note, Trace
 from .memory import poisoned_memory
 from .route import TIMES_EAGER, Route, Row, difference, largest
 from .served import Served, without

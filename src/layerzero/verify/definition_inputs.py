@@ -371,7 +371,3 @@ class _Maker:
 
 def _is_alone(indptrs: list[str]) -> bool:
     return len(indptrs) == 1 and not re.search(r"(^|_)(k|kv)(_|$)", indptrs[0])
-
-
-def shapes_of(inputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(v.shape) for name, v in inputs.items() if isinstance(v, Tensor)}

@@ -7,7 +7,7 @@ another agrees, that one is used and the report says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from ..runtime.faults import FAULTS
 from ..spec.errors import DataError
 from . import draws
-from .answers import Answer, answers, serving
+from .answer import Answer, serving
+from .answers import answers
 from .comparison import Tolerance, Verdict, compare, overall, tolerance_of
 from .definition import Definition, RandomInput, ScalarInput, Workload
 from .definition_inputs import generate
@@ -208,16 +209,3 @@ def timed(answer: Answer, inputs: Mapping[str, Any]) -> float:
         if best > 0.1:
             break
     return best * 1e3
-
-
-def verify_all(definitions: Iterable[Definition], references: References, sizes: Sequence[str] = ("small",),
-               **options: Any) -> list[Report]:
-    """Every definition at every size; one that is unmapped is reported once."""
-    found = []
-    for definition in definitions:
-        for size in sizes:
-            report = verify(definition, references, size, **options)
-            found.append(report)
-            if report.status == "unmapped":
-                break
-    return found

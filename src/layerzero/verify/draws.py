@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .answers import Answer, Inputs, lz
+from .answer import Answer, Inputs, lz
 from .comparison import Metrics, Place, Verdict
 
 DRAWS = 64                                     # evenly spaced numbers for one row

@@ -58,17 +58,6 @@ def export(op: Op | str, case: Mapping[str, Any] | None = None, dtype: str = "fl
         " ".join((found.reference.__doc__ or found.name).split("\n\n")[0].split()))
 
 
-def exportable(op: Op, dtype: str = "float32") -> list[Definition]:
-    """The cases of an operation that the schema has types for."""
-    found = []
-    for case in op.cases:
-        try:
-            found.append(export(op, case, dtype))
-        except DataError:
-            continue
-    return found
-
-
 def _schema_dtype(op: Op, name: str, tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:

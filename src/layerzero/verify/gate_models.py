@@ -4,8 +4,8 @@
     encoder-decoder   T5: relative position bias as a mask, unscaled attention, padded rows, cross-attention, gated GELU
     image             a block of a diffusion model: group norm, self-attention over pixels, attention to a text, GEGLU
 
-Each is written once over calls that can be replaced (layer.py says how), small, with random weights. What lz gives may
-be as far from float64 as the ladder allows (route.py).
+Each is written once over calls that can be replaced (models/decoder.py says how), small, with random weights. What lz
+gives may be as far from float64 as the ladder allows (route.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..models.decoder import Cached, Calls, Decoder, DecoderConfig, Weights, cast, make_weights
 from ..spec.errors import ConfigError, KernelFailed, NoKernel
 from .contract import worst_indices
-from .layer import Cached, Calls, Decoder, DecoderConfig, Weights, cast, make_weights
 from .plain import Plain, rope_angles
 from .route import LAYER, Row, allowed, difference
 from .served import Served, tables_of

@@ -23,9 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec.errors import ConfigError, KernelFailed, NoKernel
-from .culprit import Culprit, find
-from .layer import (
+from ..models.decoder import (
     CONFIGS,
     STAGES,
     Cached,
@@ -39,6 +37,8 @@ from .layer import (
     cast,
     make_weights,
 )
+from ..spec.errors import ConfigError, KernelFailed, NoKernel
+from .culprit import Culprit, find
 from .plain import Plain, rope_angles
 from .route import GRADIENT, LAYER, LOGITS, TIMES_EAGER, Route, Row, allowed, typical_difference
 from .served import Served, tables_of

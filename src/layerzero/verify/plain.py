@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layer import DecoderConfig, activated
+from ..models.decoder import DecoderConfig, activated
 
 
 def rope_angles(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:

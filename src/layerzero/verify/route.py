@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.decoder import Trace
 from .contract import ROUNDINGS, worst_indices
-from .layer import Trace
 from .served import Served
 
 LAYER, LOGITS, GRADIENT = 1e-4, 1e-3, 1e-5       # largest differences in float32

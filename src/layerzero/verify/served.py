@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.decoder import DecoderConfig
+from ..models.positions import rope_tables
 from ..runtime import context
 from ..runtime import world as worlds
 from ..runtime.events import subscribe
 from ..runtime.inspection import dispatcher_of
-from ..runtime.positions import rope_tables
 from ..select.policy import PolicyRule, suggest
 from ..spec.errors import ConfigError, NamedKernelRefused
 from ..spec.event import Fallback
-from .layer import DecoderConfig
 
 DECODER_OPS = ("embedding", "rms_norm", "layer_norm", "add_rms_norm", "linear", "rope", "attention",
                "paged_attention", "mlp", "cross_entropy")

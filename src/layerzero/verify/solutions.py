@@ -25,7 +25,8 @@ from ..spec.kernel import Kernel
 from ..spec.op import Op, Param
 from ..spec.reason import Code
 from ..spec.rules import Condition, absent, device, dtypes, equals
-from .answers import Answer, answers
+from .answer import Answer
+from .answers import answers
 from .comparison import compare, tolerance_of
 from .definition import Definition, Solution
 from .definition_inputs import generate

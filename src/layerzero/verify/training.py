@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layer import Decoder, DecoderConfig, Note, Trace, Weights, cast, make_weights, parts_of
+from ..models.decoder import Decoder, DecoderConfig, Note, Trace, Weights, cast, make_weights, parts_of
 from .plain import Plain, rope_angles
 from .route import GRADIENT, TIMES_EAGER, Route, Row, difference
 from .served import tables_of

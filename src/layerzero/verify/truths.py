@@ -8,36 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .answers import Answer, Inputs, Outputs
-
-Compute = Callable[[Answer, Inputs], Outputs]
-
-
-@dataclass(frozen=True)
-class Truth:
-    """One library's answer; `why_not` where it has none here."""
-
-    source: str
-    compute: Compute | None = None
-    why_not: str = ""
-
-    def __call__(self, answer: Answer, inputs: Inputs) -> dict[str, Tensor]:
-        assert self.compute is not None
-        with torch.no_grad():
-            made = self.compute(answer, inputs)
-        return {n: made[n].to(getattr(torch, s.dtype)) for n, s in answer.definition.outputs.items() if n in made}
+from .answer import Answer, Inputs, Outputs
+from .truth import Compute, Truth
+from .truths_libraries import flashinfer, sglang
 
 
 def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
     """Torch, FlashInfer, SGLang: each with what it computes, or why it does not."""
-    from .truths_libraries import flashinfer, sglang
     own = _TORCH.get(answer.kind)
     if own is None:
         first = Truth("torch", None, f"torch has no function of its own for this ({answer.kind or 'unknown'})")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .answers import Answer, Inputs, Outputs
-from .truths import Compute, Truth
+from .answer import Answer, Inputs, Outputs
+from .truth import Compute, Truth
 
 WORKSPACE = 128 << 20                          # bytes, what FlashInfer recommends
 

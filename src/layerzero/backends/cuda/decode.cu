@@ -3,15 +3,16 @@
 // The query heads that share a KV head, and their few tokens, are the columns of a product of the tensor cores, of
 // which 16 keys are the rows: no more than 7 columns are for nobody. Every warp is on its own: it takes other 16 keys
 // than all other warps, has them copied to its own shared memory a few steps ahead, and keeps its own maximum, sum and
-// output. Only at the end do warps meet, as meeting.h says: those of a block in shared memory, the blocks of a KV head,
-// which are one cluster, by mail. So there is no second launch, and nothing goes through global memory.
+// output. Only at the end do warps meet, as combine.h says: those of a block in shared memory, the blocks of a KV head,
+// which are one cluster, by remote stores into shared memory. So there is no second launch, and nothing goes through
+// global memory.
 //
 // BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads to a KV head), ROWS (queries of a KV head, at
 // most), SPLITS (blocks of a cluster), WARPS, STAGES (steps that are on their way), K_TOKEN and V_TOKEN (from one key
 // to the next), PAGE (0: K and V are tensors; else pages of so many keys, a multiple of 16), STARTS (queries are
 // packed), CAUSAL (a query sees no key after its own), WINDOW (nor those more than `left` before).
 #include "device.h"
-#include "meeting.h"
+#include "combine.h"
 
 struct Params {                                    // what the first copies need is in one line of constants
     const u16 *q, *k, *v;
@@ -31,19 +32,19 @@ constexpr int STEP = KEYS * DIM * 2;               // bytes of K, or of V, of on
 constexpr int RING = STAGES * 2 * STEP;            // of a warp
 constexpr int COLS = (ROWS + 7) / 8;               // tiles of 8 queries
 constexpr int CHAINS = COLS == 1 ? 2 : 1;          // of products that do not wait for each other, for each tile
-typedef Meeting<ROWS, DIM> Meet;
+typedef Combine<ROWS, DIM> Combiner;
 static_assert(32 % UNITS == 0, "a row of 64, 128 or 256");
-static_assert(Meet::PART <= RING, "what a warp found fits where its keys were");
+static_assert(Combiner::PART <= RING, "what a warp found fits where its keys were");
 constexpr float ENOUGH = 8.0f;                     // weights up to 2^8 need no new maximum
 
 // Row and unit of 16 bytes -> place. Units are exchanged within a row, so that eight rows of one unit are in eight
 // different places of a line.
-FN int place(int row, int unit) { return row * (DIM * 2) + ((unit ^ (row & 7)) * 16); }
+FN int swizzle(int row, int unit) { return row * (DIM * 2) + ((unit ^ (row & 7)) * 16); }
 
 // A place, so many units further; `units` has no bit below or at one that differs between lanes.
 FN int further(int at, int units) { return (at ^ (units % 8 * 16)) + units / 8 * 128; }
 
-FN i64 far(int index, int stride) { return (i64)((u64)(u32)index * (u32)stride); }        // neither is negative
+FN i64 offset64(int index, int stride) { return (i64)((u64)(u32)index * (u32)stride); }        // neither is negative
 
 KERNEL(decode, Params, WARPS * 32)
 {
@@ -57,7 +58,7 @@ KERNEL(decode, Params, WARPS * 32)
 #endif
 #if PAGE
     const int length = p.lengths[batch];
-    const i32* pages = p.table + far(batch, p.table_batch);
+    const i32* pages = p.table + offset64(batch, p.table_batch);
 #else
     const int length = p.keys;
 #endif
@@ -68,14 +69,14 @@ KERNEL(decode, Params, WARPS * 32)
 
     // The queries and the first keys and values are on their way before anything is waited for.
     u8* queries = shared() + WARPS * RING;
-    const int mine = warp() * RING, at = mine + place(near, unit);
-    const u16* k = p.k + far(kv_head, p.k_head) + far(PAGE ? near : start + near, K_TOKEN) + unit * 8;
-    const u16* v = p.v + far(kv_head, p.v_head) + far(PAGE ? near : start + near, V_TOKEN) + unit * 8;
+    const int mine = warp() * RING, at = mine + swizzle(near, unit);
+    const u16* k = p.k + offset64(kv_head, p.k_head) + offset64(PAGE ? near : start + near, K_TOKEN) + unit * 8;
+    const u16* v = p.v + offset64(kv_head, p.v_head) + offset64(PAGE ? near : start + near, V_TOKEN) + unit * 8;
 #if PAGE
     i64 page = start < length ? pages[start / PAGE] : 0;
 #else
-    k += far(batch, p.k_batch);
-    v += far(batch, p.v_batch);
+    k += offset64(batch, p.k_batch);
+    v += offset64(batch, p.v_batch);
 #endif
     int ahead = start, filled = 0;
     auto fetch = [&]() {                           // 16 keys and values; behind the last they are zeros
@@ -104,18 +105,18 @@ KERNEL(decode, Params, WARPS * 32)
         fetch();
         if (n == 0) {
             ROLLED for (int row = warp() * AT_ONCE + near; row < used; row += WARPS * AT_ONCE)
-                copy_async(queries + place(row, unit),
-                           p.q + far(batch, p.q_batch) + far(kv_head * GROUP + row % GROUP, p.q_head)
-                               + far(begin + row / GROUP, p.q_token) + unit * 8, true);
+                copy_async(queries + swizzle(row, unit),
+                           p.q + offset64(batch, p.q_batch) + offset64(kv_head * GROUP + row % GROUP, p.q_head)
+                               + offset64(begin + row / GROUP, p.q_token) + unit * 8, true);
         }
         copy_commit();
     }
-    const Meet meeting = meet<ROWS, DIM>(queries + COLS * 8 * DIM * 2, split);
-    open(meeting, used);
+    const Combiner combine = combine_in<ROWS, DIM>(queries + COLS * 8 * DIM * 2, split);
+    open(combine, used);
 
     // Where a lane's rows for the tensor cores are.
-    const int query_at = place(lane() % 8, lane() / 8), key_at = mine + place(lane() % 16, lane() / 16);
-    const int value_at = mine + place(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
+    const int query_at = swizzle(lane() % 8, lane() / 8), key_at = mine + swizzle(lane() % 16, lane() / 16);
+    const int value_at = mine + swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
     const int all_see = CAUSAL ? offset + 1 : length;                          // before this key nothing is masked
     const int none_before = WINDOW ? offset + tokens - 1 - p.left : 0;        // and from this one on
 
@@ -219,23 +220,24 @@ KERNEL(decode, Params, WARPS * 32)
             float sum = total[c][e];
             UNROLL for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
             if (row < used) {
-                float* to = row_of(part, row, Meet::PITCH) + g;
+                float* to = row_of(part, row, Combiner::PITCH) + g;
                 UNROLL for (int n = 0; n < DIM / 16; ++n) {
                     to[n * 16] = acc[c][n][e];
                     to[n * 16 + 8] = acc[c][n][e + 2];
                 }
-                if (g == 0) *fact_of(part, row, ROWS, Meet::PITCH) = Two{best[c][e], sum};
+                if (g == 0) *fact_of(part, row, ROWS, Combiner::PITCH) = Two{best[c][e], sum};
             }
         }
     }
-    send(meeting, shared(), RING, used);
-    receive(meeting, used, [&](int row, int column, Two out, float top, float sum) {
+    send(combine, shared(), RING, used);
+    receive(combine, used, [&](int row, int column, Two out, float top, float sum) {
         const int head = kv_head * GROUP + row % GROUP, token = begin + row / GROUP;
         const float by = sum > 0 ? reciprocal(sum) : 0.0f;
-        *(u32*)(p.out + far(batch, p.out_batch) + far(head, p.out_head) + far(token, p.out_token) + column) =
+        *(u32*)(p.out + offset64(batch, p.out_batch) + offset64(head, p.out_head) + offset64(token, p.out_token)
+                + column) =
             pack2<BF16>(out.x * by, out.y * by);
         if (p.lse && column == 0)
-            p.lse[far(batch, p.lse_batch) + far(head, p.lse_head) + far(token, p.lse_token)] =
+            p.lse[offset64(batch, p.lse_batch) + offset64(head, p.lse_head) + offset64(token, p.lse_token)] =
                 sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
     });
 }

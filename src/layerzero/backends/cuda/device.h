@@ -174,7 +174,7 @@ FN void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;
 FN void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 FN void sync_cluster() { cluster_arrive(); cluster_wait(); }
 
-// The last meeting, after which nothing is read that others wrote.
+// The last barrier, after which nothing is read that others wrote.
 FN void leave_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
@@ -237,11 +237,11 @@ FN u32 load_once(const u32* from) {
     return v;
 }
 
-// A mailbox: shared memory of this block that is complete when so many bytes were sent there by the blocks of the
+// A mbarrier: shared memory of this block that is complete when so many bytes were sent there by the blocks of the
 // cluster. One thread opens it, all say that they are there, and nobody sends before all have.
 
-FN void mailbox_open(u64* box, u32 bytes) {
-    const u32 at = shared_address(box);
+FN void mbarrier_expect(u64* mbarrier, u32 bytes) {
+    const u32 at = shared_address(mbarrier);
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory");
@@ -249,19 +249,19 @@ FN void mailbox_open(u64* box, u32 bytes) {
 
 FN void cluster_here() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
-FN void mail(Four* here, int rank, Four v, u64* box) {
+FN void remote_store(Four* here, int rank, Four v, u64* mbarrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
                  :: "r"(cluster_address(here, rank)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
-                    "r"(cluster_address(box, rank)) : "memory");
+                    "r"(cluster_address(mbarrier, rank)) : "memory");
 }
 
-FN void mail(u64* here, int rank, u64 v, u64* box) {
+FN void remote_store(u64* here, int rank, u64 v, u64* mbarrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
-                 :: "r"(cluster_address(here, rank)), "l"(v), "r"(cluster_address(box, rank)) : "memory");
+                 :: "r"(cluster_address(here, rank)), "l"(v), "r"(cluster_address(mbarrier, rank)) : "memory");
 }
 
-FN void mailbox_wait(u64* box) {
-    const u32 at = shared_address(box);
+FN void mbarrier_wait(u64* mbarrier) {
+    const u32 at = shared_address(mbarrier);
     u32 complete;
     do {
         asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0; "

@@ -77,7 +77,7 @@ FN int least(int a, int b) { return a < b ? a : b; }
 FN u32 moved(u32 v, int right) { return right >= 0 ? v >> right : v << -right; }
 
 // Where piece h of lane t of a row of x is kept: the lanes that read at once, and those that write, use all banks.
-FN int place(int row, int t, int h) { return (t * PIECES + (h ^ ((PIECES == 4 ? t & 2 : 0) | (row & 1)))) * 16; }
+FN int swizzle(int row, int t, int h) { return (t * PIECES + (h ^ ((PIECES == 4 ? t & 2 : 0) | (row & 1)))) * 16; }
 
 // Eight inputs in the order of the codes in a word: two nibbles are 16 bits apart, and so are two bytes.
 FN Four ordered(Four v) {
@@ -147,7 +147,7 @@ KERNEL(gemv, Params, BOUNDS)
     auto each_piece = [&](auto visit) {
         ROLLED for (int block = beside / ABREAST; block < span; block += AT_ONCE / ABREAST)
             ROLLED for (int row = beside % ABREAST; row < p.rows; row += ABREAST)
-                visit(shared() + block * X_BLOCK + row * X_ROW + place(row, inside / PIECES, inside % PIECES), row,
+                visit(shared() + block * X_BLOCK + row * X_ROW + swizzle(row, inside / PIECES, inside % PIECES), row,
                       (start + block) * BLOCK + inside * 8);
     };
     each_piece([&](u8* to, int row, int column) {
@@ -198,7 +198,7 @@ KERNEL(gemv, Params, BOUNDS)
     // The columns of this lane: where they begin in a block, and how far it is to the next.
     const u8* column[TILES];
     int step[TILES], apart[PIECES];                        // its rows are all even, or all odd
-    UNROLL for (int h = 0; h < PIECES; ++h) apart[h] = place(ROWS == 1 ? 0 : g / PER_BLOCK, t, h) - t * PIECES * 16;
+    UNROLL for (int h = 0; h < PIECES; ++h) apart[h] = swizzle(ROWS == 1 ? 0 : g / PER_BLOCK, t, h) - t * PIECES * 16;
     UNROLL for (int c = 0; c < TILES; ++c) {
         const int row = (c * 8 + g) / PER_BLOCK;
         const bool own = (c * 8 + g) % PER_BLOCK == t * PER_BLOCK / 4;

@@ -12,7 +12,6 @@ from torch import Tensor
 from . import compiler
 
 _PARAMS = struct.Struct("@5P2qi2f")
-MOST_HIDDEN = 1 << 15
 
 
 @lru_cache(maxsize=4096)

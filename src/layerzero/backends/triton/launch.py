@@ -24,7 +24,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ...spec import replay
+from ...spec import codegen, replay
 from ...spec.launch import LaunchLimits, LaunchRefused, malformed, misfits, too_large
 from ...spec.replay import Varying
 from . import bare
@@ -181,7 +181,8 @@ class Launcher:
                 return None
         lines.append(f"return ({', '.join(parts)},), ({', '.join(passed)},)")
         scope: dict[str, Any] = {}
-        exec(f"def read({', '.join(given)}):\n    " + "\n    ".join(lines), scope)     # text made of types alone
+        source = f"def read({', '.join(given)}):\n    " + "\n    ".join(lines)     # made of types alone
+        exec(codegen.compile(source, "launch read"), scope)
         return scope["read"]  # type: ignore[no-any-return]
 
     @staticmethod

@@ -14,7 +14,6 @@ from torch import Tensor
 from .launch import Launcher
 from .machine import size_of
 
-MOST_HIDDEN = 1 << 15      # the row must fit the registers of one program
 TILE = 4096                # elements of narrow rows that a program holds at a time
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...models.packing import forget_packed
 from ...runtime.inspection import stats, which
-from ...runtime.packing import forget_packed
 from ...select.policy import suggest
 from ...spec.errors import ConfigError, NoKernel
 from . import NAME, register

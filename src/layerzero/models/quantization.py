@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..ops.quant_formulas import FORMATS
+from ..runtime import hardware
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall
 from ..spec.reason import Code, Reason
-from . import hardware
 
 # Relative RMS error of normally distributed weights in rows of 4096, in the layout that lz.quantize uses by itself;
 # bits for each weight with its share of the scales.

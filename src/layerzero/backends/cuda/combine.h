@@ -1,6 +1,7 @@
 // How the warps of a block, and the blocks of a cluster, add up what each found of some rows of the output. A warp
 // leaves its part in shared memory; a block adds up its warps' and sends each block of the cluster its share of the
-// columns, straight into its mailbox. So there is one trip between blocks, no fence and no meeting at the end.
+// columns, straight into its inbox in shared memory, which an mbarrier counts. So there is one trip between blocks,
+// no fence and no barrier at the end.
 // Macros: WARPS, SPLITS (blocks of the cluster). device.h comes first.
 #pragma once
 
@@ -13,44 +14,44 @@ FN Four as_bits(const float (&v)[4]) {
 }
 
 // Up to MOST rows of WIDTH columns. The part of a warp is rows of PITCH floats, then of each row its maximum and sum.
-template <int MOST, int WIDTH> struct Meeting {
+template <int MOST, int WIDTH> struct Combine {
     static constexpr int PITCH = WIDTH + 4, QUADS = WIDTH / 4, SHARE = (QUADS + SPLITS - 1) / SPLITS;
     static constexpr int PART = (MOST * (PITCH + 2) * 4 + 15) / 16 * 16;        // bytes
-    static constexpr int MAIL = SPLITS * MOST * SHARE * 16;
-    Four* mails;                                   // of each block, row and quad of columns
+    static constexpr int INBOX_BYTES = SPLITS * MOST * SHARE * 16;
+    Four* inbox;                                   // of each block, row and quad of columns
     u64* facts;                                    // of each block and row: maximum and sum
-    u64* box;
+    u64* mbarrier;
     int rank;                                      // of this block
 };
 
 FN float* row_of(u8* part, int row, int pitch) { return (float*)part + row * pitch; }
 FN Two* fact_of(u8* part, int row, int most, int pitch) { return (Two*)((float*)part + most * pitch) + row; }
 
-template <int MOST, int WIDTH> FN Meeting<MOST, WIDTH> meet(u8* room, int rank) {
-    typedef Meeting<MOST, WIDTH> Its;
-    u64* facts = (u64*)(room + Its::MAIL);
+template <int MOST, int WIDTH> FN Combine<MOST, WIDTH> combine_in(u8* room, int rank) {
+    typedef Combine<MOST, WIDTH> Its;
+    u64* facts = (u64*)(room + Its::INBOX_BYTES);
     return Its{(Four*)room, facts, facts + SPLITS * MOST, rank};
 }
 
-// All warps call it before they send. Mails may come from then on.
-template <int MOST, int WIDTH> FN void open(const Meeting<MOST, WIDTH>& m, int used) {
+// All warps call it before they send. Remote stores may arrive from then on.
+template <int MOST, int WIDTH> FN void open(const Combine<MOST, WIDTH>& m, int used) {
     if (SPLITS == 1) return;
     const int quads = (m.QUADS - m.rank + SPLITS - 1) / SPLITS;                // of columns that this block writes
-    if (thread() == 0) mailbox_open(m.box, SPLITS * used * (quads * 16 + 8));
+    if (thread() == 0) mbarrier_expect(m.mbarrier, SPLITS * used * (quads * 16 + 8));
     cluster_here();
 }
 
-// A block on its own is no cluster, and has no mailbox.
-template <typename T> FN void deliver(T* here, int rank, T value, u64* box) {
+// A block on its own is no cluster, and has no mbarrier.
+template <typename T> FN void store_to(T* here, int rank, T value, u64* mbarrier) {
     if (SPLITS == 1) *here = value;
-    else mail(here, rank, value, box);
+    else remote_store(here, rank, value, mbarrier);
 }
 
 // After this warp has left its part; parts are so many bytes apart.
 template <int MOST, int WIDTH>
-FN void send(const Meeting<MOST, WIDTH>& m, u8* parts, int apart, int used) {
+FN void send(const Combine<MOST, WIDTH>& m, u8* parts, int apart, int used) {
     sync_block();
-    if (SPLITS > 1) cluster_wait();                // all blocks have opened their boxes
+    if (SPLITS > 1) cluster_wait();                // all blocks have opened their mbarriers
     ROLLED for (int row = warp(); row < used; row += WARPS) {
         float top = NONE, sum = 0;
         Two its[WARPS];
@@ -61,7 +62,7 @@ FN void send(const Meeting<MOST, WIDTH>& m, u8* parts, int apart, int used) {
             sum += its[w].x * its[w].y;
         }
         if (lane() < SPLITS)
-            deliver(m.facts + m.rank * MOST + row, lane(), (u64)float_bits(sum) << 32 | float_bits(top), m.box);
+            store_to(m.facts + m.rank * MOST + row, lane(), (u64)float_bits(sum) << 32 | float_bits(top), m.mbarrier);
         ROLLED for (int quad = lane(); quad < m.QUADS; quad += 32) {
             float out[4] = {0, 0, 0, 0};
             UNROLL for (int w = 0; w < WARPS; ++w) {
@@ -71,18 +72,19 @@ FN void send(const Meeting<MOST, WIDTH>& m, u8* parts, int apart, int used) {
                 out[2] += its[w].x * bits_float(v.z);
                 out[3] += its[w].x * bits_float(v.w);
             }
-            deliver(m.mails + (m.rank * MOST + row) * m.SHARE + quad / SPLITS, quad % SPLITS, as_bits(out), m.box);
+            store_to(m.inbox + (m.rank * MOST + row) * m.SHARE + quad / SPLITS, quad % SPLITS, as_bits(out),
+                     m.mbarrier);
         }
     }
 }
 
 // Two columns at a time: write(row, column, both, maximum, sum), not yet divided by the sum.
 template <int MOST, int WIDTH, typename Write>
-FN void receive(const Meeting<MOST, WIDTH>& m, int used, Write write) {
-    constexpr int PAIRS = Meeting<MOST, WIDTH>::SHARE * 2;
+FN void receive(const Combine<MOST, WIDTH>& m, int used, Write write) {
+    constexpr int PAIRS = Combine<MOST, WIDTH>::SHARE * 2;
     if (SPLITS == 1) sync_block();
     if (thread() >= used * PAIRS) return;
-    if (SPLITS > 1) mailbox_wait(m.box);
+    if (SPLITS > 1) mbarrier_wait(m.mbarrier);
     ROLLED for (int item = thread(); item < used * PAIRS; item += WARPS * 32) {
         const int row = item / PAIRS, pair = item % PAIRS, column = (pair / 2 * SPLITS + m.rank) * 4 + pair % 2 * 2;
         if (m.QUADS % SPLITS && column >= WIDTH) continue;
@@ -94,7 +96,7 @@ FN void receive(const Meeting<MOST, WIDTH>& m, int used, Write write) {
         }
         UNROLL for (int b = 0; b < SPLITS; ++b) {
             const float share = fast_exp2(its[b].x - top);
-            const Two both = *((const Two*)(m.mails + (b * MOST + row) * m.SHARE) + pair);
+            const Two both = *((const Two*)(m.inbox + (b * MOST + row) * m.SHARE) + pair);
             sum += share * its[b].y;
             out.x += share * both.x;
             out.y += share * both.y;

@@ -14,7 +14,7 @@ from typing import Any
 from ..perf.record import QUIET, Measurement, Rates
 from ..spec.errors import DataError
 from ..spec.reading import read_json
-from .harness import MARGIN
+from ..tune.harness import MARGIN
 
 FIRST_LOOK = 3                                 # samples
 

@@ -15,9 +15,9 @@ from ..ops.sample import OP as _sample
 from ..ops.sampling_formulas import distribution
 from ..ops.speculative_verify import OP as _chain
 from ..ops.speculative_verify_tree import OP as _tree
+from ..runtime.dispatch import function
 from ..spec.errors import InvalidCall
 from ..spec.reason import Code, Reason
-from .dispatch import function
 
 DraftStep = Callable[[Tensor, Tensor], Tensor]
 TargetStep = Callable[[Tensor, Tensor, int], Tensor]

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ..ops.paged_formulas import page_table_from_csr as page_table_from_csr
+from ..runtime import catalog, dispatch
 from ..spec.errors import InvalidCall, LayerZeroError
 from ..spec.reason import Code, Reason
-from . import catalog, dispatch
 
 LAYOUTS = ("NHD", "HND")
 # The largest magnitude that each quantized dtype stores.

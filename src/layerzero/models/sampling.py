@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.sample import OP as _sample
-from .dispatch import function
+from ..runtime.dispatch import function
 
 Rows = Union[Tensor, float]
 

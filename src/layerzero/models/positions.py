@@ -15,9 +15,9 @@ from torch import Tensor
 from ..ops import rope_formulas as formulas
 from ..ops.alibi import OP as _alibi
 from ..ops.alibi import slopes_of
+from ..runtime.dispatch import function
 from ..spec.errors import InvalidCall
 from ..spec.reason import Code, Reason
-from .dispatch import function
 
 # What each kind cannot do without, and what it also takes.
 _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -1,23 +1,27 @@
 """A decoder, written once over calls that can be replaced: served by lz, or computed in plain torch.
 
-A layer is norm -> qkv -> rope -> attention -> projection -> residual -> norm -> MLP -> residual. What it computes on
-the way is noted under the name of its stage, so that two runs can be compared stage by stage. Tensors are
-(batch, seq, ...), heads (batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP is one.
+A layer is norm -> qkv -> rope -> attention -> projection -> residual -> norm -> MLP -> residual.
+`layer_parts` says so as data: `Decoder` runs the parts one call after the other, `decoder_block`
+hands them to lz.plan_block. What a Decoder computes on the way is noted under the name of its
+stage, so that two runs can be compared stage by stage. Tensors are (batch, seq, ...), heads
+(batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP is one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..runtime.kv_cache import kv_cache
 from ..spec.errors import ConfigError
+from .block import Block, Either, Glue, Part, Stage
+from .kv_cache import kv_cache
+from .positions import rope_tables
 
 Weights = dict[str, Tensor]
 STAGES = ("ln1_out", "q", "k", "scores", "attn_out", "proj_out", "ln2_out", "fc1", "act", "output")
@@ -262,6 +266,71 @@ class Cached:
 
 # The model.
 
+def layer_parts(c: DecoderConfig, attend: Sequence[Part], *,
+                layout: Literal["bshd", "bhsd"] = "bshd", indexed: bool = True) -> tuple[Part, ...]:
+    """One layer, from "input" to "output". `attend` makes "attn_out" of "q", "k" and "v".
+
+    The other values it reads are the weights ("ln1.weight", "qkv.weight", "qkv.bias", ...) and,
+    with rope, the tables "cos" and "sin". They are `indexed` by the "positions" of the tokens, or
+    else have one row for each token. Heads go from rope to attention in `layout`.
+    """
+    def split(packed: Tensor) -> tuple[Tensor, ...]:
+        heads = packed.unflatten(-1, (-1, c.head_dim)).split((c.heads, c.kv_heads, c.kv_heads), -2)
+        return tuple(t.transpose(1, 2) for t in heads) if layout == "bhsd" else tuple(heads)
+
+    def join(heads: Tensor) -> Tensor:
+        return (heads.transpose(1, 2) if layout == "bhsd" else heads).flatten(-2)
+
+    takes = {"q": "q0", "k": "k0", "cos": "cos", "sin": "sin"}
+    if indexed:
+        takes["position_ids"] = "positions"
+    how = {"style": c.rope_style, "layout": layout}
+    rope = (Stage("rope", takes, ("q", "k"), how),) if c.positions == "rope" else ()
+    add = Glue("add", torch.add, ("input", "proj_out"), ("resid",), is_copy=False)
+    second_norm = _norm(c, "resid", "ln2", "ln2_out")
+    add_norm = Stage("add_rms_norm", {"x": "proj_out", "residual": "input", "weight": "ln2.weight"},
+                     ("ln2_out", "resid"), {"eps": c.eps})
+    biases = {"bias_in": "in.bias", "bias_down": "down.bias"} if c.bias else {}
+    return (
+        _norm(c, "input", "ln1", "ln1_out"),
+        _linear(c, "ln1_out", "qkv", "qkv"),
+        Glue("split heads", split, ("qkv",), ("q0", "k0", "v") if rope else ("q", "k", "v")),
+        *rope,
+        *attend,
+        Glue("join heads", join, ("attn_out",), ("joined",)),
+        _linear(c, "joined", "out", "proj_out"),
+        *((Either(((add, second_norm), (add_norm,))),) if c.norm == "rms" else (add, second_norm)),
+        Either((
+            (_linear(c, "ln2_out", "in", "fc1"),
+             Glue("activation", lambda wide: activated(c, wide), ("fc1",), ("act",), is_copy=False),
+             _linear(c, "act", "down", "mlp_out")),
+            (Stage("mlp", {"x": "ln2_out", "weight_in": "in.weight", "weight_down": "down.weight",
+                           **biases}, ("mlp_out",), {"activation": c.activation}),),
+        )),
+        Glue("add", torch.add, ("resid", "mlp_out"), ("output",), is_copy=False),
+    )
+
+
+def _linear(c: DecoderConfig, x: str, name: str, gives: str) -> Stage:
+    bias = {"bias": f"{name}.bias"} if c.bias else {}
+    return Stage("linear", {"x": x, "weight": f"{name}.weight", **bias}, (gives,))
+
+
+def _norm(c: DecoderConfig, x: str, name: str, gives: str) -> Stage:
+    bias = {"bias": f"{name}.bias"} if c.bias and c.norm == "layer" else {}
+    takes = {"x": x, "weight": f"{name}.weight", **bias}
+    return Stage(f"{c.norm}_norm", takes, (gives,), {"eps": c.eps})
+
+
+def _way(parts: Iterable[Part], fused: bool) -> Iterator[Stage | Glue]:
+    """The parts with every choice made: separate calls, or the fused one."""
+    for part in parts:
+        if isinstance(part, Either):
+            yield from _way(part.ways[-1 if fused else 0], fused)
+        else:
+            yield part
+
+
 class Decoder:
     """`do` computes the operations, `tables` are the cosines and sines of rope. With `trace` every stage is noted."""
 
@@ -269,6 +338,10 @@ class Decoder:
                  *, fused: bool = False, trace: Trace | None = None) -> None:
         self.config, self.weights, self.do, self.tables = config, weights, do, tables
         self.fused, self.trace, self.prefix = fused, trace, ""
+        attend = Glue("attend", self._attend, ("layer", "q", "k", "v", "memory"), ("attn_out",))
+        self._layer = tuple(_way(layer_parts(config, (attend,)), fused))
+        head = Stage("linear", {"x": "norm_out", "weight": "head.weight"}, ("logits",))
+        self._head = (_norm(config, "input", "norm", "norm_out"), head)
 
     def __call__(self, tokens: Tensor, memory: Memory | None = None, *, last: bool = False) -> Tensor:
         """Logits (batch, seq, vocab) of tokens (batch, seq) that follow those in memory; `last`: of the last one."""
@@ -291,73 +364,51 @@ class Decoder:
         return torch.arange(start, start + count, device=self.weights["norm"].device)[None]
 
     def head(self, x: Tensor) -> Tensor:
-        h = self._norm("", "norm_out", x, "norm")
-        logits: Tensor = self._do("", ("logits",), "linear", x=h,
-                                  weight=self.weights["embed" if self.config.tied else "head"])
+        values = {"input": x, **_values(self.weights, ""),
+                  "head.weight": self.weights["embed" if self.config.tied else "head"]}
+        self._run(self._head, values)
+        logits: Tensor = values["logits"]
         return logits
 
     def layer(self, i: int, x: Tensor, positions: Tensor, memory: Memory | None = None) -> Tensor:
-        c, at = self.config, f"{i}."
-        self._note(f"{at}input", x)
-        h = self._norm(at, "ln1_out", x, f"{at}ln1")
-        rows = self._linear(at, "qkv", h).unflatten(-1, (-1, c.head_dim))
-        q, k, v = rows.split((c.heads, c.kv_heads, c.kv_heads), -2)
-        if c.positions == "rope":
+        at = f"{i}."
+        values = {"layer": i, "input": x, "positions": positions, "memory": memory,
+                  **_values(self.weights, at)}
+        if self.config.positions == "rope":
             assert self.tables is not None, "a decoder with rope needs tables"
-            q, k = self._do(at, ("q", "k"), "rope", q=q, k=k, cos=self.tables[0], sin=self.tables[1],
-                            position_ids=positions, style=c.rope_style, layout="bshd")
-        else:
-            self._note(f"{at}q", q)
-            self._note(f"{at}k", k)
-        if self.trace is not None and memory is None:
-            self._note(f"{at}scores", scores_of(c, q, k))
-        mixed = self._attend(i, q, k, v, memory)
-        proj = self._linear(at, "proj_out", mixed.flatten(-2), "out")
-        if self.fused and c.norm == "rms":
-            h, x = self._do(at, ("ln2_out", "resid"), "add_rms_norm", x=proj, residual=x,
-                            weight=self.weights[f"{at}ln2"], eps=c.eps)
-        else:
-            x = x + proj
-            self._note(f"{at}resid", x)
-            h = self._norm(at, "ln2_out", x, f"{at}ln2")
-        x = x + self._feed_forward(at, h)
-        self._note(f"{at}output", x)
-        return x
+            values["cos"], values["sin"] = self.tables
+        self._note(f"{at}input", x)
+        self._run(self._layer, values, at)
+        out: Tensor = values["output"]
+        return out
+
+    def _run(self, parts: Iterable[Stage | Glue], values: dict[str, Any], at: str = "") -> None:
+        """Compute the parts one after the other; what they give joins the values."""
+        for part in parts:
+            if isinstance(part, Stage):
+                given = {param: values[name] for param, name in part.takes.items()}
+                out = self._do(at, part.gives, part.op, **given, **part.fixed)
+            else:
+                out = part.run(*(values[name] for name in part.reads))
+            results = out if isinstance(out, tuple) else (out,)
+            values.update(zip(part.gives, results))
+            if isinstance(part, Glue) and not part.is_copy:    # another order alone is no stage
+                for name, value in zip(part.gives, results):
+                    self._note(f"{at}{name}", value)
 
     def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, memory: Memory | None) -> Tensor:
         def do(op: str, **given: Any) -> Any:
             return self._do(f"{i}.", ("attn_out",), op, **given)
 
+        if self.config.positions != "rope":
+            self._note(f"{i}.q", q)
+            self._note(f"{i}.k", k)
         if memory is not None:
             return memory.attend(do, i, q, k, v)
+        if self.trace is not None:
+            self._note(f"{i}.scores", scores_of(self.config, q, k))
         out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True, window_left=self.config.window_left,
                          layout="bshd")
-        return out
-
-    def _feed_forward(self, at: str, h: Tensor) -> Tensor:
-        c, w = self.config, self.weights
-        fed: Tensor
-        if self.fused:
-            fed = self._do(at, ("mlp_out",), "mlp", x=h, weight_in=w[f"{at}in"], weight_down=w[f"{at}down"],
-                           activation=c.activation, bias_in=w.get(f"{at}in.bias"), bias_down=w.get(f"{at}down.bias"))
-            return fed
-        wide = self._linear(at, "fc1", h, "in")
-        act = activated(c, wide)
-        self._note(f"{at}act", act)
-        fed = self._linear(at, "mlp_out", act, "down")
-        return fed
-
-    def _linear(self, at: str, stage: str, x: Tensor, name: str = "") -> Tensor:
-        name = f"{at}{name or stage}"
-        out: Tensor = self._do(at, (stage,), "linear", x=x, weight=self.weights[name],
-                               bias=self.weights.get(f"{name}.bias"))
-        return out
-
-    def _norm(self, at: str, stage: str, x: Tensor, name: str) -> Tensor:
-        given = {"x": x, "weight": self.weights[name], "eps": self.config.eps}
-        if self.config.norm == "layer":
-            given["bias"] = self.weights.get(f"{name}.bias")
-        out: Tensor = self._do(at, (stage,), f"{self.config.norm}_norm", **given)
         return out
 
     def _do(self, at: str, stages: tuple[str, ...], op: str, **given: Any) -> Any:
@@ -370,6 +421,56 @@ class Decoder:
     def _note(self, stage: str, value: Tensor) -> None:
         if self.trace is not None:
             self.trace[self.prefix + stage] = Note(value.detach())
+
+
+_LAYER_WEIGHTS = ("ln1", "qkv", "out", "ln2", "in", "down")
+
+
+def _values(weights: Mapping[str, Tensor], at: str) -> dict[str, Any]:
+    """The weights of a layer ("3."), or of the last norm (""), by the names that parts know."""
+    found = {}
+    for name in _LAYER_WEIGHTS if at else ("norm",):
+        found[f"{name}.weight"] = weights[at + name]
+        if (bias := weights.get(f"{at}{name}.bias")) is not None:
+            found[f"{name}.bias"] = bias
+    return found
+
+
+def decoder_block(c: DecoderConfig, *, cached: bool = False,
+                  dtypes: tuple[torch.dtype, ...] = ()) -> Block:
+    """A layer for lz.plan_block, with heads as (batch, heads, seq, head_dim).
+
+    Its alternatives: add and norm apart or fused, the MLP in parts or fused. With `cached` the
+    keys "past_k" and values "past_v" come before the new ones, and the new ones are results too.
+    """
+    def extend(past: Tensor, new: Tensor) -> Tensor:
+        return torch.cat((past, new), dim=2)
+
+    keys, values = ("keys", "values") if cached else ("k", "v")
+    append = (Glue("append k", extend, ("past_k", "k"), (keys,), is_copy=False),
+              Glue("append v", extend, ("past_v", "v"), (values,), is_copy=False))
+    attention = Stage("attention", {"query": "q", "key": keys, "value": values}, ("attn_out",), {
+        "is_causal": True, "causal_align": "bottom_right", "window_left": c.window_left})
+    attend = (*append, attention) if cached else (attention,)
+    parts = layer_parts(c, attend, layout="bhsd", indexed=False)
+    results = ("output", "k", "v") if cached else ("output",)
+    return Block(f"decoder {c.heads}/{c.kv_heads}x{c.head_dim}", parts, results, dtypes)
+
+
+def decoder_values(c: DecoderConfig, *, batch: int = 1, seq: int = 1, past: int = 0,
+                   dtype: torch.dtype = torch.float32, device: str = "cpu",
+                   seed: int = 0) -> dict[str, Tensor]:
+    """Random inputs and weights of that block."""
+    gen = torch.Generator().manual_seed(seed + 1)
+    shapes: dict[str, tuple[int, ...]] = {"input": (batch, seq, c.hidden)}
+    if past:
+        shapes |= dict.fromkeys(("past_k", "past_v"), (batch, c.kv_heads, past, c.head_dim))
+    values = {name: torch.randn(shape, generator=gen) for name, shape in shapes.items()}
+    values |= _values(make_weights(replace(c, layers=1), seed), "0.")
+    if c.positions == "rope":
+        cos, sin = rope_tables(c.head_dim, past + seq, c.rope_base)
+        values |= {"cos": cos[past:], "sin": sin[past:]}
+    return cast(values, dtype, device)
 
 
 def activated(c: DecoderConfig, wide: Tensor) -> Tensor:

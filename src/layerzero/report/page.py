@@ -8,8 +8,8 @@ from string import ascii_uppercase
 
 from .markup import Content, Html, breakable, el, join
 from .overview import Candidate, Gain, Kind, Overview, Refused, Regret, Replayed, gain_of, sizes_of
-from .page_roofline import achieved, intensity, plot, plotted, rate_text
-from .page_style import STEPS, step_of, style
+from .roofline import achieved, intensity, plot, plotted, rate_text
+from .style import STEPS, step_of, style
 
 NOTHING = join("Nothing is measured yet: run ", el("code", "lz tune"), ", then ", el("code", "lz report"), " again.")
 WORST = 25                                     # rows of the regret table

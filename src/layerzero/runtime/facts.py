@@ -7,7 +7,6 @@ the same facts without naming them (`key.py`), and comes here when anything look
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -118,7 +117,6 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-@lru_cache(maxsize=256)
 def computes_itself(cls: type) -> bool:
     """Does a subclass of int, float or str say in Python what it is equal to? In a key it would be asked by others."""
     own = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]

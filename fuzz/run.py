@@ -1,7 +1,8 @@
-"""Coverage-guided fuzzing of the parsers: python fuzz/run.py policy --seconds 60, or without a name all in turn.
+"""Fuzzing of the parsers: python fuzz/run.py policy --seconds 60, or without a name all in turn.
 
-Needs atheris. What is found is written to fuzz/found/ as it came in; `--keep` also adds to the corpus what reached
-new code, as small as it gets. Exit code 1 if something other than a LayerZeroError came out.
+With atheris guided by the code that an input reaches, else (or with --plain) by chance alone. What is found is written
+to fuzz/found/ as it came in; `--keep` also adds to the corpus what reached new code, as small as it gets. Exit code 1
+if something other than a LayerZeroError came out, or an input took longer than --limit seconds.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import random
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 FOUND = HERE / "found"
+MOST_FOUND = 5                                 # then it is enough
+MOST_POOLED = 200                              # files that are changed further
 MOST_KEPT = 16                                 # files of a target's corpus
 
 
@@ -27,6 +33,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="for each target")
     parser.add_argument("--seed", type=int, default=0, help="0: another one every time")
     parser.add_argument("--keep", action="store_true", help="add what reached new code to the corpus")
+    parser.add_argument("--plain", action="store_true", help="without atheris")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds that one input may take")
     parser.add_argument("--list", action="store_true", help="name the targets")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     asked, rest = parser.parse_known_args()
@@ -42,7 +50,46 @@ def main() -> int:
     if asked.target and asked.target not in TARGETS:
         parser.error(f"there is no target {asked.target!r}; there are {', '.join(TARGETS)}")
     names = [asked.target] if asked.target else list(TARGETS)
+    if asked.plain or importlib.util.find_spec("atheris") is None:
+        return max(by_chance(name, asked.seconds, asked.seed, asked.limit) for name in names)
     return max(run(name, asked.seconds, asked.seed, asked.keep) for name in names)
+
+
+def by_chance(name: str, seconds: float, seed: int, limit: float) -> int:
+    """Change the files of the corpus, and what was made of them and accepted, for so long."""
+    import warnings
+
+    from mutations import mutated
+    from targets import MOST_BYTES, TARGETS
+
+    from layerzero.spec.errors import LayerZeroError
+    warnings.simplefilter("ignore")
+    rng = random.Random(seed or None)
+    pool = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    began, tried, accepted, found = time.monotonic(), 0, 0, 0
+    while time.monotonic() - began < seconds and found < MOST_FOUND:
+        content = mutated(rng.choice(pool), rng)[:MOST_BYTES * 4]
+        tried, start, wrong = tried + 1, time.monotonic(), ""
+        try:
+            TARGETS[name](content)
+            accepted += 1
+            pool = [*pool, content][-MOST_POOLED:] if len(content) <= MOST_BYTES else pool
+        except LayerZeroError:
+            pass
+        except BaseException as e:             # a Rust panic is no Exception; Ctrl-C goes on
+            if isinstance(e, KeyboardInterrupt):
+                raise
+            wrong = traceback.format_exc()
+        if time.monotonic() - start > limit:
+            wrong = wrong or f"it took {time.monotonic() - start:.0f} seconds"
+        if wrong:
+            found += 1
+            FOUND.mkdir(exist_ok=True)
+            path = FOUND / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}"
+            path.write_bytes(content)
+            print(f"{name}: {path}\n{wrong}", flush=True)
+    print(f"{name}: {tried} inputs by chance, {accepted} accepted, {found} found", flush=True)
+    return 1 if found else 0
 
 
 def run(name: str, seconds: float, seed: int, keep: bool) -> int:

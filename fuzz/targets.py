@@ -7,6 +7,7 @@ right before a file is read a second time, else nothing would ever be found behi
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
@@ -16,20 +17,28 @@ from pathlib import Path
 from typing import Any
 
 import layerzero as lz
+from layerzero.integrations.gguf_header import gguf_metadata
+from layerzero.integrations.gguf_model import read_gguf
+from layerzero.integrations.hub import elf
+from layerzero.integrations.hub.importing import metadata_of
+from layerzero.integrations.hub.lockfile import read as read_lock
+from layerzero.integrations.pipeline_tokens import gguf_tokenizer
+from layerzero.ops.tokenizer_identity import from_content
+from layerzero.perf import shipped
 from layerzero.perf.exchange import read_lines
 from layerzero.perf.record import PerfView
 from layerzero.plan.force import unknown_facts
-from layerzero.plan.lockfile import Lockfile, load_lockfile
+from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfile
 from layerzero.plan.lower import lowered
 from layerzero.plan.table import Table, digest
 from layerzero.report.overview import read_regret
 from layerzero.runtime import capabilities, certificates
 from layerzero.runtime import world as worlds
-from layerzero.runtime.config import load_policy_file
+from layerzero.runtime.config import environment_layer, load_policy_file
 from layerzero.select.policy import Policy, PolicyRule
 from layerzero.spec.call import Call, read_calls
 from layerzero.spec.device import Device, table_from_json
-from layerzero.spec.errors import LayerZeroError
+from layerzero.spec.errors import DataError, LayerZeroError
 from layerzero.spec.expr import parse
 from layerzero.tune.workload import merged, read_recordings
 from layerzero.verify.constraints import solved, total_axis, violated
@@ -38,7 +47,7 @@ from layerzero.verify.definition import Definition, Solution, Trace, Workload
 Target = Callable[[bytes], None]
 TARGETS: dict[str, Target] = {}
 SEAL = "the key of the fuzzer"
-MOST_BYTES = 2048                              # of an input; the corpus keeps to it too
+MOST_BYTES = 8192                              # of an input; the corpus keeps to it too
 
 
 def target(of: Target) -> Target:
@@ -261,3 +270,104 @@ def rule(content: bytes) -> None:
     made = PolicyRule.from_json(_json(content))
     made.matches("attention", _facts())
     assert str(made) and PolicyRule.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+@target
+def environment(content: bytes) -> None:
+    """Environment variables of the library, one NAME=value a line."""
+    pairs = (line.partition("=") for line in content.decode(errors="surrogateescape").split("\n"))
+    ops = {name: op.fact_names for name, op in worlds.current().catalog.ops.items()}
+    layer = environment_layer({name: value for name, sign, value in pairs if sign and name}, ops)
+    assert layer is None or Policy((layer,)).hash
+
+
+@target
+def choices(content: bytes) -> None:
+    """Two tables or lockfiles, one a line, as lz diff compares them."""
+    first, _, second = content.partition(b"\n")
+    found = [load_choices(_file(_rehashed(part), "choices.json")) for part in (first, second or first)]
+    assert all(str(difference.verdict) for difference in compare(*found))
+
+
+def _rehashed(content: bytes) -> bytes:
+    data = _json(content)
+    if not isinstance(data, dict):
+        return content
+    return json.dumps({**data, "hash": digest({k: v for k, v in data.items() if k != "hash"})}).encode()
+
+
+@target
+def workload(content: bytes) -> None:
+    """A workload of a definition, and the inputs made of it."""
+    made = Workload.from_json(_json(content))
+    assert Workload.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+@target
+def shipped_table(content: bytes) -> None:
+    """A table of measurements that comes with the package."""
+    made = shipped.read(_file(content, "shipped.json"), worlds.current().catalog.ops)
+    made.view("here", {m.kernel for m in made.rows})
+
+
+@target
+def tokenizer_json(content: bytes) -> None:
+    """A tokenizer.json, identified and used."""
+    handle = from_content(content, "tokenizer.json")
+    assert handle.id
+    for prefix in (False, True):
+        lz.tokenize("the lazy dog \u65e5\u672c " * 30, handle, cache_prefix=prefix)
+    lz.detokenize([0, 1, 2], handle)
+
+
+@target
+def tiktoken_ranks(content: bytes) -> None:
+    """A *.tiktoken file."""
+    whole = b"".join(b"%s %d\n" % (base64.b64encode(bytes((b,))), b) for b in range(256))
+    handle = from_content(content if content.startswith(b"AA==") else whole + content, "cl.tiktoken", r"\w+|\W",
+                          {"<s>": 100_000})
+    lz.tokenize("the lazy dog", handle)
+
+
+@target
+def sentencepiece_model(content: bytes) -> None:
+    """A sentencepiece *.model: what is identified of it. Its library is not given it."""
+    assert from_content(b"\n" + content, "tokenizer.model").id
+
+
+@target
+def gguf(content: bytes) -> None:
+    """A GGUF file: its header, its tokenizer, its weights."""
+    path = _file(content, "gguf/model.gguf")
+    gguf_metadata(path)
+    wrong: LayerZeroError | None = None
+    for read in (gguf_tokenizer, read_gguf):
+        try:
+            read(path)
+        except LayerZeroError as e:
+            wrong = e
+    if wrong is not None and b"llama.block_count" in content:
+        raise wrong
+
+
+@target
+def hub_lock(content: bytes) -> None:
+    """hub.lock, or kernels.lock."""
+    assert read_lock(_file(content, "hub.lock")).to_json()
+
+
+@target
+def hub_metadata(content: bytes) -> None:
+    """metadata.json of a build in a repository of kernels."""
+    path = _file(content, "build/metadata.json")
+    assert metadata_of(path.parent).id
+
+
+@target
+def elf_file(content: bytes) -> None:
+    """A compiled file of a repository of kernels, of which is read what it needs."""
+    path = _file(content or b"\0", "build/kernel.so")
+    for problem in (*elf.obstacles(path), elf.not_portable(path)):
+        assert isinstance(problem, str)
+    if list(elf.obstacles(path)):
+        raise DataError("it cannot be loaded here")

@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from transformers import pipeline as hf_pipeline
 
 import layerzero as lz
+from layerzero.integrations.gguf_header import gguf_metadata
 from layerzero.integrations.gguf_model import GGUFModel, packaged_model
 from layerzero.integrations.pipeline_tokens import (
-    gguf_metadata,
     gguf_tokenizer,
     patch_tokenizer,
     tokenizer_for,

@@ -194,3 +194,100 @@ def test_the_largest_window_is_the_whole_sequence(path):
         warnings.simplefilter("ignore")
         got = attention(q, k, v, window_left=INT32[1], window_right=INT32[1], causal_align="bottom_right")
     torch.testing.assert_close(got, attention(q, k, v))
+
+
+class HostileInt(int):
+    """Equal to nothing and no index: remembered in a key, it would be asked by the calls of others."""
+
+    def __eq__(self, other):
+        raise ZeroDivisionError("eq")
+
+    def __index__(self):
+        raise ZeroDivisionError("index")
+
+    __hash__ = int.__hash__
+
+
+class HostileFloat(float):
+    def __float__(self):
+        raise ZeroDivisionError("float")
+
+    def __hash__(self):
+        raise ZeroDivisionError("hash")
+
+
+class HostileText(str):
+    def __eq__(self, other):
+        raise ZeroDivisionError("eq")
+
+    def __hash__(self):
+        raise ZeroDivisionError("hash")
+
+
+class HostileObject:
+    """Raises whatever it is asked."""
+
+    def __getattr__(self, name):
+        raise ZeroDivisionError(name)
+
+    def __eq__(self, other):
+        raise ZeroDivisionError("eq")
+
+    def __hash__(self):
+        raise ZeroDivisionError("hash")
+
+    def __repr__(self):
+        raise ZeroDivisionError("repr")
+
+    def __bool__(self):
+        raise ZeroDivisionError("bool")
+
+    def __len__(self):
+        raise ZeroDivisionError("len")
+
+    def __iter__(self):
+        raise ZeroDivisionError("iter")
+
+
+def nested(depth):
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+HOSTILE = {
+    "int": lambda: HostileInt(1), "float": lambda: HostileFloat(1.0), "text": lambda: HostileText("x"),
+    "object": HostileObject, "deep": lambda: nested(5000), "huge": lambda: list(range(10**5)),
+    "long": lambda: "x" * 10**5, "surrogate": lambda: "\ud800", "zero byte": lambda: "\0",
+    "bytes": lambda: b"x" * 10**5, "range": lambda: range(10**9),
+    "ellipsis": lambda: ..., "type": lambda: int, "numpy text": lambda: np.str_("x"), "digits": lambda: 10**5000}
+
+
+@pytest.mark.parametrize("op", list(worlds.current().catalog.ops.values()), ids=lambda op: op.name)
+def test_objects_that_raise_when_they_are_asked(op, path):
+    """Also of the operations that read objects; and often: what is remembered of one must not hurt the next."""
+    function = path_of(op, path) if op.tensors else dispatcher_of(op.name).public
+    given = good_call(op)
+    function(**given)
+    for p in op.params:
+        for name, make in HOSTILE.items():
+            if p.kind == "generator" and name == "object":
+                continue
+            for _ in range(4):
+                try:
+                    function(**{**given, p.name: make()})
+                except LayerZeroError as e:
+                    assert len(str(e)) < 3000, (p.name, name, str(e)[:200])
+    assert not worlds.current().health
+    function(**given)
+
+
+@pytest.mark.parametrize("backend", [
+    HostileObject(), 10**5000, "\ud800", HostileText("torch"), nested(5000), "*" * 10**5, ""],
+    ids=lambda value: type(value).__name__)
+def test_a_backend_of_any_kind(backend):
+    with pytest.raises(LayerZeroError) as caught:
+        lz.rms_norm(torch.ones(2, 8), backend=backend)
+        raise lz.ConfigError("a text that compares as it likes is read as the text it is")
+    assert len(str(caught.value)) < 3000

@@ -14,8 +14,8 @@ RANK = {
     "spec": 0, "ops": 1, "perf": 1, "backends": 2, "select": 2, "runtime": 3, "models": 4, "plan": 5, "tune": 5,
     "verify": 5, "integrations": 6, "report": 6, "release": 7, "cli": 8, "__main__": 8, "": 8}    # "" is __init__.py
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
-# No operation and no library, shared by those that are: formulas, how a tokenizer is told from another, packed weights.
-HELPERS = {"ops": ("formulas", "tokenizer_identity"), "backends": ("packing",)}
+# No operation and no library, shared by those that are: formulas, what a tokenizer is, packed weights.
+HELPERS = {"ops": ("formulas", "tokenizer_identity", "tokenizer_schema"), "backends": ("packing",)}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

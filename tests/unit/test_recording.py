@@ -334,8 +334,12 @@ def test_parts_of_several_processes_become_one_workload(tmp_path):
     (call,) = read_recordings(tmp_path)
     assert call.count == 7 and call.name == "a; b"
     (tmp_path / "3.jsonl").write_text("{\n" + json.dumps(one) + "\n")
-    with pytest.raises(lz.DataError, match=r"3\.jsonl:1"):
-        read_recordings(tmp_path)
+    said: list[lz.Event] = []
+    stop = lz.subscribe(said.append)
+    assert read_recordings(tmp_path) == (call,)            # a damaged file does not cost the others
+    stop()
+    (refused,) = [event for event in said if event.name == "file_refused"]
+    assert refused.path == str(tmp_path / "3.jsonl") and "3.jsonl:1: wanted one call" in refused.problem
 
 
 @pytest.mark.parametrize(("words", "said"), [

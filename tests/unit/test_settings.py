@@ -164,7 +164,7 @@ def test_a_lock_to_what_cannot_serve_raises_and_is_not_bent():
     (lambda: lz.configure(strict_mode=True, seconds=-1), "seconds= must be > 0"),
     (lambda: lz.configure(rules=(lz.PolicyRule.of("deny", "torch.*", "atention"),)), "did you mean 'attention'"),
     (lambda: lz.PolicyRule.of("forbid", "torch.*"), "unknown action"),
-    (lambda: lz.load_config("/nonexistent/policy.yaml"), "cannot read the policy file"),
+    (lambda: lz.load_config("/nonexistent/policy.yaml"), "wanted a policy file; cannot read it"),
 ])
 def test_a_wrong_word_gives_the_nearest_and_changes_nothing(act, words):
     before = worlds.current()

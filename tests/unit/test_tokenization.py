@@ -526,7 +526,7 @@ def test_a_component_in_python_has_no_hash_and_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("content", "word"), [
-    (b"", "found nothing"), (b"{", "ends badly"), (b'{"model": 3}', "model.vocab"), (b"just words\n", "line 1"),
+    (b"", "found nothing"), (b"{", "it is not JSON"), (b'{"model": 3}', "model.vocab"), (b"just words\n", "line 1"),
     (b"\n\x7fabc", "no protocol buffer"), (b"\x12\x00", "without pieces"), (b"{\xff", "UTF-8"), (b"YQ== 0\n", "0x00")])
 def test_files_that_are_no_tokenizers(content: bytes, word: str, tmp_path: Any) -> None:
     (tmp_path / "file").write_bytes(content)
@@ -548,7 +548,7 @@ def test_load_tokenizer_with_parts_that_do_not_belong() -> None:
         load_tokenizer(encoding(), pattern=PATTERN)
     with pytest.raises(ConfigError, match="special tokens need a pattern"):
         load_tokenizer("x.tiktoken", special_tokens=SPECIAL)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot read it"):
         load_tokenizer("no-such.tiktoken", pattern=PATTERN)
 
 

@@ -18,6 +18,7 @@ from ..ops.tokenize import OP as tokenize
 from ..ops.tokenizer_identity import SERIALIZING, TokenizerHandle, identified
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
+from ..spec.reading import no_panic
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, equals, on, one_of
 
@@ -32,7 +33,7 @@ def _build(handle: TokenizerHandle, parse_special: bool) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_str(handle.payload)
+        tokenizer = no_panic(Tokenizer.from_str)(handle.payload)
     except SERIALIZING as e:
         raise InvalidCall.of("tokenize", Reason(
             Code.WRONG_TYPE, "a tokenizer.json that the installed tokenizers library can read",
@@ -44,7 +45,7 @@ def _build(handle: TokenizerHandle, parse_special: bool) -> Any:
 
 
 def _encode() -> Callable[..., Tokens]:
-    return runner(_one_by_one)
+    return runner(no_panic(_one_by_one))
 
 
 def _one_by_one(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[Body]:
@@ -64,7 +65,7 @@ def _encode_batch() -> Callable[..., Tokens]:
         found = run(native, texts, add_special_tokens=request.add_special_tokens)
         return [_body(one, handle, text, request) for one, text in zip(found, texts)]
 
-    return runner(encode)
+    return runner(no_panic(encode))
 
 
 def _encode_cached() -> Callable[..., Tokens]:
@@ -85,7 +86,7 @@ def _encode_cached() -> Callable[..., Tokens]:
             body.before, body.after = frame
         return bodies
 
-    return runner(encode)
+    return runner(no_panic(encode))
 
 
 def _frame(handle: TokenizerHandle, native: Any) -> tuple[Sequence[int], Sequence[int]] | None:
@@ -157,7 +158,7 @@ def _decode() -> Callable[..., str | list[str]]:
         except OverflowError as e:
             raise unknown_id(e) from e
 
-    return run
+    return no_panic(run)
 
 
 KERNELS = (

@@ -14,7 +14,8 @@ from ..ops.tokenize import OP as tokenize
 from ..ops.tokenizer_identity import TokenizerHandle, identified
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
-from ..spec.reason import Code, Reason
+from ..spec.reading import no_panic
+from ..spec.reason import STRANGE, Code, Reason
 from ..spec.rules import at_least, on, one_of
 
 OURS = one_of("tokenizer_kind", "tiktoken")
@@ -30,9 +31,9 @@ def _build(handle: TokenizerHandle) -> Any:
     name, ranks, pattern, special = handle.payload
     try:
         if pattern is not None:
-            return Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {})
-        return Encoding(**_as_published(name, ranks))
-    except (AssertionError, KeyError, ValueError) as e:
+            return no_panic(Encoding)(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {})
+        return no_panic(Encoding)(**_as_published(name, ranks))
+    except STRANGE as e:
         raise InvalidCall.of("tokenize", Reason(
             Code.WRONG_TYPE, "ranks that tiktoken can make an encoding of; for a file that is not named like one of "
             "tiktoken's own pass its split pattern: lz.load_tokenizer(path, pattern=..., special_tokens=...)",
@@ -105,7 +106,7 @@ def _encode() -> Callable[..., Tokens]:
         native = _native(handle)
         return [_body(handle, text, _ids(native, text, request.parse_special), request) for text in texts]
 
-    return runner(encode)
+    return runner(no_panic(encode))
 
 
 def _encode_batch() -> Callable[..., Tokens]:
@@ -118,7 +119,7 @@ def _encode_batch() -> Callable[..., Tokens]:
             found = list(pool.map(lambda text: _ids(native, text, request.parse_special), texts))
         return [_body(handle, text, ids, request) for text, ids in zip(texts, found)]
 
-    return runner(encode)
+    return runner(no_panic(encode))
 
 
 def _encode_cached() -> Callable[..., Tokens]:
@@ -132,7 +133,7 @@ def _encode_cached() -> Callable[..., Tokens]:
 
         return [_body(handle, text, memory.encode(text, parse, False, full).ids, request) for text in texts]
 
-    return runner(encode)
+    return runner(no_panic(encode))
 
 
 def _decode() -> Callable[..., str | list[str]]:
@@ -148,7 +149,7 @@ def _decode() -> Callable[..., str | list[str]]:
             raise unknown_id(e) from e
         return texts[0] if single else texts
 
-    return run
+    return no_panic(run)
 
 
 KERNELS = (

@@ -8,10 +8,16 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from ..spec.errors import LayerZeroError
+from . import streams
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 is yes, 1 is no, 2 is an error, which is one message and no traceback."""
+    with streams.escaped():
+        _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> None:
     try:
         from .app import app
     except ModuleNotFoundError as e:

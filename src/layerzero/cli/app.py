@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,8 +14,9 @@ from ..runtime import hardware, inspection, native
 from ..runtime import world as worlds
 from ..select.policy import suggest
 from ..spec.device import Device
-from ..spec.errors import ConfigError, DataError, NoKernel
+from ..spec.errors import ConfigError, NoKernel
 from ..spec.plan import Plan
+from ..spec.reading import read_json
 from . import bundle as bundling
 from . import demo as demonstration
 from . import gate as gating
@@ -220,8 +221,4 @@ def _kind(device: str | None) -> str:
 
 
 def _device_file(path: Path) -> Device:
-    try:
-        data: Any = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise DataError(f"--on {path}: wanted a device as JSON, one of `devices` in lz doctor --json; {e}") from e
-    return Device.from_json(data)
+    return Device.from_json(read_json(path, "a device as JSON, one of `devices` in lz doctor --json"))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..models.decoder import Trace
@@ -166,10 +165,10 @@ def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:
 # printing
 
 def _progress(total: int) -> AbstractContextManager[Callable[[str], None]]:
-    err = Console(file=sys.stderr)
+    err = show.console(sys.stderr)
     if not err.is_terminal:
         return nullcontext(lambda what: None)
-    return _Bar(Progress(TextColumn("{task.description:<40}"), BarColumn(), TimeElapsedColumn(),
+    return _Bar(Progress(TextColumn("{task.description:<40}", markup=False), BarColumn(), TimeElapsedColumn(),
                          TimeRemainingColumn(), console=err, transient=True), total)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -43,8 +42,7 @@ def generate(
     for piece in run.pieces():
         pieces.append(piece)
         if not as_json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            show.piece(piece)
     seconds = time.perf_counter() - began
     kernels = [{"phase": phase, "op": op, "kernel": kernel, "calls": n}
                for phase, counts in run.kernels.items() for (op, kernel), n in counts.items()]

@@ -3,37 +3,69 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from ..spec.device import Device
+from ..spec.reading import printable
+from .streams import raw
 
 _STYLES = {"!!": "bold red", "->": "bold green", "faster": "green", "slower": "yellow", "NOT EQUAL": "bold red"}
 
 
-def console() -> Console:
-    """Of the stdout of this moment: tests and pipes replace it."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+class _Console(Console):
+    """A console of rich whose own sequences are sent, and of what it is given only what can be seen."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """Of a stream, else of the stdout of this moment: tests and pipes replace it."""
+    return _Console(file=raw(sys.stdout if stream is None else stream), highlight=False, soft_wrap=True,
+                    markup=False, emoji=False)
 
 
 def as_json(data: Mapping[str, Any]) -> None:
-    print(json.dumps(data, indent=2, default=str))
+    """JSON that every parser takes: NaN and infinity, for which it has no number, are null."""
+    try:
+        print(json.dumps(data, indent=2, default=str, allow_nan=False))
+    except ValueError:
+        print(json.dumps(_finite(data), indent=2, default=str))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def heading(text: str) -> None:
     out = console()
-    out.print(f"\n[bold]{escape(text)}[/bold]" if out.is_terminal else f"\n{text}", markup=out.is_terminal)
+    out.print(Text(f"\n{printable(text)}", style="bold" if out.is_terminal else ""))
 
 
 def text(line: str = "") -> None:
     print(line)
+
+
+def piece(part: str) -> None:
+    """Part of a text that a model makes, at once. A pipe gets it as it is, a terminal what can be seen of it."""
+    out = sys.stdout if sys.stdout.isatty() else raw(sys.stdout)
+    out.write(part)
+    out.flush()
 
 
 @contextmanager
@@ -43,15 +75,16 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     if not out.is_terminal:
         yield lambda line: print(line, flush=True)
         return
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=out,
+    with Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=out,
                   transient=True) as bar:
-        bar.add_task(what, total=None)
-        yield lambda line: bar.console.print(line, markup=False)
+        bar.add_task(printable(what), total=None)
+        yield lambda line: bar.console.print(Text(printable(line)))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
     """`right` names the columns of numbers. Nothing is cut off when piped."""
     out = console()
+    rows = [[printable(cell) for cell in row] for row in rows]     # before the columns are measured
     if not out.is_terminal:
         _plain(columns, rows, right)
         return
@@ -60,7 +93,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
         grid.add_column(name, justify="right" if name in right else "left", overflow="fold",
                         no_wrap=name in right or name == "kernel")
     for row in rows:
-        grid.add_row(*(escape(cell) for cell in row), style=_STYLES.get(row[0]) or _STYLES.get(row[-1]))
+        grid.add_row(*map(Text, row), style=_STYLES.get(row[0]) or _STYLES.get(row[-1]))
     out.print(grid, soft_wrap=False)
 
 

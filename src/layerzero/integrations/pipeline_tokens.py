@@ -16,17 +16,18 @@ from __future__ import annotations
 import functools
 import json
 import os
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..models.tokenizers import load_tokenizer
 from ..ops.prefix_formulas import SHORTEST
 from ..ops.tokenizer_identity import TokenizerHandle, from_json, kind_of
 from ..runtime.inspection import dispatcher_of
-from ..spec.errors import ConfigError, DataError
-from ..spec.reason import Code, Reason
+from ..spec.errors import ConfigError, DataError, LayerZeroError
+from ..spec.reading import no_panic
+from ..spec.reason import STRANGE, Code, Reason, shown
+from .gguf_header import gguf_metadata
 from .gguf_model import GGUFModel, _vocabulary
 
 _STOCK = "_layerzero_stock"                    # of a class: the one it stands for
@@ -80,8 +81,11 @@ def _from_path(path: str) -> TokenizerHandle:
     except ImportError:
         return load_tokenizer(path)            # without transformers a folder's tokenizer.json says enough
     try:
-        return load_tokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
-    except (OSError, ValueError) as e:
+        read = no_panic(AutoTokenizer.from_pretrained)
+        return load_tokenizer(read(path, local_files_only=True, trust_remote_code=False))
+    except LayerZeroError:
+        raise
+    except STRANGE as e:                       # transformers looks at nothing in a folder before it uses it
         raise DataError(f"tokenizer_for: {path!r}: wanted a folder with a tokenizer, or a model that was downloaded "
                         f"before (nothing is downloaded here): {e}") from e
 
@@ -105,6 +109,9 @@ def gguf_tokenizer(path: str | os.PathLike[str]) -> TokenizerHandle:
     found = Path(path)
     facts = gguf_metadata(found)
     kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
+    if not isinstance(kind, str) or not isinstance(cut, str):
+        raise DataError(f"{path}: wanted the names of a tokenizer and its pre-tokenizer, got {shown(kind, most=80)} "
+                        f"and {shown(cut, most=80)}")
     if kind != "gpt2":
         return _by_transformers(found, f"{kind!r} with the pre-tokenizer {cut!r}")
     if cut not in _PATTERNS:
@@ -119,16 +126,21 @@ def gguf_tokenizer(path: str | os.PathLike[str]) -> TokenizerHandle:
         made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
             {**made["decoder"], "use_regex": False}]}
-    _put_around(made, facts)
+    _put_around(found, made, facts)
     return from_json(json.dumps(made), str(found))
 
 
-def _put_around(made: dict[str, Any], facts: Mapping[str, Any]) -> None:
+def _put_around(path: Path, made: dict[str, Any], facts: Mapping[str, Any]) -> None:
     """What the file says is added to each text."""
     tokens = facts["tokenizer.ggml.tokens"]
     ids = {side: facts.get(f"tokenizer.ggml.{side}_token_id") for side in ("bos", "eos")
            if facts.get(f"tokenizer.ggml.add_{side}_token")}
-    added = {side: tokens[i] for side, i in ids.items() if i is not None}
+    ids = {side: i for side, i in ids.items() if i is not None}
+    strange = next((i for i in ids.values() if type(i) is not int or not 0 <= i < len(tokens)), None)
+    if strange is not None:
+        raise DataError(f"{path}: wanted a token that is added to each text by an id below {len(tokens)}, "
+                        f"got {shown(strange, most=80)}")
+    added = {side: tokens[i] for side, i in ids.items()}
     if added:
         single: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]
         if "bos" in added:
@@ -143,59 +155,14 @@ def _by_transformers(path: Path, what: str) -> TokenizerHandle:
     """transformers knows how to convert more kinds, slowly."""
     try:
         from transformers import AutoTokenizer
-        return load_tokenizer(AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name,
-                                                            local_files_only=True))
-    except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as e:
+        read = no_panic(AutoTokenizer.from_pretrained)
+        return load_tokenizer(read(str(path.parent), gguf_file=path.name, local_files_only=True,
+                                   trust_remote_code=False))
+    except LayerZeroError:
+        raise
+    except STRANGE as e:
         raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2), or one that transformers converts, got {what}: "
                         f"{e}") from e
-
-
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
-
-
-def gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """All that a GGUF file says before its tensors. (The library gguf maps every string, which takes it seconds.)"""
-    try:
-        with open(path, "rb") as file:
-            if file.read(4) != b"GGUF":
-                raise DataError(f"{path}: wanted a GGUF file, found one that does not begin with GGUF")
-            version, _, count = struct.unpack("<IQQ", file.read(20))
-            if version not in (2, 3):
-                raise DataError(f"{path}: wanted version 2 or 3 of GGUF, got {version}; write the file again with a "
-                                "newer converter")
-            size = os.fstat(file.fileno()).st_size
-            return dict(_pairs(file, count, size))
-    except (struct.error, UnicodeDecodeError, KeyError) as e:
-        raise DataError(f"{path}: wanted a GGUF file, found one that is cut short or damaged: {e!r}") from e
-    except OSError as e:
-        raise DataError(f"{path}: cannot be read: {e.strerror or e}") from e
-
-
-def _pairs(file: BinaryIO, count: int, size: int) -> Iterator[tuple[str, Any]]:
-    def number(kind: int) -> Any:
-        form = _NUMBERS[kind]
-        return struct.unpack(form, file.read(struct.calcsize(form)))[0]
-
-    def checked(n: int) -> int:
-        if n > size:                           # a damaged length must not ask for all memory
-            raise KeyError(f"{n} items in {size} bytes")
-        return n
-
-    def value(kind: int) -> Any:
-        if kind == _STRING:
-            return file.read(checked(number(10))).decode("utf-8")
-        if kind != _ARRAY:
-            return number(kind)
-        inner, n = number(4), checked(number(10))
-        if inner in _NUMBERS:
-            form = f"<{n}{_NUMBERS[inner][1]}"
-            return list(struct.unpack(form, file.read(struct.calcsize(form))))
-        return [value(inner) for _ in range(n)]
-
-    for _ in range(checked(count)):
-        name = value(_STRING)
-        yield name, value(number(4))
 
 
 # in pipelines

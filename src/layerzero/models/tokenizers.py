@@ -9,8 +9,10 @@ from typing import Any
 from ..ops import prefix_formulas, tokenizer_identity
 from ..ops.prefix_formulas import Counts
 from ..ops.tokenizer_identity import TokenizerHandle
+from ..ops.tokenizer_schema import LIMITS
 from ..spec.errors import ConfigError, DataError
-from ..spec.reason import Code, Reason
+from ..spec.reading import read_bytes
+from ..spec.reason import Code, Reason, shown
 
 
 def load_tokenizer(
@@ -38,12 +40,13 @@ def _from_ranks(source: Any, pattern: str | None, special_tokens: Mapping[str, i
     if not isinstance(source, (str, os.PathLike)) or pattern is None:
         raise ConfigError("lz.load_tokenizer: pattern= and special_tokens= go with the path of a *.tiktoken file, and "
                           f"special tokens need a pattern; got {type(source).__name__} and pattern={pattern!r}")
+    special = {} if special_tokens is None else special_tokens
+    if not isinstance(pattern, str) or not isinstance(special, Mapping) or not all(
+            isinstance(token, str) and type(i) is int and 0 <= i < 2 ** 31 for token, i in special.items()):
+        raise ConfigError("lz.load_tokenizer: pattern= must be a text and special_tokens= a mapping of texts to ids, "
+                          f"got {shown(pattern, most=80)} and {shown(special_tokens, most=80)}")
     path = os.fspath(source)
-    try:
-        with open(path, "rb") as file:
-            content = file.read()
-    except OSError as e:
-        raise DataError(f"lz.load_tokenizer: {path!r} cannot be read: {e.strerror or e}") from e
+    content = read_bytes(path, "a *.tiktoken file", size=LIMITS.size)
     handle = tokenizer_identity.from_content(content, path, pattern, special_tokens)
     if handle.kind != "tiktoken":
         raise ConfigError(f"lz.load_tokenizer: pattern= and special_tokens= go with a *.tiktoken file; {path!r} is for "

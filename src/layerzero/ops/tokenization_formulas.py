@@ -20,6 +20,7 @@ from ..spec.errors import InvalidCall
 from ..spec.reason import Code, Reason
 from .tokenizer_identity import Settings, TokenizerHandle, identified
 
+MOST_PADDED = 1 << 26                          # ids of a row; a few bytes of a tokenizer's file may ask for more
 Span = tuple[int, int]
 
 
@@ -183,6 +184,9 @@ def finish(bodies: Sequence[Body], single: bool, shape: Shape, offsets: bool, ma
     if shape.pad is not None:
         target = max(map(len, rows), default=0) if shape.pad == "longest" else shape.length or 0
         target += -target % shape.multiple
+        if target > MOST_PADDED:
+            raise InvalidCall.of("tokenize", Reason(
+                Code.VALUE_OUT_OF_RANGE, f"a length of at most {MOST_PADDED} to pad to", target, "max_length"))
         for i, ids in enumerate(rows):
             missing = target - len(ids)
             if missing > 0:

@@ -23,8 +23,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..spec.errors import DataError, InvalidCall
+from ..spec.reading import read_bytes
 from ..spec.reason import Code, Reason
 from .bpe_formulas import is_plain
+from .tokenizer_schema import LIMITS, parsed
 
 ACCEPTED = ("a tokenizers.Tokenizer, a fast tokenizer of transformers, a tiktoken.Encoding, a "
             "sentencepiece.SentencePieceProcessor, the path of a tokenizer.json, *.model or *.tiktoken file or of a "
@@ -241,11 +243,11 @@ def _of_file(path: str, op: str) -> TokenizerHandle:
         found = _files.get(path)
         if found is not None and found[0] == stamp:
             return found[1]
-        with open(path, "rb") as file:
-            content = file.read()
-    except OSError as e:
+    except (OSError, ValueError) as e:         # ValueError: a zero byte in the path
         raise InvalidCall.of(op, Reason(
-            Code.WRONG_TYPE, ACCEPTED, f"{path!r}, which cannot be read ({e.strerror or e})", "tokenizer")) from e
+            Code.WRONG_TYPE, ACCEPTED, f"{path!r}, which cannot be read ({getattr(e, 'strerror', None) or e})",
+            "tokenizer")) from e
+    content = read_bytes(path, "a tokenizer's file", size=LIMITS.size)
     handle = from_content(content, path)
     _remember(_files, path, (stamp, handle))
     return handle
@@ -263,9 +265,9 @@ def _inside(path: str) -> str:
 def from_content(content: bytes, path: str, pattern: str | None = None,
                  special_tokens: Mapping[str, int] | None = None) -> TokenizerHandle:
     """By what is in the file: some `tokenizer.model` files are tiktoken's."""
-    if content.lstrip()[:1] == b"{":
+    if content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{":
         try:
-            return from_json(content.decode("utf-8"), path)
+            return from_json(content.decode("utf-8-sig"), path)
         except UnicodeDecodeError as e:
             raise DataError(f"{path}: wanted a tokenizer.json in UTF-8, found {e}") from e
     if content[:1] in (b"\n", b"\x12", b"\x1a"):           # a field of a protocol buffer, mostly the first piece
@@ -281,7 +283,7 @@ def _ranks(content: bytes, path: str) -> dict[bytes, int]:
             continue
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            ranks[base64.b64decode(token, validate=True)] = _rank(rank)
         except (ValueError, binascii.Error) as e:
             raise DataError(f"{path}, line {number}: wanted a base64 token and its rank as in a *.tiktoken file, found "
                             f"{line[:40]!r}; a tokenizer.json and a sentencepiece *.model are read too") from e
@@ -290,18 +292,19 @@ def _ranks(content: bytes, path: str) -> dict[bytes, int]:
     return ranks
 
 
+def _rank(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > 9:            # they are packed in 32 bits
+        raise ValueError(f"{digits[:20]!r} is no rank")
+    return int(digits)
+
+
 # the three kinds
 
 def from_json(text: str, source: str, encode_special_tokens: bool = False, settings: Settings | None = None
               ) -> TokenizerHandle:
     """A tokenizers.Tokenizer, from its tokenizer.json."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise DataError(f"{source}: wanted a tokenizer.json, found JSON that ends badly: {e}") from e
-    model = data.get("model")
-    if not isinstance(model, dict) or "vocab" not in model:
-        raise DataError(f"{source}: wanted a tokenizer.json with model.vocab, found {', '.join(sorted(data)) or '{}'}")
+    data = parsed(text, source)
+    model = data["model"]
     merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or ()]
     own = settings or _settings(data, encode_special_tokens)
     rest = {name: data.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
@@ -356,12 +359,15 @@ def from_model(proto: bytes, source: str, flags: Mapping[str, Any] = MappingProx
                 sections.setdefault(number, []).append(value)
         pieces = [dict(_fields(piece)) for piece in sections.get(1, ())]
         trainer = dict(_fields(b"".join(sections.get(2, ()))))
+        if any(not isinstance(p.get(1, b""), bytes) or not isinstance(p.get(3, 1), int) for p in pieces):
+            raise ValueError("a piece that is no text with a type")
     except (IndexError, ValueError) as e:
         raise DataError(f"{source}: wanted a sentencepiece *.model, found what is no protocol buffer ({e})") from e
     if not pieces:
         raise DataError(f"{source}: wanted a sentencepiece *.model, found one without pieces")
     special = [(p.get(1, b"").hex(), p[3]) for p in pieces if p.get(3, 1) != 1]
-    algorithm = {1: "Unigram", 2: "BPE", 3: "Word", 4: "Char"}.get(trainer.get(3, 1), "unknown")
+    kind = trainer.get(3, 1)
+    algorithm = {1: "Unigram", 2: "BPE", 3: "Word", 4: "Char"}.get(kind if isinstance(kind, int) else 0, "unknown")
     facts = {"vocab_hash": _hash(sections[1]), "merges_hash": None, "normalizer_id": _hash(sections.get(3, [])),
              "pretokenizer_id": _hash(None), "special_tokens_hash": _hash(special), "algorithm": algorithm,
              "normalizer": "sentencepiece", "pretokenizer": None, "decoder": "sentencepiece", "plain_bpe": False,
@@ -400,12 +406,13 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
+    while shift < 70:                          # of 64 bits
         byte = message[at]
         value |= (byte & 127) << shift
         at, shift = at + 1, shift + 7
         if byte < 128:
             return value, at
+    raise ValueError(f"a number of more than 64 bits at byte {at}")
 
 
 def _hash(value: Any) -> str:

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..spec.errors import DataError
+from ..spec.reading import Limits, read_json_lines
 from .record import Measurement, Rates, environment_id, is_cpu_place, is_text
 
 if TYPE_CHECKING:
     from .interface import Store
 
 SCHEMA = "layerzero.perf/2"
-LONGEST = 1 << 20  # characters of a line: the longest environment has some thousands
 WITHOUT_MODE = "layerzero.perf/1"              # of its rows only those of CPUs are of use: see store.py
+LIMITS = Limits(size=1 << 30)                  # of a file of measurements
 Content = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
 
 
@@ -100,30 +101,10 @@ def read_lines(path: Path) -> Content:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):                # a FIFO would be waited for
-            raise DataError(f"{path}: cannot read the measurements: wanted a plain file")
-        with path.open(encoding="utf-8") as file:
-            number = 0
-            while text := file.readline(LONGEST + 1):
-                number += 1
-                if len(text) > LONGEST:
-                    raise DataError(
-                        f"{path}:{number}: wanted lines of at most {LONGEST} characters")
-                try:
-                    found = json.loads(text)
-                except (ValueError, RecursionError) as e:
-                    raise DataError(f"{path}:{number}: not a line of JSON: {e}") from e
-                if not isinstance(found, dict):
-                    raise DataError(f"{path}:{number}: wanted a JSON object, got {type(found).__name__}")
-                yield number, found
-    except DataError:                          # also a ValueError
-        raise
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path}: not a text file: {e}") from e
-    except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or e
-        raise DataError(f"{path}: cannot read the measurements: {why}") from e
+    for number, found in read_json_lines(path, "a file of lz perf export", limits=LIMITS, nan=True):
+        if not isinstance(found, dict):
+            raise DataError(f"{path}:{number}: wanted a JSON object, got {type(found).__name__}")
+        yield number, found
 
 
 def _checked_id(line: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ..spec.device import Device
 from ..spec.errors import DataError
 from ..spec.grid import bucket_label
 from ..spec.op import Op
+from ..spec.reading import read_json
 from .record import TELLING, Measurement, PerfView, Rates
 
 SCHEMA = "layerzero.shipped/1"
@@ -74,10 +75,7 @@ class Table:
 
 def read(path: Path, ops: Mapping[str, Op]) -> Table:
     """A file of this format, or DataError with what is wrong. Rows of ops that are not here are left out."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise DataError(f"{path.name}: cannot be read as JSON: {e}") from e
+    data = read_json(path, "a table of measurements that comes with the package")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or sorted(data) != sorted(_HEAD):
         raise DataError(f"{path.name}: wanted an object of {', '.join(_HEAD)} with the schema {SCHEMA!r}")
     device, versions, kernels = data["device"], data["versions"], data["kernels"]

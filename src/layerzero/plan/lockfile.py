@@ -7,10 +7,13 @@ row, and of each kernel the package, the version, the build and, where there is 
 
 from __future__ import annotations
 
+import math
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Union
 
@@ -244,6 +247,7 @@ def _cannot_serve(row: Row, kernel: Kernel, world: World) -> Iterator[Violation]
 # comparing
 
 Choices = Union[Table, Lockfile]
+_MOST_PIECES = 5                               # that are left of a row, on average, when others are taken out
 
 
 def load_choices(path: str | os.PathLike[str]) -> Choices:
@@ -278,24 +282,63 @@ class Difference:
 def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:
     """Every range of calls that either of them knows. Ranges that overlap in part are cut where they do."""
     found = []
+    there, here, work = _Meeting(b.rows), _Meeting(a.rows), [-1000 - _MOST_PIECES * (len(a.rows) + len(b.rows))]
     for row in a.rows:
         rest = [row]
-        for other in _related(row, b.rows):
+        for other in there.of(row):
             common = intersection(row, other)
             if common is not None:
                 found.append(Difference(str(common), row.op, row.kernel, other.kernel))
-                rest = [piece for part in rest for piece in subtraction(part, other)]
+                rest = _without(rest, other, work)
         found += [Difference(str(part), row.op, row.kernel, "") for part in rest]
     for row in b.rows:
         rest = [row]
-        for other in _related(row, a.rows):
-            rest = [piece for part in rest for piece in subtraction(part, other)]
+        for other in here.of(row):
+            rest = _without(rest, other, work)
         found += [Difference(str(part), row.op, "", row.kernel) for part in rest]
     return tuple(found)
 
 
-def _related(row: Row, others: Sequence[Row]) -> list[Row]:
-    return [o for o in others if o.op == row.op and o.when == row.when]
+def _without(rest: Sequence[Row], other: Row, work: list[int]) -> list[Row]:
+    pieces = [piece for part in rest for piece in subtraction(part, other)]
+    work[0] += len(pieces) + 1
+    if work[0] > 0:                            # rows of a table that was solved do not overlap
+        raise DataError(f"{other}: its rows overlap so often that they cannot be compared; make them again with "
+                        "lz solve or lz lock")
+    return pieces
+
+
+class _Meeting:
+    """The rows that may have calls in common with another row, found by one of their sizes."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        groups: dict[Any, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault((row.op, row.when), []).append(i)
+        self.rows = rows
+        self.groups = {kind: self._sorted(members) for kind, members in groups.items()}
+
+    def _sorted(self, members: Sequence[int]) -> tuple[str, list[int], list[float], list[float]]:
+        """The size that tells most rows apart, the rows by where it begins, those places, the farthest end so far."""
+        names = {name for i in members for name, _ in self.rows[i].sizes}
+        name = max(sorted(names), key=lambda n: len({_ends(self.rows[i], n) for i in members}), default="")
+        ordered = sorted(members, key=lambda i: _ends(self.rows[i], name))
+        lows, highs = zip(*(_ends(self.rows[i], name) for i in ordered))
+        return name, ordered, list(lows), list(accumulate(highs, max))
+
+    def of(self, row: Row) -> list[Row]:
+        found = self.groups.get((row.op, row.when))
+        if found is None:
+            return []
+        name, ordered, lows, farthest = found
+        low, high = _ends(row, name)
+        near = ordered[bisect_left(farthest, low):bisect_right(lows, high)]
+        return [self.rows[i] for i in sorted(near) if _ends(self.rows[i], name)[1] >= low]
+
+
+def _ends(row: Row, name: str) -> tuple[float, float]:
+    span = next((s for n, s in row.sizes if n == name), Span())
+    return -math.inf if span.low is None else span.low, math.inf if span.high is None else span.high
 
 
 def intersection(a: Row, b: Row) -> Row | None:

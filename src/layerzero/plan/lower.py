@@ -7,6 +7,7 @@ op one function finds the family of a call's facts. An answer is the number of a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
@@ -18,6 +19,7 @@ from .table import Facts, Number, Row, Span, Table
 Box = tuple[int, Mapping[str, Span]]           # number of the row, and its sizes
 Path = Mapping[str, tuple["Number | None", "Number | None"]]  # what the comparisons so far have shown
 
+_DEEPEST = 64                                  # of conditions in each other: Python indents no more than 100
 _INDENT = "    "
 _WIDTH = 110
 
@@ -114,10 +116,10 @@ def _function(boxes: Sequence[Box]) -> list[str]:
     return [*head, *_tree(rest, {}, _INDENT)]
 
 
-def _tree(boxes: Sequence[Box], path: Path, indent: str) -> list[str]:
+def _tree(boxes: Sequence[Box], path: Path, indent: str, depth: int = 0) -> list[str]:
     if len(boxes) == 1:
         return [indent + _leaf(*boxes[0], path)]
-    cut = _cut(boxes)
+    cut = _cut(boxes) if depth < _DEEPEST else None
     if cut is None:                            # they interlock, or lie in one range as multiples and others
         lines = []
         for box in boxes:
@@ -128,8 +130,8 @@ def _tree(boxes: Sequence[Box], path: Path, indent: str) -> list[str]:
     low, high = path.get(name, (None, None))
     left = [b for b in boxes if _end(b, name, 1) <= at]
     right = [b for b in boxes if _end(b, name, 1) > at]
-    return [f"{indent}if {name} <= {at!r}:", *_tree(left, {**path, name: (low, at)}, indent + _INDENT),
-            *_tree(right, {**path, name: (at, high)}, indent)]
+    return [f"{indent}if {name} <= {at!r}:", *_tree(left, {**path, name: (low, at)}, indent + _INDENT, depth + 1),
+            *_tree(right, {**path, name: (at, high)}, indent, depth + 1)]
 
 
 def _leaf(row: int, sizes: Mapping[str, Span], path: Path) -> str:
@@ -165,9 +167,9 @@ def _cut(boxes: Sequence[Box]) -> tuple[str, Number] | None:
     """A size and a number that no box lies across, with about as many boxes on either side."""
     best: tuple[int, str, Number] | None = None
     for name in boxes[0][1]:
-        for at in {_end(box, name, 1) for box in boxes}:
-            left = sum(_end(b, name, 1) <= at for b in boxes)
-            right = sum(_end(b, name, 0) > at for b in boxes)
+        lows, highs = (sorted(_end(box, name, which) for box in boxes) for which in (0, 1))
+        for at in dict.fromkeys(highs):
+            left, right = bisect_right(highs, at), len(boxes) - bisect_right(lows, at)
             if left + right == len(boxes) and left and right and abs(at) != float("inf"):
                 worse = abs(left - right)
                 if best is None or worse < best[0]:

@@ -22,6 +22,7 @@ from ..runtime import capabilities
 from ..runtime.builds import build_of
 from ..runtime.loading import installed_version
 from ..runtime.world import World
+from ..spec import reading
 from ..spec.call import Call
 from ..spec.device import Device
 from ..spec.errors import DataError, SpecError
@@ -33,6 +34,7 @@ from ..spec.sealed import replace_output
 
 SCHEMA = "layerzero.dispatch_table/1"
 DEFAULT_PATH = "dispatch_table.json"
+MOST_ROWS = 20_000
 TRANSFORMS = ("contiguous", "cast", "layout")
 _SAME_MACHINE = ("index", "total_memory")      # of a device: as in its signature, these do not count
 
@@ -284,8 +286,8 @@ class Table:
         check_schema(data, SCHEMA, owner)
         check_keys(data, ("schema", "hash", "stamp", "rows", "jit"), owner)
         for name in ("rows", "jit"):
-            if not isinstance(data[name], list):
-                raise wrong(f"{owner}.{name}", "a list", data[name])
+            if not isinstance(data[name], list) or len(data[name]) > MOST_ROWS:
+                raise wrong(f"{owner}.{name}", f"a list of at most {MOST_ROWS}", data[name])
         rows = tuple(Row.from_json(row, f"{owner}.rows[{i}]") for i, row in enumerate(data["rows"]))
         jit = []
         for i, item in enumerate(data["jit"]):
@@ -336,12 +338,7 @@ def above(n: Number) -> Number:
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> Any:
-    try:
-        return json.loads(Path(path).read_bytes().decode("utf-8"))
-    except OSError as e:
-        raise DataError(f"{path}: wanted {what}; cannot read it: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
-        raise DataError(f"{path}: wanted {what}; it is not JSON: {e}") from e
+    return reading.read_json(path, what)
 
 
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:

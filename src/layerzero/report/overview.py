@@ -5,7 +5,6 @@ Plain data. `lz report` fills it from the world; `page.render` makes HTML of it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from ..perf.record import QUIET, Measurement, Rates
 from ..spec.errors import DataError
+from ..spec.reading import read_json
 from ..tune.harness import MARGIN
 
 FIRST_LOOK = 3                                 # samples
@@ -212,10 +212,7 @@ def _numbers(text: str) -> list[tuple[str, int, str]]:
 
 def read_regret(path: Path) -> Regret:
     """What `lz regret --json` wrote; DataError for anything else."""
-    try:
-        data: Any = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise DataError(f"{path}: wanted what lz regret --json prints; {e}") from e
+    data: Any = read_json(path, "what lz regret --json prints", nan=True)
     try:
         return _regret(data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:

@@ -14,12 +14,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from ..spec import reading
 from ..spec.errors import DataError, SpecError
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
@@ -66,17 +66,9 @@ def capabilities_hash(data: Mapping[str, Any]) -> str:
 
 def load(path: str | os.PathLike[str], catalog: Catalog | None = None) -> dict[str, Any]:
     """Read and validate a descriptor."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8")
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except OSError as e:
-        raise DataError(f"{path}: cannot read the capabilities: {e.strerror}") from e
-    except RecursionError as e:
-        raise DataError(f"{path}: not a capabilities file: nested too deeply") from e
-    except ValueError as e:                    # also of UTF-8, of JSON, and a path with a zero byte
-        raise DataError(f"{path}: not a capabilities file: {e}") from e
+    data: dict[str, Any] = reading.read_json(path, "a capabilities file")
     validate(data, catalog)
-    return data  # type: ignore[no-any-return]
+    return data
 
 
 def validate(data: Any, catalog: Catalog | None = None) -> None:
@@ -113,21 +105,6 @@ def use(source: Mapping[str, Any] | str | os.PathLike[str]) -> str:
     name = capabilities_hash(data)
     worlds.publish(lambda world: world.but(catalog=apply(world.catalog, data)), f"capabilities:{name[:16]}")
     return name
-
-
-# reading
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is given twice in one object")
-    return data
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON number")
 
 
 # problems: reasons whose `fact` is the place

@@ -23,6 +23,7 @@ from ..spec.event import CertificateRefused
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.paths import cache_dir
+from ..spec.reading import read_json
 from ..spec.reason import Code, Reason
 from ..spec.sealed import Store, replace_file, trusted_folder
 from . import events
@@ -126,10 +127,7 @@ def write(certificate: Certificate, device: Device) -> Path:
 
 def read(path: Path) -> Certificate:
     """Raises DataError for what is no certificate, or was changed since it was sealed."""
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as e:
-        raise DataError(f"{path}: wanted a certificate as lz verify writes it; {e}") from e
+    data = read_json(path, "a certificate as lz verify writes it", nan=True)
     if not isinstance(data, Mapping) or not isinstance(data.get("certificate"), Mapping):
         raise DataError(f"{path}: wanted a certificate and its seal, got {str(data)[:120]}")
     seal = str(data.get("seal", "")).encode(errors="replace")   # of text, only ASCII can be compared

@@ -21,11 +21,16 @@ from ..select.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, sugge
 from ..spec import paths
 from ..spec.errors import ConfigError
 from ..spec.paths import cache_dir as cache_dir
+from ..spec.reading import read_text
+from ..spec.reason import shown
 
 PREFIX = "LAYERZERO_"
 MAX_ERRORS = 10
 VERSION = 1
 _MAX_DEPTH = 16                                # of nesting in a policy file; the schema needs five
+_MAX_SIZE = 128 << 10                          # bytes of a policy file, some 2,000 rules: YAML is read at 100 KB/s
+_MAX_SCALAR = 1000                             # characters of one value
+_MAX_MESSAGE = 600                             # characters of what is said of one mistake
 
 VARIABLES: Mapping[str, str] = {
     **{PREFIX + name.upper(): setting.doc for name, setting in SETTINGS.items()},
@@ -46,7 +51,8 @@ OpFacts = Mapping[str, Collection[str]]        # op name -> the facts it has
 def _raise_all(errors: list[str], end: str) -> None:
     if errors:
         more = [f"... and {len(errors) - MAX_ERRORS} more"] if len(errors) > MAX_ERRORS else []
-        raise ConfigError("\n".join([*errors[:MAX_ERRORS], *more, end]))
+        lines = [shown(error, str, _MAX_MESSAGE) for error in errors[:MAX_ERRORS]]
+        raise ConfigError("\n".join([*lines, *more, end]))
 
 
 # the environment
@@ -156,12 +162,9 @@ def reload_if_changed(path: str | os.PathLike[str], stamp: FileStamp | None, old
 def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -> Layer:
     """The layer a YAML policy file describes. With `ops`, names of ops and facts are checked too."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path}: a policy file is UTF-8 text; byte {e.start} is not") from e
-    except (OSError, ValueError) as e:
-        why = e.strerror if isinstance(e, OSError) else str(e)
-        raise ConfigError(f"{path}: cannot read the policy file: {why}; correct or unset LAYERZERO_POLICY") from e
+        text = read_text(path, "a policy file", size=_MAX_SIZE, error=ConfigError)
+    except ConfigError as e:
+        raise ConfigError(f"{e}; correct the file or unset LAYERZERO_POLICY") from e
     reader = _Reader(Path(path), text, ops)
     layer = reader.layer()
     ordered = [f"{path}:{line}: {message}" for line, message in sorted(reader.errors, key=itemgetter(0))]
@@ -371,7 +374,9 @@ def _plain_loader(yaml: Any, text: str) -> Any:
             event = self.peek_event()
             refused = ("an alias (*name) is not supported" if isinstance(event, yaml.AliasEvent)
                        else "a tag (!name) is not supported" if event.tag is not None
-                       else "nested too deeply" if self.depth >= _MAX_DEPTH else "")
+                       else "nested too deeply" if self.depth >= _MAX_DEPTH
+                       else f"a value of more than {_MAX_SCALAR} characters"
+                       if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MAX_SCALAR else "")
             if refused:
                 raise yaml.composer.ComposerError(None, None, refused, event.start_mark)
             self.depth += 1

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..select.policy import Layer, PolicyRule
 from ..spec.errors import ConfigError
+from ..spec.reason import STRANGE, shown
 from . import locks
 from .config import programmatic_layer
 
@@ -75,12 +76,15 @@ def for_call(backend: str | None, policy: Any) -> Override | None:
     outer = current.get()
     if backend is None and policy is None:
         return outer
+    if backend is not None and not isinstance(backend, str):
+        raise ConfigError(f"backend= must be a kernel id or backend name, got {shown(backend)}")
+    backend = None if backend is None else str.__str__(backend)        # a subclass may have a hash of its own
     said = policy
     if type(policy) is dict:                   # by value: it may have changed, or be another that says the same
         said = tuple([(name, type(value), value) for name, value in policy.items()])
     try:
         found = _of_calls.get((backend, said, outer))
-    except TypeError:                          # something in it has no hash
+    except STRANGE:                            # something in it has no hash
         return _for_call(outer, backend, policy)
     if found is None:
         found = _for_call(outer, backend, policy)
@@ -104,8 +108,8 @@ def _for_call(outer: Override | None, backend: str | None, policy: Any) -> Overr
     elif policy is not None:
         raise ConfigError(f"policy= must be a mapping of settings or a Layer, got {type(policy).__name__}")
     if backend is not None:
-        if not isinstance(backend, str) or not backend:
-            raise ConfigError(f"backend= must be a kernel id or backend name, got {backend!r}")
+        if not backend:
+            raise ConfigError("backend= must be a kernel id or backend name, got ''")
         pattern = backend if "." in backend or "*" in backend else f"{backend}.*"
         rules = (PolicyRule("lock", (pattern,), origin="backend="), *rules)
     found = intern(context, Layer("call", settings, rules))

@@ -25,6 +25,7 @@ from ..spec.event import (
     CertificateRefused,
     Event,
     Fallback,
+    FileRefused,
     HealthChanged,
     KernelRefused,
     PolicyRejected,
@@ -52,7 +53,8 @@ _lines: dict[tuple[str, str, str], list[float]] = {}   # when its second began, 
 _failures: itertools.count[int] = itertools.count(1)
 _lock = locks.Lock()
 _here = threading.local()          # .background: is this thread one of ours; .busy: subscribers that caused this
-_LOUD = (BackendUnavailable, CertificateRefused, Fallback, HealthChanged, KernelRefused, PolicyRejected, StoreTrouble)
+_LOUD = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged, KernelRefused, PolicyRejected,
+         StoreTrouble)
 
 
 def emit(event: Event) -> None:

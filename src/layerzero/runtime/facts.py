@@ -7,21 +7,26 @@ the same facts without naming them (`key.py`), and comes here when anything look
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..spec.errors import InvalidCall
+from ..spec.errors import InvalidCall, LayerZeroError
 from ..spec.expr import parse
 from ..spec.op import FINITE, INT64, Op
-from ..spec.reason import Code, Reason
+from ..spec.reason import STRANGE, Code, Reason
 from .faults import capturing, sdpa_backends
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int, torch.SymInt), "float": (float, int, torch.SymFloat), "str": (str,),
     "generator": (torch.Generator,), "object": (object,)}
+PLAIN_SCALARS = (bool, int, float, str, torch.SymInt, torch.SymFloat)
+PLAIN_KINDS = ("int", "float", "str")
+_COMPARING = ("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__index__", "__int__",
+              "__float__")
 _dtype_names: dict[torch.dtype, str] = {}
 
 
@@ -43,7 +48,14 @@ def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> 
     check_storage(op, tensors)
     facts: dict[str, Any] = {p.name: values[p.name] for p in op.params if p.kind in ("bool", "int", "float", "str")}
     if op.read is not None:
-        facts.update(op.read(dict(values)))
+        try:
+            facts.update(op.read(dict(values)))
+        except LayerZeroError:
+            raise
+        except STRANGE as e:                   # the methods of an object that the caller gave
+            if not any(p.kind == "object" for p in op.params):
+                raise
+            raise InvalidCall(f"lz.{op.name}: an argument cannot be read: {type(e).__name__}: {e}") from e
     variant = facts[op.variant] if op.variant else ""
     patterns = op.patterns.get(variant)
     if patterns is None:
@@ -90,6 +102,8 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
             tensors[p.name] = value
         elif not isinstance(value, _KINDS[p.kind]) or (p.kind in ("int", "float") and isinstance(value, bool)):
             raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, type(value).__name__, p.name))
+        elif type(value) not in PLAIN_SCALARS and p.kind in PLAIN_KINDS and computes_itself(type(value)):
+            raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, f"a plain {p.kind}", type(value).__name__, p.name))
         elif p.choices and value not in p.choices:
             raise InvalidCall.of(op.name, Reason(
                 Code.LAYOUT_UNKNOWN if p.name == op.variant else Code.VALUE_OUT_OF_RANGE,
@@ -101,6 +115,12 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
                 raise InvalidCall.of(op.name, Reason(
                     Code.VALUE_OUT_OF_RANGE, in_range(low, high), shown(value), p.name))
     return tensors
+
+
+def computes_itself(cls: type) -> bool:
+    """Does a subclass of int, float or str say in Python what it is equal to? In a key it would be asked by others."""
+    own = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
+    return any(isinstance(vars(base).get(name), FunctionType) for base in own for name in _COMPARING)
 
 
 def in_range(low: float, high: float) -> str:

@@ -10,20 +10,22 @@ from typing import Any
 
 from ..select.policy import Layer, PolicyRule
 from ..spec.errors import ConfigError
+from ..spec.reason import shown
 from . import config, context
 from . import world as worlds
 from .context import Override
 from .incidents import learn
 from .world import World
 
+_LONGEST = 1e12                                # seconds, as in a policy file
 PREFERENCE = 1e6       # a preferred kernel that can serve goes first, whatever was measured
 
 
 def _deadline(seconds: float | None) -> float | None:
     if seconds is None:
         return None
-    if not seconds > 0:
-        raise ConfigError(f"seconds= must be > 0, got {seconds!r}")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST:
+        raise ConfigError(f"seconds= must be > 0 and a number of at most {_LONGEST:g}, got {shown(seconds)}")
     return time.monotonic() + seconds
 
 

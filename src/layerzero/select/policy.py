@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..spec.errors import ConfigError, warn_caller
-from ..spec.reason import Code, Reason
+from ..spec.reason import Code, Reason, shown
 from ..spec.rules import Facts, Rule, condition_from_json
 from .conditions import Like, Test, covered, is_pattern, parse_when
 
@@ -92,7 +92,7 @@ _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", 
 def suggest(word: str, known: Iterable[str]) -> str:
     """The end of an error message: the nearest valid word, or all of them."""
     options = sorted(known)
-    near = difflib.get_close_matches(word, options, 1)
+    near = difflib.get_close_matches(word[:100], options, 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(options)}"
 
 
@@ -101,24 +101,24 @@ def validate_setting(name: str, value: Any) -> Any:
     if name in RENAMED:
         return validate_setting(RENAMED[name], _in_new_words(name, value))
     if name not in SETTINGS:
-        raise ConfigError(f"unknown setting {name!r}{suggest(str(name), SETTINGS)}")
+        raise ConfigError(f"unknown setting {shown(name)}{suggest(str(name), SETTINGS)}")
     kind, default, _ = SETTINGS[name]
-    if default is None and (value is None or str(value).strip().lower() in ("none", "null")):
+    if default is None and (value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))):
         return None
     try:
         return _coerced(name, kind, value)
     except (ValueError, TypeError, KeyError, OverflowError):
-        raise ConfigError(f"{name} must be {_wanted(name)}, got {value!r}") from None
+        raise ConfigError(f"{name} must be {_wanted(name)}, got {shown(value)}") from None
 
 
 def _in_new_words(name: str, value: Any) -> str:
     """allow_jit was true or false."""
-    if value in JIT_MODES:                     # read before
-        return str(value)
-    allowed = _BOOLS.get(str(value).strip().lower())
+    if isinstance(value, str) and value in JIT_MODES:      # read before
+        return value
+    allowed = _BOOLS.get(shown(value, str).strip().lower())
     if allowed is None:
-        raise ConfigError(f"{name} must be true or false, got {value!r}; it is deprecated: write jit: in_request for "
-                          "true, jit: never for false")
+        raise ConfigError(f"{name} must be true or false, got {shown(value)}; it is deprecated: write jit: "
+                          "in_request for true, jit: never for false")
     new = "in_request" if allowed else "never"
     warn_caller(f"the setting {name} is deprecated; write jit: {new} for {str(allowed).lower()}, or leave it out: "
                 "kernels are compiled in the background then", DeprecationWarning)
@@ -127,7 +127,7 @@ def _in_new_words(name: str, value: Any) -> str:
 
 def _coerced(name: str, kind: type, value: Any) -> Any:
     if kind is bool:
-        return _BOOLS[str(value).strip().lower()]
+        return _BOOLS[shown(value, str).strip().lower()]
     if name == "perfdb" and value is False:    # what YAML makes of a bare off
         return "off"
     if name == "redact":
@@ -158,7 +158,8 @@ def _wanted(name: str) -> str:
 
 # Rules
 
-_PATTERN = re.compile(r"[a-z0-9_.*?!\[\]-]+")
+_LONGEST = 200                                 # characters of a pattern: a long one with many stars takes seconds
+_PATTERN = re.compile(rf"[a-z0-9_.*?!\[\]-]{{1,{_LONGEST}}}")
 
 
 def _listed(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -179,13 +180,14 @@ class PolicyRule:
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
-            raise ConfigError(f"unknown action {self.action!r}{suggest(str(self.action), ACTIONS)}")
+            raise ConfigError(f"unknown action {shown(self.action)}{suggest(shown(self.action, str), ACTIONS)}")
         for what, patterns in (("kernel", self.kernels), ("op", self.ops)):
             if not patterns:
                 raise ConfigError(f"{self.action} names no {what}; give at least one pattern")
             for p in patterns:
                 if not isinstance(p, str) or not _PATTERN.fullmatch(p):
-                    raise ConfigError(f"{self.action}: a {what} pattern has a-z 0-9 _ . * ? [ ] only, got {p!r}")
+                    raise ConfigError(f"{self.action}: a {what} pattern has a-z 0-9 _ . * ? [ ] only, at most "
+                                      f"{_LONGEST} of them, got {shown(p)}")
         for p in self.kernels:
             if "." not in p and not is_pattern(p):
                 raise ConfigError(f"{self.action}: {p!r} matches no kernel, ids look like 'backend.name'; "
@@ -201,7 +203,7 @@ class PolicyRule:
             if not 0 < factor < math.inf or isinstance(self.factor, (str, bool)):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"boost: the factor must be a number > 0, got {self.factor!r}") from None
+            raise ConfigError(f"boost: the factor must be a number > 0, got {shown(self.factor)}") from None
         if self.action != "boost" and factor != 1.0:
             raise ConfigError(f"{self.action} takes no factor; only boost does")
         object.__setattr__(self, "factor", factor)
@@ -258,7 +260,7 @@ class PolicyRule:
             return cls(data["action"], tuple(data["kernels"]), tuple(data["ops"]), when, data["factor"],
                        data["origin"], data.get("expires_at"))
         except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise ConfigError(f"not a policy rule ({type(e).__name__}: {e}): {data!r}; "
+            raise ConfigError(f"not a policy rule ({type(e).__name__}: {e}): {shown(data)}; "
                               "it has action, kernels, ops, when, factor and origin") from e
 
 

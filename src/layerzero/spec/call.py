@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError, SpecError
+from .reading import Limits, read_json_lines
 
 MOST_VALUES = 65536                            # of a tensor of whole numbers that is kept as it is
+LIMITS = Limits(size=256 << 20)                 # of a file of calls
 Scalar = bool | int | float | str | None
 
 
@@ -129,14 +131,9 @@ def read_calls(path: Path) -> tuple[Call, ...]:
 
 
 def _read_calls(path: Path) -> Iterator[Call]:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{path}: wanted calls as JSON lines, such as lz record writes; {e}") from e
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    wanted = "calls as JSON lines, such as lz record writes"
+    for number, data in read_json_lines(path, wanted, limits=LIMITS, nan=True):
         try:
-            yield Call.from_json(json.loads(line))
-        except (ValueError, RecursionError) as e:          # of JSON, of its digits, or a SpecError
+            yield Call.from_json(data)
+        except SpecError as e:
             raise DataError(f"{path}:{number}: {e}") from e

@@ -202,6 +202,15 @@ class CertificateRefused(Event):
 
 
 @dataclass(frozen=True)
+class FileRefused(Event):
+    """One file of a folder could not be read, or not to its end; the others were."""
+
+    name: ClassVar[str] = "file_refused"
+    path: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Adapted(Event):
     """Inputs were cast because the policy allows it."""
 

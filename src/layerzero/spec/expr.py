@@ -24,6 +24,7 @@ _COMPARE: dict[type, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 _CALLS: dict[str, tuple[str, Callable[..., Any]]] = {"max": ("max", max), "min": ("min", min)}
 
+MOST_CHARACTERS = 2000                         # of an expression: what is longer may be too deep to walk
 Postfix = tuple[tuple[str, Any], ...]
 
 
@@ -33,14 +34,19 @@ class Expr:
     __slots__ = ("_code", "names", "postfix", "source")
 
     def __init__(self, source: str) -> None:
+        if len(source) > MOST_CHARACTERS:
+            raise SpecError(f"expression {source[:60]!r}... has {len(source)} characters; write at most "
+                            f"{MOST_CHARACTERS}")
         try:
             tree = ast.parse(source, mode="eval")
-        except SyntaxError as e:
-            raise SpecError(f"expression {source!r} does not parse: {e.msg}") from e
+            self.postfix: Postfix = tuple(_walk(tree.body, source))
+            self._code = compile(tree, "<expression>", "eval")
+        except SpecError:
+            raise
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:    # a zero byte; the parser's own limits
+            raise SpecError(f"expression {source!r:.200} does not parse: {getattr(e, 'msg', '') or e}") from e
         self.source = source
-        self.postfix: Postfix = tuple(_walk(tree.body, source))
         self.names: tuple[str, ...] = tuple(dict.fromkeys(v for op, v in self.postfix if op == "fact"))
-        self._code = compile(tree, "<expression>", "eval")
 
     def __call__(self, facts: Mapping[str, Any]) -> Any:
         try:

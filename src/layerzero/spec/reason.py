@@ -6,7 +6,7 @@ template turns `want` and `got` into a sentence, and `advice` says what to do ab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Union
@@ -216,14 +216,31 @@ class Code(str, Enum):
     SCHEMA_UNKNOWN = ("SCHEMA_UNKNOWN", Category.PLAN, "schema must be {want}, got {got}")
 
 
+STRANGE: tuple[type[BaseException], ...] = (Exception,)        # what the methods of an object of others may raise
+
+
 def plain(value: Any) -> Value:
     """`value` as something JSON keeps without loss."""
+    if type(value) is int and value.bit_length() > 1024:       # Python may not even write it
+        return f"an int of {value.bit_length()} bits"
     if value is None or type(value) in (str, int, float, bool):
         return value  # type: ignore[no-any-return]
     if isinstance(value, (tuple, list, set, frozenset)):
         items = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
         return tuple(plain(v) for v in items)  # type: ignore[misc]
-    return str(value)
+    return shown(value, str)
+
+
+def shown(value: Any, as_text: Callable[[Any], str] = repr, most: int = 500) -> str:
+    """A value as it may stand in a message: never long, and never an error of its own.
+
+    Python writes no whole number of more than some thousand digits, and an object may raise when it is shown.
+    """
+    try:
+        text = as_text(value)
+    except STRANGE as e:
+        return f"{type(value).__name__} that cannot be shown ({type(e).__name__})"
+    return text if len(text) <= most else f"{text[:most - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -270,7 +287,7 @@ def _text(value: Value) -> str:
         return "none"
     if isinstance(value, tuple):
         return "one of " + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
-    return str(value)
+    return shown(value, str, 1000)
 
 
 def _listed(value: Value) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,16 @@ from torch import Tensor
 
 from ..perf.record import kind_of
 from ..runtime import calls as written
+from ..runtime import events
 from ..runtime import facts as reading
 from ..runtime import world as worlds
 from ..runtime.inspection import dispatcher_of
 from ..select.policy import suggest
-from ..spec.call import Call, TensorSpec, read_calls
-from ..spec.errors import ConfigError, DataError, InvalidCall
+from ..spec.call import LIMITS, Call, TensorSpec, read_calls
+from ..spec.errors import ConfigError, DataError, InvalidCall, SpecError
+from ..spec.event import FileRefused
 from ..spec.op import Op
+from ..spec.reading import lines_of, parse_json
 from .models import MODELS, Model, calls_of
 
 STANDARD_DTYPES = ("float32", "bfloat16")
@@ -116,18 +118,30 @@ def _joined(*names: str) -> str:
 
 
 def read_recordings(folder: Path) -> tuple[Call, ...]:
-    """What all processes of a recorded program wrote, as one workload. One may have died in the middle of a line."""
+    """What all processes of a recorded program wrote, as one workload.
+
+    One may have died in the middle of a line. Of a file that is damaged otherwise, what stands before the damage is
+    taken, and a `FileRefused` event says so.
+    """
     calls: list[Call] = []
     for path in sorted(folder.glob("*.jsonl")):
-        lines = path.read_text(errors="replace").splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                calls.append(Call.from_json(json.loads(line)))
-            except (ValueError, RecursionError) as e:  # of JSON, of its digits, or a SpecError
-                if number < len(lines):
-                    raise DataError(f"{path}:{number}: {e}") from e
+        try:
+            calls += _recorded(path)
+        except DataError as e:
+            events.emit(FileRefused(path=str(path), problem=str(e)))
     known = worlds.current().catalog.ops       # an op that the program itself registered is not known here
     return merged(c for c in calls if c.op in known) + tuple(c for c in calls if c.op not in known)
+
+
+def _recorded(path: Path) -> Iterator[Call]:
+    lines = tuple(lines_of(path, "calls as JSON lines, such as lz record writes", limits=LIMITS))
+    for i, (number, line) in enumerate(lines, 1):
+        try:
+            origin = f"{path}:{number}"
+            yield Call.from_json(parse_json(line, origin, "one call on the line", nan=True), origin)
+        except (DataError, SpecError) as e:
+            if i < len(lines):
+                raise DataError(f"{e}; the lines before it were read") from e
 
 
 def standard(dtypes: Sequence[str] = STANDARD_DTYPES) -> tuple[Call, ...]:

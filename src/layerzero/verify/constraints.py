@@ -30,6 +30,10 @@ class Unknown(Exception):
     """A name in it has no value yet."""
 
 
+# Of what a constraint may end in: it is passed over. A tensor of several numbers is neither true nor false.
+SKIPPED = (NotUnderstood, Unknown, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
+
+
 def value_of(text: str | ast.expr, known: Mapping[str, Any]) -> Any:
     """The value of an expression over sizes and tensors."""
     node = ast.parse(text, mode="eval").body if isinstance(text, str) else text
@@ -80,7 +84,7 @@ def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
         try:
             if not bool(value_of(text, known)):
                 broken.append(text)
-        except (NotUnderstood, Unknown, IndexError, TypeError, ZeroDivisionError):
+        except SKIPPED:
             continue
     return broken
 
@@ -97,7 +101,7 @@ def solved(constraints: Iterable[str], free: Iterable[str], known: Mapping[str, 
                 if isinstance(here, ast.Name) and here.id in free and isinstance(node.ops[0], ast.Eq):
                     try:
                         found[here.id] = int(value_of(there, {**known, **found}))
-                    except (NotUnderstood, Unknown, IndexError, TypeError, ZeroDivisionError):
+                    except SKIPPED:
                         continue
     return found
 

@@ -17,11 +17,14 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Union
 
+from ..runtime import events
 from ..spec.errors import DataError
+from ..spec.event import FileRefused
 from .schema import Fields, read, read_json, read_lines
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1", "int64", "int32", "int16",
           "int8", "bool")
+MOST_REFERENCE, MOST_CONSTRAINT, MOST_CONSTRAINTS = 1 << 18, 500, 200     # characters, characters, lines
 LANGUAGES = ("python", "triton", "cpp", "cuda", "tilelang")
 UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)   # a zero byte; the parser's own limits
 STATUSES = ("PASSED", "INCORRECT_SHAPE", "INCORRECT_NUMERICAL", "INCORRECT_DTYPE", "RUNTIME_ERROR", "COMPILE_ERROR",
@@ -154,6 +157,9 @@ def _definition(f: Fields, origin: Path | None) -> Definition:
     for name in found.inputs.keys() & found.outputs.keys():
         f.wrong(f"outputs.{name}", "a name that no input has", name)
     for i, text in enumerate(found.constraints):
+        if len(text) > MOST_CONSTRAINT or i >= MOST_CONSTRAINTS:
+            f.wrong(f"constraints[{i}]", f"one of at most {MOST_CONSTRAINTS} of {MOST_CONSTRAINT} characters", text)
+            break
         try:
             ast.parse(text, mode="eval")
         except UNPARSED as e:
@@ -177,11 +183,14 @@ def check_names(definition: Definition) -> None:
 
 
 def _is_file_name(text: str) -> bool:
-    """Datasets have a file for each name: one that leads elsewhere is refused."""
-    return text not in (".", "..") and not any(c in "/\\\0" for c in text)
+    """Datasets have a file for each name: one that leads elsewhere, or that cannot be seen, is refused."""
+    return text not in (".", "..") and len(text) <= 200 and text.isprintable() and not any(c in "/\\" for c in text)
 
 
 def _check_reference(f: Fields, found: Definition) -> None:
+    if len(found.reference) > MOST_REFERENCE:
+        f.wrong("reference", f"at most {MOST_REFERENCE} characters", found.reference[:60])
+        return
     try:
         tree = ast.parse(found.reference)
     except SyntaxError as e:
@@ -442,7 +451,7 @@ def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> t
         found: Sequence[Definition] = (Definition.load(root),)
     elif root.is_dir():
         home = root / "definitions" if (root / "definitions").is_dir() else root
-        found = [Definition.load(path) for path in sorted(home.rglob("*.json"))]
+        found = _readable(sorted(home.rglob("*.json")))
     else:
         raise DataError(f"{root}: wanted a folder of definitions or one JSON file; there is none")
     chosen = tuple(d for d in found if name in ("", d.name) and op_type in ("", d.op_type))
@@ -455,6 +464,21 @@ def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> t
     if twice:
         raise DataError(f"{root}: more than one definition is called {twice[0]!r}; names are unique in a dataset")
     return tuple(sorted(chosen, key=lambda d: (d.op_type, d.name)))
+
+
+def _readable(paths: Sequence[Path]) -> list[Definition]:
+    """Those of the files that hold a definition; each of the others is a `FileRefused` event."""
+    found: list[Definition] = []
+    refused: DataError | None = None
+    for path in paths:
+        try:
+            found.append(Definition.load(path))
+        except DataError as e:
+            refused = refused or e
+            events.emit(FileRefused(path=str(path), problem=str(e)))
+    if refused is not None and not found:
+        raise refused
+    return found
 
 
 def dataset_root(definition: Definition) -> Path | None:
@@ -484,4 +508,8 @@ def find_workloads(definition: Definition) -> tuple[Workload, ...]:
     if root is None:
         return ()
     path = inside(root, Path("workloads", definition.op_type, f"{definition.name}.jsonl"))
-    return tuple(t.workload for t in Trace.load_lines(path)) if path.exists() else ()
+    try:
+        return tuple(t.workload for t in Trace.load_lines(path)) if path.exists() else ()
+    except DataError as e:                     # the workloads of the other definitions may be read
+        events.emit(FileRefused(path=str(path), problem=str(e)))
+        return ()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..spec import reading
 from ..spec.errors import DataError
 
 MOST_ERRORS = 10
@@ -136,24 +136,13 @@ def read(data: Any, model: Callable[[Fields], T], what: str, origin: str) -> T:
 
 
 def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:         # also of UTF-8, and of a number with too many digits
-        raise DataError(f"{path}: wanted a readable JSON file; {e}") from e
+    return reading.read_json(path, "a readable JSON file")
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """(origin, value) for each line of a JSON Lines file that is not blank."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{path}: wanted a readable JSON Lines file; {e}") from e
-    for i, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield f"{path}:{i}", json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise DataError(f"{path}:{i}: wanted one JSON object on the line; {e}") from e
+    for number, data in reading.read_json_lines(path, "a readable JSON Lines file"):
+        yield f"{path}:{number}", data
 
 
 def _shown(value: Any) -> str:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 _MACHINES = {62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le", 22: "s390x"}
+_MOST_VERSIONS = 1 << 16
 _DYNSYM, _VERDEF, _VERNEED = 11, 0x6FFFFFFD, 0x6FFFFFFE
 # The newest versions that manylinux_2_28 has, which the Kernel Hub demands of what it hosts.
 MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
@@ -59,7 +60,7 @@ def _read(data: mmap.mmap) -> Binary:
             else:
                 wants.update(_undefined(data, at, size, text))
         return Binary(_MACHINES.get(machine, f"machine {machine}"), needs, frozenset(defines), frozenset(wants))
-    except (struct.error, IndexError) as e:
+    except (struct.error, IndexError, OverflowError) as e:
         raise ValueError(f"a damaged ELF file: {e}") from e
 
 
@@ -87,9 +88,13 @@ def _sections(data: mmap.mmap) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def _needed(data: mmap.mmap, at: int, count: int, text: _Strings) -> Iterator[tuple[str, frozenset[str]]]:
+    told = 0
     for _ in range(count):
         _, entries, library, first, after = struct.unpack_from("<HHIII", data, at)
         names, where = set(), at + first
+        told += entries
+        if told > _MOST_VERSIONS:              # records may lie in each other: a small file could ask for hours
+            raise IndexError(f"{told} versions of symbols")
         for _ in range(entries):
             _, _, _, name, step = struct.unpack_from("<IHHII", data, where)
             names.add(text[name])

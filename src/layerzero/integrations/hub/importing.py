@@ -21,6 +21,9 @@ from typing import Any
 import torch
 
 from ...runtime.loading import LOAD_ERRORS, findable
+from ...spec.errors import DataError
+from ...spec.reading import Limits, no_panic, read_json
+from ...spec.reason import STRANGE
 from ...spec.sealed import replace_file
 from .content import Content
 from .errors import HubError, NamespaceClash
@@ -28,6 +31,7 @@ from .variants import compiled
 
 _importing = threading.RLock()                 # what a kernel registers is told by looking before and after
 _REGISTERED = re.compile(r"^debug: registered at (.*):\d+$", re.MULTILINE)
+LIMITS = Limits(size=1 << 20)                  # of metadata.json
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
@@ -136,11 +140,13 @@ def _check_seen(build: Path, seen: dict[str, Any], others: set[str]) -> None:
 
 def metadata_of(build: Path) -> Any:
     from kernels import Metadata
+    path = build / "metadata.json"
     try:
-        found = Metadata.read_from_file(build / "metadata.json")
-    except (OSError, ValueError) as e:
-        raise HubError(f"{build / 'metadata.json'}: wanted the metadata of a kernel; {e}") from e
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", found.id):
+        read_json(path, "the metadata of a kernel", limits=LIMITS)
+        found = no_panic(Metadata.read_from_file)(path)
+    except STRANGE as e:
+        raise HubError(f"{path}: wanted the metadata of a kernel; {e}") from e
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,200}", found.id):
         raise HubError(f"{build / 'metadata.json'}: wanted an id that is a name in Python, got {found.id!r:.80}")
     return found
 
@@ -191,9 +197,10 @@ def report(build: str, dependencies: dict[str, str], backend: str | None) -> dic
 def _seen_elsewhere(build: Path, dependencies: dict[str, Path], backend: str | None) -> dict[str, Any]:
     note = build.parent / f"seen-{torch.__version__}-{sys.implementation.cache_tag}.json"
     try:
-        found: dict[str, Any] = json.loads(note.read_text())
-        return found
-    except (OSError, ValueError):
+        found = read_json(note, "what an import in a process of its own has shown")
+        if isinstance(found, dict) and isinstance(found.get("error"), str) and _are_texts(found.get("namespaces")):
+            return found
+    except DataError:                          # not there, or damaged: it is tried anew
         pass
     given = json.dumps([str(build), {k: str(v) for k, v in dependencies.items()}, backend])
     try:
@@ -210,6 +217,10 @@ def _seen_elsewhere(build: Path, dependencies: dict[str, Path], backend: str | N
     if not seen["error"]:                      # a fault may be mended: it is asked again
         replace_file(note, json.dumps(seen).encode())
     return seen
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value)
 
 
 def _said(error: BaseException) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...plan.table import check_keys, check_schema, read_json, text_of, write_json, wrong
+from ...spec.reading import no_panic
+from ...spec.reason import STRANGE
 from .content import Content
 from .errors import HubError, LockViolation
 
@@ -95,8 +97,8 @@ def _items(value: Any, owner: str) -> Iterable[tuple[str, Any]]:
 def _of_kernels(path: Path, data: list[Any]) -> Lock:
     from kernels._rust import KernelLocks, KernelVersion
     try:
-        locks = KernelLocks.from_json(json.dumps(data))
-    except ValueError as e:
+        locks = no_panic(KernelLocks.from_json)(json.dumps(data))
+    except STRANGE as e:
         raise HubError(f"{path}: wanted a kernels.lock, as kernels lock writes it; {e}") from e
     pins = {}
     for wanted, lock in locks.items():

@@ -13,7 +13,7 @@ PYTEST_ARGS ?= -n 2 --timeout=300 -q
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE := $(wildcard src/layerzero/runtime/*.cpp src/layerzero/backends/native/*.cpp)
+NATIVE := $(wildcard src/layerzero/dispatch/native/*.cpp src/layerzero/backends/native/*.cpp)
 HAS_TORCH := -c 'import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 8))' 2>/dev/null
 
 .PHONY: run test setup build lint bench docs clean nightly soak

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import layerzero as lz
-from layerzero.runtime import hardware
+from layerzero.machine import hardware
 
 OUT = Path(__file__).parent / "results" / "local" / "cpu-half.json"
 HALF = ("bfloat16", "float16")

@@ -27,11 +27,11 @@ import torch
 from timing import Contestant, Spread, compiled
 
 from layerzero.backends import native
-from layerzero.runtime import loading
-from layerzero.runtime.binding import bind
+from layerzero.dispatch.binding import bind
+from layerzero.machine import loading
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
-from layerzero.verify.contract import case_values, refusals
+from layerzero.verify.kernel.contract import case_values, refusals
 
 OUT = Path(__file__).parent / "results" / "local"
 RIVALS = ("torch_sdpa", "torch_norm", "torch_positions")

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
-from layerzero.runtime import native
-from layerzero.runtime.cache import Entry
-from layerzero.runtime.dispatch import Dispatcher, dispatchers
+from layerzero.dispatch import native
+from layerzero.dispatch.cache import Entry
+from layerzero.dispatch.dispatcher import Dispatcher, dispatchers
 from layerzero.select.key import fixed_by_key
 
 OUT = Path(__file__).parent / "results" / "local" / "dispatch.json"

@@ -41,14 +41,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
-from layerzero.runtime import world as worlds
-from layerzero.runtime.graphs import hits, since
+from layerzero.operate.graphs import hits, since
 from layerzero.spec.call import Call
 from layerzero.tune import regret
 from layerzero.tune.harness import GraphWatch, Race
 from layerzero.tune.report import Tuned
 from layerzero.tune.tuner import tune
 from layerzero.tune.workload import calls_for
+from layerzero.world import snapshot as worlds
 
 BF16 = torch.bfloat16
 MAX_BEHIND = 0.03

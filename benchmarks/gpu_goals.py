@@ -26,13 +26,13 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends import flashinfer
-from layerzero.runtime import context
-from layerzero.runtime import world as worlds
-from layerzero.runtime.loading import findable
+from layerzero.machine.loading import findable
 from layerzero.tune.regret import replay
 from layerzero.tune.tuner import tune
 from layerzero.tune.workload import calls_for
-from layerzero.verify.contract import case_values, check_case
+from layerzero.verify.kernel.contract import case_values, check_case
+from layerzero.world import context
+from layerzero.world import snapshot as worlds
 
 OURS = ("triton", "cuda")                      # backends whose kernels are written here
 HEADS = {"hq": 32, "hkv": 8, "d": 128}

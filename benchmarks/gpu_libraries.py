@@ -30,17 +30,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from layerzero.backends import flash_attn, flashinfer, liger, quack, xformers
-from layerzero.runtime import loading
-from layerzero.runtime import world as worlds
-from layerzero.runtime.binding import bind
-from layerzero.runtime.faults import FAULTS
+from layerzero.dispatch.binding import bind
+from layerzero.machine import loading
+from layerzero.machine.faults import FAULTS
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 from layerzero.spec.plan import Transform
 from layerzero.tune.harness import ColdWatch, GraphWatch
-from layerzero.verify.cases import key
-from layerzero.verify.contract import case_values, check_case, loaded, refusals
-from layerzero.verify.gradients import check_gradients, gradient_cases
+from layerzero.verify.kernel.cases import key
+from layerzero.verify.kernel.contract import case_values, check_case, loaded, refusals
+from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
+from layerzero.world import snapshot as worlds
 
 LIBRARIES = {m.__name__.rpartition(".")[2]: m.KERNELS for m in (flashinfer, liger, quack, xformers, flash_attn)}
 MINE = {k.id: k for kernels in LIBRARIES.values() for k in kernels}

@@ -34,11 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.runtime import incidents, native
-from layerzero.runtime import world as worlds
-from layerzero.runtime.inspection import dispatcher_of
-from layerzero.runtime.replays import Recorder
+from layerzero.dispatch import native
+from layerzero.dispatch.native.replays import Recorder
+from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec import replay
+from layerzero.world import incidents
+from layerzero.world import snapshot as worlds
 
 CALLS, LOOPS = 100, 40
 COLUMNS = ("torch", "python", "lz", "bare", "over")

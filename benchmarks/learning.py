@@ -34,15 +34,15 @@ import torch
 from regret import environment
 
 import layerzero as lz
+from layerzero.dispatch.background import learning
+from layerzero.operate import calls as written
+from layerzero.operate.inspection import dispatcher_of
 from layerzero.perf.record import PerfView, kind_of
-from layerzero.runtime import calls as written
-from layerzero.runtime import learning
-from layerzero.runtime import world as worlds
-from layerzero.runtime.inspection import dispatcher_of
 from layerzero.spec.call import Call
 from layerzero.spec.event import Event, Learned, LearningStarted
 from layerzero.tune import regret
 from layerzero.tune.contest import eligible
+from layerzero.world import snapshot as worlds
 
 WITHIN_CALLS, MAX_REGRET, MAX_SHARE = 200, 0.03, 0.02
 DECODE_WEIGHT = 4                              # a decode call comes so many times as often as one of prefill

@@ -58,7 +58,7 @@ def compare(model: str, logits: str, against: str) -> int:
 
     from layerzero.integrations.gguf_model import read_gguf
     from layerzero.models.decoder import Decoder
-    from layerzero.verify.served import Served, tables_of
+    from layerzero.verify.model.served import Served, tables_of
     found = read_gguf(model)
     stored = numpy.load(logits)
     do = Served()

@@ -30,10 +30,10 @@ from rich.table import Table
 from shapes import SHAPES, WRITTEN, Shape
 
 import layerzero as lz
-from layerzero.runtime.dispatch import dispatchers
-from layerzero.runtime.loading import LoadFailed
+from layerzero.dispatch.dispatcher import dispatchers
+from layerzero.machine.loading import LoadFailed
 from layerzero.tune.harness import Race, Ratio, stopwatch
-from layerzero.verify.contract import case_values, results_of
+from layerzero.verify.kernel.contract import case_values, results_of
 
 OUT = Path(__file__).parent / "results" / "local" / "ops.json"
 EAGER, TORCH, LZ = "eager", "torch", "lz"

@@ -27,14 +27,14 @@ os.environ.setdefault("LAYERZERO_PERFDB", "off")       # before the library read
 import torch
 
 import layerzero as lz
-from layerzero.cli.workload import show_report
+from layerzero.cli.commands.workload import show_report
+from layerzero.dispatch import native
 from layerzero.perf.record import EAGER, MODES, Measurement, Rates
-from layerzero.runtime import native
-from layerzero.runtime import world as worlds
 from layerzero.spec.call import Call
 from layerzero.tune import regret
 from layerzero.tune.tuner import tune
 from layerzero.tune.workload import calls_for
+from layerzero.world import snapshot as worlds
 
 QUICK = 25                                     # every so many of the calls
 

@@ -24,15 +24,15 @@ os.environ.setdefault("LAYERZERO_PERFDB", "off")       # before the library read
 import torch
 
 import layerzero as lz
+from layerzero.machine import hardware
 from layerzero.perf import shipped
 from layerzero.perf.record import place_of
 from layerzero.perf.store import SqliteStore
-from layerzero.runtime import hardware
-from layerzero.runtime import world as worlds
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.tune.models import calls_of
 from layerzero.tune.tuner import survey, tune
 from layerzero.tune.workload import merged, standard
+from layerzero.world import snapshot as worlds
 
 TABLES = shipped.FOLDER
 MOST_BYTES = 3 << 29                           # of one call: more takes a minute to make

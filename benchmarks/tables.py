@@ -22,14 +22,14 @@ from timing import Contestant, Race, race
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.dispatch.dispatcher import Dispatcher
 from layerzero.plan.lower import module
 from layerzero.plan.table import Span
-from layerzero.runtime import world as worlds
-from layerzero.runtime.dispatch import Dispatcher
-from layerzero.runtime.incidents import loaded
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.grid import bucket_top
 from layerzero.spec.kernel import Direct
+from layerzero.world import snapshot as worlds
+from layerzero.world.incidents import loaded
 
 OUT = Path(__file__).parent / "results" / "local" / "tables.json"
 SITES = 32                                     # lz calls of the small model

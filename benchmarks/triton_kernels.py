@@ -33,7 +33,7 @@ from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
 from layerzero.spec.kernel import Kernel
 from layerzero.tune.harness import GraphWatch
-from layerzero.verify.contract import check_case
+from layerzero.verify.kernel.contract import check_case
 
 BF16 = torch.bfloat16
 ERRORS = (AssertionError, RuntimeError, TypeError, ValueError, TritonError)  # of a configuration that does not fit

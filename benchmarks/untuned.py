@@ -29,10 +29,10 @@ from regret import environment
 from shapes import SHAPES, WRITTEN
 
 import layerzero as lz
+from layerzero.dispatch.background import compiling
+from layerzero.operate import calls as written
+from layerzero.operate.inspection import dispatcher_of
 from layerzero.perf.record import CAPTURED, EAGER
-from layerzero.runtime import calls as written
-from layerzero.runtime import compiling
-from layerzero.runtime.inspection import dispatcher_of
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.tune.contest import facts_of
 from layerzero.tune.harness import Race, stopwatch
@@ -124,7 +124,7 @@ def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> R
 
 
 def lz_plan(found: Any, values: tuple[Any, ...], mode: str) -> Any:
-    from layerzero.runtime import world as worlds
+    from layerzero.world import snapshot as worlds
     facts = {**found.facts(values), **facts_of(mode)}
     return worlds.current().plan(found.op, facts)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.spec.rules import device, dtypes, equals
-from layerzero.verify.certify import certify
+from layerzero.verify.kernel.certify import certify
 
 RMS_NORM = lz.op("rms_norm")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.models.decoder import CONFIGS
 from layerzero.spec.rules import absent, equals, off
-from layerzero.verify.ladder import climb
+from layerzero.verify.model.ladder import climb
 
 
 def load() -> Callable[..., Any]:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from layerzero.ops.formulas.common.tokenizer_identity import from_content
+
 import layerzero as lz
 from layerzero.integrations.gguf_header import gguf_metadata
 from layerzero.integrations.gguf_model import read_gguf
@@ -23,7 +25,6 @@ from layerzero.integrations.hub import elf
 from layerzero.integrations.hub.importing import metadata_of
 from layerzero.integrations.hub.lockfile import read as read_lock
 from layerzero.integrations.pipeline_tokens import gguf_tokenizer
-from layerzero.ops.tokenizer_identity import from_content
 from layerzero.perf import shipped
 from layerzero.perf.exchange import read_lines
 from layerzero.perf.record import PerfView
@@ -32,17 +33,17 @@ from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfi
 from layerzero.plan.lower import lowered
 from layerzero.plan.table import Table, digest
 from layerzero.report.overview import read_regret
-from layerzero.runtime import capabilities, certificates
-from layerzero.runtime import world as worlds
-from layerzero.runtime.config import environment_layer, load_policy_file
 from layerzero.select.policy import Policy, PolicyRule
 from layerzero.spec.call import Call, read_calls
 from layerzero.spec.device import Device, table_from_json
 from layerzero.spec.errors import DataError, LayerZeroError
 from layerzero.spec.expr import parse
 from layerzero.tune.workload import merged, read_recordings
-from layerzero.verify.constraints import solved, total_axis, violated
-from layerzero.verify.definition import Definition, Solution, Trace, Workload
+from layerzero.verify.trace.constraints import solved, total_axis, violated
+from layerzero.verify.trace.definition import Definition, Solution, Trace, Workload
+from layerzero.world import capabilities, certificates
+from layerzero.world import snapshot as worlds
+from layerzero.world.config import environment_layer, load_policy_file
 
 Target = Callable[[bytes], None]
 TARGETS: dict[str, Target] = {}
@@ -82,7 +83,7 @@ def _facts() -> dict[str, Any]:
     """Of one call, to ask rules and tables about."""
     import torch
 
-    from layerzero.runtime.facts import read
+    from layerzero.dispatch.facts import read
     op = lz.op("attention")
     given = op.inputs(dtype=torch.bfloat16)
     return {**worlds.current().device("cpu").facts(),

@@ -46,12 +46,12 @@ def _nothing_measured_stays() -> Iterator[None]:
 def _forget_measurements() -> None:
     for file in Path(_own).glob("perf.sqlite*"):
         file.unlink(missing_ok=True)
-    loading = sys.modules.get("layerzero.runtime.perf_loading")
+    loading = sys.modules.get("layerzero.world.perf_loading")
     if loading is not None:
         loading.state.reset()
-    worlds = sys.modules.get("layerzero.runtime.world")
+    worlds = sys.modules.get("layerzero.world.snapshot")
     if worlds is not None and worlds.exists() and worlds.current().perf:
-        sys.modules["layerzero.runtime.measurements"].forget_measurements()
+        sys.modules["layerzero.world.measurements"].forget_measurements()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

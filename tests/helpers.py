@@ -17,14 +17,15 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.runtime import context, events, incidents, native
-from layerzero.runtime import facts as reading
-from layerzero.runtime import world as worlds
-from layerzero.runtime.dispatch import dispatchers
-from layerzero.runtime.inspection import dispatcher_of
+from layerzero.dispatch import facts as reading
+from layerzero.dispatch import native
+from layerzero.dispatch.dispatcher import dispatchers
+from layerzero.operate.inspection import dispatcher_of
 from layerzero.select.policy import Layer, Policy
 from layerzero.spec.device import Device, generation_of
 from layerzero.spec.op import Op
+from layerzero.world import context, events, incidents
+from layerzero.world import snapshot as worlds
 
 ATTENTION, RMS_NORM = lz.op("attention"), lz.op("rms_norm")
 ROOT = Path(__file__).parents[1]

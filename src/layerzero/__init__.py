@@ -11,12 +11,9 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from .dispatch import dispatcher as _dispatch
+from .dispatch import torch_library as _torch_face
 from .ops import CATALOG as _OPS
-from .runtime import catalog as _catalog
-from .runtime import dispatch as _dispatch
-from .runtime import torch_face as _torch_face
-from .runtime import world as _world
-from .runtime.events import subscribe
 from .select.policy import PolicyRule
 from .spec.device import Device
 from .spec.errors import (
@@ -38,12 +35,18 @@ from .spec.kernel import Const, Kernel, direct
 from .spec.op import Op, Tolerance
 from .spec.plan import Plan
 from .spec.reason import Code, Reason
+from .world import catalog as _catalog
+from .world import snapshot as _world
+from .world.events import subscribe
 
 if TYPE_CHECKING:
     from .integrations.bundle import write_bundle
     from .integrations.patching import patch, patched, unpatch
     from .integrations.serve import serve_metrics
     from .integrations.transformers.accelerate import accelerate, unaccelerate
+    from .operate.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
+    from .operate.recording import recording
+    from .operate.warmup import warmup
     from .ops.add_rms_norm import reference as add_rms_norm
     from .ops.attention import reference as attention
     from .ops.layer_norm import reference as layer_norm
@@ -56,36 +59,33 @@ if TYPE_CHECKING:
     from .plan.force import use_table
     from .plan.readiness import readiness_check
     from .plan.solver import solve
-    from .runtime.capabilities import use as use_capabilities
-    from .runtime.inspection import doctor, explain, get_config, list_kernels, stats, validate, which
-    from .runtime.recording import recording
-    from .runtime.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
-    from .runtime.warmup import warmup
     from .spec.call import Call
     from .tune.regret import replay as regret
     from .tune.workload import calls_for
+    from .world.capabilities import use as use_capabilities
+    from .world.settings import configure, disabled, get_locks, load_config, lock, prefer, reload, unlock
 
 __version__ = "0.1.0"
 
 # Loaded when first asked for, so that importing the library stays cheap: name -> where it is.
 _LATER = {name: module for module, names in {
-    "runtime.inspection": ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which"),
+    "operate.inspection": ("doctor", "explain", "get_config", "list_kernels", "stats", "validate", "which"),
     "models.positions": ("alibi_bias", "alibi_slopes", "rope_tables", "xpos_tables"),
     "models.sampling": ("sample_topk", "sample_topp", "sample_minp"),
     "models.quantization": ("choose_format", "column_shard", "quantized_shard", "row_shard"),
     "models.packing": ("forget_packed", "limit_packed", "packed_weights"),
     "models.kv_cache": ("CacheFull", "kv_cache", "page_table_from_csr"),
     "models.tokenizers": ("load_tokenizer", "prefix_memories", "forget_prefixes"),
-    "runtime.settings": (
+    "world.settings": (
         "configure", "disabled", "get_locks", "load_config", "lock", "prefer", "reload", "unlock"),
-    "runtime.recording": ("recording",),
-    "runtime.warmup": ("WarmupReport", "warmup"),
-    "runtime.graphs": ("graph", "warmup_capture"),
-    "runtime.watchdog": ("run_isolated",),
-    "runtime.triton_kernels": ("triton_cache", "triton_kernel", "triton_kernels"),
-    "verify.graphs": ("is_graph_safe", "validate_graph_capture"),
-    "verify.probing": ("probe",),
-    "runtime.capabilities": ("use_capabilities",),
+    "operate.recording": ("recording",),
+    "operate.warmup": ("WarmupReport", "warmup"),
+    "operate.graphs": ("graph", "warmup_capture"),
+    "machine.watchdog": ("run_isolated",),
+    "operate.triton_kernels": ("triton_cache", "triton_kernel", "triton_kernels"),
+    "verify.kernel.capture": ("is_graph_safe", "validate_graph_capture"),
+    "verify.kernel.probing": ("probe",),
+    "world.capabilities": ("use_capabilities",),
     "spec.call": ("Call", "TensorSpec", "read_calls", "write_calls"),
     "plan.solver": ("solve",),
     "plan.table": ("Table",),
@@ -121,7 +121,7 @@ def _load(name: str) -> Any:
 
 def select(op: Any, /, *args: Any, **kwargs: Any) -> Plan:        # also the name of a subpackage: it must be here
     """As explain, but an error if nothing can serve the call."""
-    from .runtime.inspection import select_kernel
+    from .operate.inspection import select_kernel
     return select_kernel(op, *args, **kwargs)
 
 
@@ -138,7 +138,7 @@ def op(name: str) -> Op:
     """The declaration of an operation."""
     if name in _OPS:
         return _catalog.builtin_op(name)
-    from .runtime.inspection import dispatcher_of
+    from .operate.inspection import dispatcher_of
     return dispatcher_of(name).op
 
 
@@ -191,7 +191,7 @@ def __getattr__(name: str) -> Any:
 
 _torch_face.install(_OPS, _load)
 if os.environ.get("LAYERZERO_RECORD", "").strip():
-    importlib.import_module("layerzero.runtime.recording").from_environment()
+    importlib.import_module("layerzero.operate.recording").from_environment()
 
 __all__ = [
     "AmbiguousLayoutWarning", "Call", "CausalAlignmentWarning", "Code", "ConfigError", "Const", "DataError",

@@ -21,6 +21,7 @@ from .integrations.serve import serve_metrics as serve_metrics
 from .integrations.transformers import register as register_transformers
 from .integrations.transformers.accelerate import accelerate as accelerate
 from .integrations.transformers.accelerate import unaccelerate as unaccelerate
+from .machine.watchdog import run_isolated as run_isolated
 from .models import speculative as speculative
 from .models.block import Block as Block
 from .models.kv_cache import CacheFull as CacheFull
@@ -43,7 +44,22 @@ from .models.sampling import sample_topp as sample_topp
 from .models.tokenizers import forget_prefixes as forget_prefixes
 from .models.tokenizers import load_tokenizer as load_tokenizer
 from .models.tokenizers import prefix_memories as prefix_memories
-from .ops.tokenization_formulas import Tokens as Tokens
+from .operate.graphs import graph as graph
+from .operate.graphs import warmup_capture as warmup_capture
+from .operate.inspection import doctor as doctor
+from .operate.inspection import explain as explain
+from .operate.inspection import get_config as get_config
+from .operate.inspection import list_kernels as list_kernels
+from .operate.inspection import stats as stats
+from .operate.inspection import validate as validate
+from .operate.inspection import which as which
+from .operate.recording import recording as recording
+from .operate.triton_kernels import triton_cache as triton_cache
+from .operate.triton_kernels import triton_kernel as triton_kernel
+from .operate.triton_kernels import triton_kernels as triton_kernels
+from .operate.warmup import WarmupReport as WarmupReport
+from .operate.warmup import warmup as warmup
+from .ops.formulas.tokenization import Tokens as Tokens
 from .plan.bake import bind as bind
 from .plan.bake import compile_model as compile
 from .plan.block import plan_block as plan_block
@@ -56,32 +72,6 @@ from .plan.lockfile import write_lockfile as write_lockfile
 from .plan.readiness import readiness_check as readiness_check
 from .plan.solver import solve as solve
 from .plan.table import Table as Table
-from .runtime.capabilities import use as use_capabilities
-from .runtime.events import subscribe as subscribe
-from .runtime.graphs import graph as graph
-from .runtime.graphs import warmup_capture as warmup_capture
-from .runtime.inspection import doctor as doctor
-from .runtime.inspection import explain as explain
-from .runtime.inspection import get_config as get_config
-from .runtime.inspection import list_kernels as list_kernels
-from .runtime.inspection import stats as stats
-from .runtime.inspection import validate as validate
-from .runtime.inspection import which as which
-from .runtime.recording import recording as recording
-from .runtime.settings import configure as configure
-from .runtime.settings import disabled as disabled
-from .runtime.settings import get_locks as get_locks
-from .runtime.settings import load_config as load_config
-from .runtime.settings import lock as lock
-from .runtime.settings import prefer as prefer
-from .runtime.settings import reload as reload
-from .runtime.settings import unlock as unlock
-from .runtime.triton_kernels import triton_cache as triton_cache
-from .runtime.triton_kernels import triton_kernel as triton_kernel
-from .runtime.triton_kernels import triton_kernels as triton_kernels
-from .runtime.warmup import WarmupReport as WarmupReport
-from .runtime.warmup import warmup as warmup
-from .runtime.watchdog import run_isolated as run_isolated
 from .select.policy import Layer
 from .select.policy import PolicyRule as PolicyRule
 from .spec.call import Call as Call
@@ -112,9 +102,19 @@ from .spec.reason import Code as Code
 from .spec.reason import Reason as Reason
 from .tune.regret import replay as regret
 from .tune.workload import calls_for as calls_for
-from .verify.graphs import is_graph_safe as is_graph_safe
-from .verify.graphs import validate_graph_capture as validate_graph_capture
-from .verify.probing import probe as probe
+from .verify.kernel.capture import is_graph_safe as is_graph_safe
+from .verify.kernel.capture import validate_graph_capture as validate_graph_capture
+from .verify.kernel.probing import probe as probe
+from .world.capabilities import use as use_capabilities
+from .world.events import subscribe as subscribe
+from .world.settings import configure as configure
+from .world.settings import disabled as disabled
+from .world.settings import get_locks as get_locks
+from .world.settings import load_config as load_config
+from .world.settings import lock as lock
+from .world.settings import prefer as prefer
+from .world.settings import reload as reload
+from .world.settings import unlock as unlock
 
 __version__: str
 __all__ = [

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from conftest import KERNELS
 
-from layerzero.runtime.facts import read
-from layerzero.runtime.hardware import probe
+from layerzero.dispatch.facts import read
+from layerzero.machine.hardware import probe
 from layerzero.spec.device import CPU_ISA, Device
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.rules import AnyOf, Condition, Rule, When
-from layerzero.verify.contract import case_values
+from layerzero.verify.kernel.contract import case_values
 
 NUMERIC = ("eq", "ne", "le", "ge", "multiple_of")
 

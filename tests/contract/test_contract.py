@@ -12,15 +12,15 @@ import pytest
 import torch
 from conftest import KERNELS, case_id
 
+from layerzero.dispatch.facts import read
+from layerzero.machine import loading
+from layerzero.machine.hardware import probe
 from layerzero.ops import CATALOG as OPS
 from layerzero.ops.attention import OP as attention
 from layerzero.ops.rms_norm import OP as rms_norm
-from layerzero.runtime import loading
-from layerzero.runtime.facts import read
-from layerzero.runtime.hardware import probe
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Category
-from layerzero.verify.contract import case_values, check_case, check_kernel, refusals, worst_indices
+from layerzero.verify.kernel.contract import case_values, check_case, check_kernel, refusals, worst_indices
 
 ALSO_FLOAT64 = ("reference.", "torch.sdpa_math", "torch.sdpa_flash", "torch.rms_norm", "torch.layer_norm")
 # A compiling kernel takes seconds per case: enough of them to meet every feature once. LZ_TEST_JIT=all runs

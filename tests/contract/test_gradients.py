@@ -8,8 +8,8 @@ import pytest
 from conftest import KERNELS, case_id
 
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.contract import case_values, refusals
-from layerzero.verify.gradients import check_gradients, gradient_cases, wanting_gradients
+from layerzero.verify.kernel.contract import case_values, refusals
+from layerzero.verify.kernel.gradients import check_gradients, gradient_cases, wanting_gradients
 
 
 def rows() -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from helpers import happened, of, world
 
 import layerzero as lz
-from layerzero.runtime import compiling
+from layerzero.dispatch.background import compiling
 from layerzero.spec.event import CompileQueued, CompileSkipped, KernelRefused
 
 __all__ = ["happened", "world"]                # fixtures

@@ -12,7 +12,7 @@ import torch
 import layerzero as lz
 from layerzero.backends import CATALOG
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.contract import check_case, upcast
+from layerzero.verify.kernel.contract import check_case, upcast
 
 pytestmark = [pytest.mark.gpu, pytest.mark.correctness]
 

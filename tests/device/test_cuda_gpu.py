@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.cuda import KERNELS, compiler
-from layerzero.runtime import faults
+from layerzero.machine import faults
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.launch import LaunchRefused
-from layerzero.verify.contract import case_values, check_case, refusals
+from layerzero.verify.kernel.contract import case_values, check_case, refusals
 
 pytestmark = [pytest.mark.gpu, pytest.mark.correctness]
 

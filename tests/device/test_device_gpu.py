@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from layerzero.runtime import hardware
+from layerzero.machine import hardware
 from layerzero.spec.device import GENERATIONS, Device
 from layerzero.spec.errors import ConfigError
 from layerzero.spec.op import DEVICE_FACTS
@@ -77,7 +77,7 @@ def test_all_devices_and_an_index_beyond_them():
 def test_present_leaves_cuda_unstarted_so_that_a_child_can_use_it():
     assert in_new_process("""
 import os
-from layerzero.runtime import hardware
+from layerzero.machine import hardware
 assert "cuda" in hardware.present()
 import torch
 pid = os.fork()
@@ -90,7 +90,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 def test_a_forked_child_of_a_started_process_gets_a_typed_error():
     assert in_new_process("""
 import os, torch
-from layerzero.runtime import hardware
+from layerzero.machine import hardware
 from layerzero.spec.errors import ConfigError
 torch.ones(2, device="cuda")
 pid = os.fork()
@@ -108,7 +108,7 @@ def test_triton_is_read_but_not_imported():
     pytest.importorskip("triton")
     assert in_new_process("""
 import sys
-from layerzero.runtime import hardware
+from layerzero.machine import hardware
 version = hardware.probe("cuda").triton_version
 assert "triton" not in sys.modules
 import triton

@@ -13,10 +13,10 @@ import torch
 from helpers import RMS_NORM, happened, health_of, of, policy, python, world
 
 import layerzero as lz
-from layerzero.runtime.memory import free_bytes, headroom
+from layerzero.machine.memory import free_bytes, headroom
 from layerzero.spec.event import Fallback
 from layerzero.spec.reason import Code
-from layerzero.verify.probing import probe
+from layerzero.verify.kernel.probing import probe
 
 __all__ = ["happened", "world"]                # fixtures
 
@@ -79,7 +79,7 @@ STRAY = """
     import torch
     import layerzero as lz
     import hostile_triton
-    from layerzero.runtime import world as worlds
+    from layerzero.world import snapshot as worlds
     lz.register(lz.Kernel("stray.norm", lz.op("rms_norm"), hostile_triton.load_out_of_bounds, package="triton"))
     x, errors = torch.ones(4, 64, device="cuda"), []
     for _ in range(8):

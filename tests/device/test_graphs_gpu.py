@@ -7,13 +7,15 @@ import torch
 from helpers import RMS_NORM, happened, of, only, world
 
 import layerzero as lz
-from layerzero.runtime import certificates, graphs, hardware
-from layerzero.runtime import world as worlds
-from layerzero.runtime.graphs import GraphKernelDisabled
+from layerzero.machine import hardware
+from layerzero.operate import graphs
+from layerzero.operate.graphs import GraphKernelDisabled
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import equals
-from layerzero.verify.certify import certify
-from layerzero.verify.graphs import is_graph_safe, prove, validate_graph_capture
+from layerzero.verify.kernel.capture import is_graph_safe, prove, validate_graph_capture
+from layerzero.verify.kernel.certify import certify
+from layerzero.world import certificates
+from layerzero.world import snapshot as worlds
 
 __all__ = ["happened", "world"]                # fixtures
 

@@ -7,8 +7,8 @@ import torch
 from helpers import world
 
 import layerzero as lz
-from layerzero.runtime import learning
-from layerzero.runtime.exploring import Kind
+from layerzero.dispatch.background import learning
+from layerzero.dispatch.background.exploring import Kind
 
 __all__ = ["world"]                            # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world")]

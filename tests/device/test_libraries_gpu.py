@@ -15,8 +15,8 @@ import torch
 from layerzero.backends import flash_attn, flashinfer, liger, quack, xformers
 from layerzero.backends.flashinfer import paged
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.contract import call, case_values, check_case, formula, refusals, results_of
-from layerzero.verify.gradients import check_gradients, gradient_cases
+from layerzero.verify.kernel.contract import call, case_values, check_case, formula, refusals, results_of
+from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.correctness]
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.runtime import incidents, native
-from layerzero.runtime import world as worlds
-from layerzero.runtime.inspection import dispatcher_of
+from layerzero.dispatch import native
+from layerzero.operate.inspection import dispatcher_of
+from layerzero.world import incidents
+from layerzero.world import snapshot as worlds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.correctness]
 

@@ -14,12 +14,12 @@ import torch
 from helpers import RMS_NORM, happened, of, world
 
 import layerzero as lz
-from layerzero.runtime import world as worlds
-from layerzero.runtime.triton_kernels import TritonCompiled, triton_cache, triton_kernel
+from layerzero.operate.triton_kernels import TritonCompiled, triton_cache, triton_kernel
 from layerzero.spec.launch import LaunchRefused
 from layerzero.spec.reason import Code
-from layerzero.verify.contract import check_case
-from layerzero.verify.graphs import prove
+from layerzero.verify.kernel.capture import prove
+from layerzero.verify.kernel.contract import check_case
+from layerzero.world import snapshot as worlds
 
 __all__ = ["happened", "world"]                # fixtures
 
@@ -78,7 +78,7 @@ SECOND = """
 import json, sys
 sys.path.insert(0, {home!r})
 import torch, own_triton
-from layerzero.runtime import events
+from layerzero.world import events
 seen = []
 events.subscribe(lambda e: seen.append(e) if e.name == "triton_compiled" else None)
 own_triton.MINE.load()(torch.randn(8, 300, device="cuda"))

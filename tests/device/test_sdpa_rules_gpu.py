@@ -18,10 +18,10 @@ from helpers import ATTENTION, call_facts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
-from layerzero.runtime import world as worlds
 from layerzero.spec.errors import NoKernel
 from layerzero.spec.kernel import SDPA
 from layerzero.spec.reason import Code
+from layerzero.world import snapshot as worlds
 
 pytestmark = pytest.mark.gpu
 

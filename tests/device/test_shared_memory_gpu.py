@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.runtime import world as worlds
+from layerzero.world import snapshot as worlds
 
 pytestmark = [
     pytest.mark.gpu,

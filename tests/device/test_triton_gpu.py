@@ -10,7 +10,7 @@ import torch
 
 from layerzero.backends.triton import DEFAULTS, KERNELS
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.contract import check_case
+from layerzero.verify.kernel.contract import check_case
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.correctness]

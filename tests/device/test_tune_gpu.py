@@ -7,13 +7,13 @@ import torch
 from helpers import world
 
 import layerzero as lz
-from layerzero.runtime import world as worlds
-from layerzero.runtime.inspection import dispatcher_of
+from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.device import Device
 from layerzero.tune.harness import ColdWatch, GraphWatch, Race, WallWatch, cache_bytes, stopwatch
 from layerzero.tune.rates import measure_rates
 from layerzero.tune.tuner import tune
+from layerzero.world import snapshot as worlds
 
 __all__ = ["world"]
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world")]

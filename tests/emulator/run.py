@@ -15,7 +15,7 @@ from typing import Any
 
 from layerzero.backends.cuda import HARDWARE, KERNELS, compiler
 from layerzero.spec.kernel import Kernel as Declared
-from layerzero.verify.contract import check_case
+from layerzero.verify.kernel.contract import check_case
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "layerzero" / "backends" / "cuda"

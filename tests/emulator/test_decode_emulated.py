@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerzero.backends.cuda import compiler, decode
-from layerzero.verify.contract import check_case
+from layerzero.verify.kernel.contract import check_case
 
 from .run import COMPILER, Kernel, on_cpu
 

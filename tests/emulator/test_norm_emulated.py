@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from layerzero.backends.cuda import compiler, norm
-from layerzero.verify.contract import check_case
+from layerzero.verify.kernel.contract import check_case
 
 from .run import COMPILER, Kernel, on_cpu
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends.cuda import compiler, decode, gemv, norm, planes, sampling
-from layerzero.runtime import dispatch, native
-from layerzero.runtime.inspection import dispatcher_of
-from layerzero.runtime.replays import Recorder
+from layerzero.dispatch import dispatcher as dispatch
+from layerzero.dispatch import native
+from layerzero.dispatch.native.replays import Recorder
+from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec import replay
 
 from .run import COMPILER, Kernel, on_cpu

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.backends.cuda import compiler, sampling
 from layerzero.ops.sample import OP, reference
-from layerzero.verify.contract import check_case
+from layerzero.verify.kernel.contract import check_case
 
 from .run import COMPILER, Kernel, on_cpu
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from layerzero.ops.formulas.common.moe import route
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.ops.moe_formulas import route
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 
@@ -525,7 +525,7 @@ def biased_without_given_numbers(right, **v):
 
 @fault("sample", "distribution")
 def nucleus_one_token_short(right, **v):
-    from layerzero.verify.alterations import _one_fewer
+    from layerzero.verify.kernel.alterations import _one_fewer
     made = _one_fewer(lz.op("sample"), dict(v))
     return right(**v) if made is None else made.given if v["return_logprobs"] else made.given[0]
 

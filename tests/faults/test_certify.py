@@ -8,11 +8,12 @@ import pytest
 from helpers import Fake, happened, register, world
 
 import layerzero as lz
-from layerzero.cli.verify_levels import chosen_kernels, level_one
-from layerzero.runtime import certificates, hardware
-from layerzero.runtime import world as worlds
-from layerzero.runtime.certificates import Certificate
-from layerzero.verify.certify import certify, certify_all
+from layerzero.cli.commands.verify_levels import chosen_kernels, level_one
+from layerzero.machine import hardware
+from layerzero.verify.kernel.certify import certify, certify_all
+from layerzero.world import certificates
+from layerzero.world import snapshot as worlds
+from layerzero.world.certificates import Certificate
 
 __all__ = ["happened", "world"]
 HERE = hardware.probe("cpu")

@@ -20,11 +20,13 @@ import torch
 from helpers import Fake, normed, only, register, rows
 
 import layerzero as lz
-from layerzero.runtime import clock, compiling, context, events, incidents, learning, locks
-from layerzero.runtime import world as worlds
-from layerzero.runtime.dispatch import dispatchers
-from layerzero.runtime.inspection import dispatcher_of
+from layerzero.dispatch.background import compiling, learning
+from layerzero.dispatch.dispatcher import dispatchers
+from layerzero.machine import locks
+from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec.event import Evicted
+from layerzero.world import clock, context, events, incidents
+from layerzero.world import snapshot as worlds
 
 EVERY = os.environ.get("SWEEP", "") == "all"
 POINTS = 60                                    # of one scenario, unless every one is asked for

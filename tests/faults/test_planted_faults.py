@@ -15,14 +15,14 @@ from broken_kernels import FAULTS, Fault
 from torch import Tensor
 
 from layerzero.backends import CATALOG as BACKENDS
+from layerzero.machine import loading
 from layerzero.ops import CATALOG as OPS
-from layerzero.runtime import loading
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.cases import cases_for
-from layerzero.verify.certify import certify
-from layerzero.verify.contract import case_values, check_case, refusals
-from layerzero.verify.diagnosis import CLASSES
-from layerzero.verify.gradients import check_gradients, gradient_cases
+from layerzero.verify.kernel.cases import cases_for
+from layerzero.verify.kernel.certify import certify
+from layerzero.verify.kernel.contract import case_values, check_case, refusals
+from layerzero.verify.kernel.diagnosis import CLASSES
+from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
 
 SEEDS = int(os.environ.get("LZ_TEST_SEEDS", "0"))      # 20 takes an hour
 HERE = Path(__file__).parent
@@ -107,7 +107,7 @@ def test_zentorch_as_it_comes_is_caught_overwriting_the_weight() -> None:
             raise SystemExit
         from layerzero.ops.linear import OP
         from layerzero.spec.kernel import Kernel
-        from layerzero.verify.contract import check_case
+        from layerzero.verify.kernel.contract import check_case
 
         def load():
             product = torch.ops.zentorch.zentorch_linear_unary.default
@@ -129,7 +129,7 @@ def test_openvino_as_it_comes_is_caught_computing_float32_in_bfloat16() -> None:
         import openvino.opset13 as ops
         from layerzero.ops.linear import OP
         from layerzero.spec.kernel import Kernel
-        from layerzero.verify.certify import certify
+        from layerzero.verify.kernel.certify import certify
 
         core = openvino.Core()
 

@@ -8,7 +8,7 @@ import pytest
 from hub_repositories import UNIVERSAL, build, in_cache
 from typer.testing import CliRunner
 
-from layerzero.cli.hub import app
+from layerzero.cli.commands.hub import app
 from layerzero.integrations.hub import HubError, NotAllowed
 
 

@@ -16,9 +16,10 @@ from hub_repositories import STABLE, UNIVERSAL, build, in_cache, native_build, n
 
 import layerzero as lz
 from layerzero.integrations.hub import Hub, HubError, NamespaceClash, NotAllowed, NotHere, Unproven, importing
-from layerzero.runtime import certificates, hardware
-from layerzero.runtime.builds import build_of
+from layerzero.machine import hardware
+from layerzero.machine.builds import build_of
 from layerzero.spec.rules import absent, contiguous, dtypes, equals, plain_tensors
+from layerzero.world import certificates
 
 NO_OFFSET = (equals("offset", 0.0),)
 NATIVE_LIMITS = (*NO_OFFSET, absent("weight.dtype"), dtypes("float32"), contiguous("x"), plain_tensors())
@@ -104,7 +105,7 @@ def test_another_module_called_kernels(tmp_path):
 def test_our_own_compiled_kernels_leave_the_name_to_the_package():
     found = elsewhere("""
         from layerzero.backends.native import build
-        from layerzero.runtime import native
+        from layerzero.dispatch import native
         native.module()
         built = build.library_path().exists() and bool(build.module())
         import kernels.variants

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerzero.verify import traces
-from layerzero.verify.answers import answer, can_answer
-from layerzero.verify.definition import Definition, find_definitions, find_workloads
-from layerzero.verify.definition_inputs import generate
-from layerzero.verify.definition_run import verify
-from layerzero.verify.references import References
-from layerzero.verify.scaling import scaled, too_large
+from layerzero.verify.trace import traces
+from layerzero.verify.trace.answers.lookup import answer, can_answer
+from layerzero.verify.trace.answers.references import References
+from layerzero.verify.trace.definition import Definition, find_definitions, find_workloads
+from layerzero.verify.trace.inputs import generate
+from layerzero.verify.trace.run import verify
+from layerzero.verify.trace.scaling import scaled, too_large
 
 pytestmark = pytest.mark.integration
 

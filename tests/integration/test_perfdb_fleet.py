@@ -26,11 +26,11 @@ from layerzero.perf.fleet import FleetStore, _driver
 from layerzero.perf.interface import NewerStore, StoreError
 from layerzero.perf.record import Measurement, Rates
 from layerzero.perf.store import SqliteStore
-from layerzero.runtime import measurements
-from layerzero.runtime import world as worlds
-from layerzero.runtime.perf_loading import state
 from layerzero.spec.errors import DataError
 from layerzero.spec.event import StoreTrouble
+from layerzero.world import measurements
+from layerzero.world import snapshot as worlds
+from layerzero.world.perf_loading import state
 
 pytestmark = pytest.mark.integration
 

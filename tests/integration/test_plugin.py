@@ -62,7 +62,7 @@ def run(code: str, *folders: Path) -> dict:
 ASK = """
 import json, sys, torch
 import layerzero as lz
-from layerzero.runtime import world
+from layerzero.world import snapshot as world
 seen = []
 lz.subscribe(seen.append)
 loaded_at_import = "lz_plugin_example" in sys.modules
@@ -275,8 +275,9 @@ SECOND = {                                     # what version 2.0 changes: a ker
 STATE = """
 import json, torch
 import layerzero as lz
-from layerzero.runtime import certificates, hardware, world
-from layerzero.verify.certify import certify_all
+from layerzero.world import certificates, snapshot as world
+from layerzero.machine import hardware
+from layerzero.verify.kernel.certify import certify_all
 seen = []
 lz.subscribe(seen.append)
 x, scale = torch.randn(3, 8), torch.randn(8)

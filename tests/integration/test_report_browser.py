@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.cli.report import gather
+from layerzero.cli.commands.report import gather
 from layerzero.perf.record import Measurement, Rates
 from layerzero.report import style
 from layerzero.report.overview import Overview, Refused, Why, kinds_of, read_regret

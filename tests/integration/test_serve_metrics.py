@@ -21,7 +21,7 @@ from helpers import world
 
 import layerzero as lz
 from layerzero.integrations import serve
-from layerzero.runtime.readiness import Check, Readiness
+from layerzero.operate.readiness import Check, Readiness
 
 __all__ = ["world"]
 pytestmark = pytest.mark.usefixtures("world")

@@ -15,13 +15,13 @@ typer = pytest.importorskip("typer", reason="needs typer: pip install 'layerzero
 
 from typer.testing import CliRunner  # noqa: E402
 
-from layerzero.cli.generate import generate  # noqa: E402
-from layerzero.cli.ladder import TEXT, ladder  # noqa: E402
+from layerzero.cli.commands.generate import generate  # noqa: E402
+from layerzero.cli.commands.ladder import TEXT, ladder  # noqa: E402
 from layerzero.integrations.gguf_model import Generation, halves, packaged_model, pairs, read_gguf  # noqa: E402
 from layerzero.integrations.llama_peer import as_transformers, stages_of  # noqa: E402
-from layerzero.runtime.hardware import probe  # noqa: E402
+from layerzero.machine.hardware import probe  # noqa: E402
 from layerzero.spec.errors import ConfigError, DataError  # noqa: E402
-from layerzero.verify.ladder import Model, climb  # noqa: E402
+from layerzero.verify.model.ladder import Model, climb  # noqa: E402
 
 pytestmark = pytest.mark.integration
 SAMPLES = ("Hello world", "In 1969, Apollo 11 landed: 21.5 kg!", "def f(a):\n    return a+1\n\n", "x=123456789;", "",
@@ -190,7 +190,7 @@ def test_the_command_speaks(model):
 
 
 def test_the_command_in_json(model, monkeypatch):
-    monkeypatch.setattr("layerzero.cli.generate.read_gguf", lambda path: model)         # not once more
+    monkeypatch.setattr("layerzero.cli.commands.generate.read_gguf", lambda path: model)         # not once more
     told = json.loads(said("1, 2, 3, 4,", "--raw", "--max-tokens", "3", "--json"))
     assert told["text"] == " 5," and told["tokens"] == 3 and told["kernels"] == []
 
@@ -202,7 +202,7 @@ def test_a_wrong_command_is_refused(words):
 
 
 def test_the_ladder_as_a_command(model, capsys, monkeypatch):
-    monkeypatch.setattr("layerzero.cli.ladder.read_gguf", lambda path: model)
+    monkeypatch.setattr("layerzero.cli.commands.ladder.read_gguf", lambda path: model)
     assert ladder(4, kernel="torch.sdpa_flash", as_json=True) == 0
     told = json.loads(capsys.readouterr().out)
     [rung] = told["rungs"]

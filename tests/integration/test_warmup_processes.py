@@ -10,7 +10,7 @@ import pytest
 from helpers import python
 
 from layerzero.backends.torch_compiled import compiler
-from layerzero.runtime.compiling import CACHES
+from layerzero.dispatch.background.compiling import CACHES
 
 pytestmark = [
     pytest.mark.skipif(compiler() is not True, reason="torch.compile needs a C++ compiler; there is none here"),
@@ -24,7 +24,7 @@ SERVER = """
     import json, os, sys, time, traceback
     import torch, layerzero as lz
     from torch._dynamo.utils import counters
-    from layerzero.runtime.warmup import warmup
+    from layerzero.operate.warmup import warmup
     from layerzero.spec.call import Call, TensorSpec
 
     KERNEL = "torch.compiled_rms_norm"

@@ -22,7 +22,7 @@ import torch
 from layerzero.backends.triton import HARDWARE, KERNELS
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.rules import Condition, Rule
-from layerzero.verify.contract import check_case
+from layerzero.verify.kernel.contract import check_case
 
 # What the op's own cases do not reach: several splits and rows, long stretches, the other ways through a kernel.
 OURS: dict[str, tuple[dict[str, Any], ...]] = {

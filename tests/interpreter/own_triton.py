@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from layerzero.operate.triton_kernels import triton_kernel, triton_kernels
 from layerzero.ops.rms_norm import OP
-from layerzero.runtime.triton_kernels import triton_kernel, triton_kernels
 from layerzero.spec.rules import at_most, contiguous, dtypes, equals
 
 
@@ -50,7 +50,7 @@ def on_cpu(kernel):
 
 if __name__ == "__main__":
     import layerzero as lz
-    from layerzero.verify.contract import check_case
+    from layerzero.verify.kernel.contract import check_case
 
     for kernel in (MINE, TUNED[0]):
         for case in OP.cases[::3]:

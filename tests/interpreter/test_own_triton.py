@@ -62,14 +62,14 @@ def mine(monkeypatch):
     ({"BLOCKS": 64}, "BLOCKS is no parameter of the Triton function"), ({"warps": 4}, "options are maxnreg, num_ctas")])
 def test_a_configuration_that_no_device_takes_is_refused_when_it_is_declared(mine, meta, word):
     import layerzero as lz
-    from layerzero.runtime.triton_kernels import triton_kernel
+    from layerzero.operate.triton_kernels import triton_kernel
     with pytest.raises(lz.RegistrationError, match=word):
         triton_kernel("mine.x", mine.OP, mine.scaled_rows, launch=mine.launch, grid=(1,), meta=meta)
 
 
 def test_what_is_no_triton_function_is_refused(mine):
     import layerzero as lz
-    from layerzero.runtime.triton_kernels import triton_kernel, triton_kernels
+    from layerzero.operate.triton_kernels import triton_kernel, triton_kernels
     with pytest.raises(lz.RegistrationError, match=r"wanted a @triton\.jit function, got function"):
         triton_kernel("mine.x", mine.OP, mine.launch, launch=mine.launch, grid=(1,))
     with pytest.raises(lz.RegistrationError, match=r"'package\.module:name', got 'own_triton'"):
@@ -83,7 +83,7 @@ def test_what_is_no_triton_function_is_refused(mine):
 
 
 def test_each_configuration_is_a_kernel_with_the_build_of_its_file(mine):
-    from layerzero.runtime.builds import build_of
+    from layerzero.machine.builds import build_of
     assert [k.id for k in mine.TUNED] == ["mine.tuned_num_warps2", "mine.tuned_num_warps4",
                                           "mine.tuned_num_warps8_num_stages1"]
     assert mine.MINE.jit and not mine.MINE.differentiable and mine.MINE.health == "mine"
@@ -93,7 +93,7 @@ def test_each_configuration_is_a_kernel_with_the_build_of_its_file(mine):
 PLUGIN = """
 import torch
 import layerzero as lz
-from layerzero.runtime.triton_kernels import triton_kernel
+from layerzero.operate.triton_kernels import triton_kernel
 
 def launch(x, weight=None, eps=1e-6):
     return None, (x,)

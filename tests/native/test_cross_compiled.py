@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from layerzero.backends.native.build import FLAGS, FOLDER
-from layerzero.runtime import hardware
+from layerzero.machine import hardware
 
 SOURCE = Path(__file__).with_name("kernels_test.cpp")
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}

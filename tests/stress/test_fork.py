@@ -15,9 +15,9 @@ import torch
 from helpers import RMS_NORM, Fake, faults_of, health_of, normed, path_of, register, rows, wait_for
 
 import layerzero as lz
-from layerzero.runtime import clock
-from layerzero.runtime import world as worlds
-from layerzero.runtime.inspection import dispatcher_of
+from layerzero.operate.inspection import dispatcher_of
+from layerzero.world import clock
+from layerzero.world import snapshot as worlds
 
 pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("world"),
               pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),

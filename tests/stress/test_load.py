@@ -16,10 +16,10 @@ import torch
 from helpers import ATTENTION, RMS_NORM, Fake, health_of, normed, of, path_of, qkv, register, rows, wait_for
 
 import layerzero as lz
-from layerzero.runtime import context, events
-from layerzero.runtime import world as worlds
-from layerzero.runtime.inspection import dispatcher_of
+from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec.event import Fallback, HealthChanged, Selected
+from layerzero.world import context, events
+from layerzero.world import snapshot as worlds
 
 pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("world")]
 FULL = os.environ.get("LZ_STRESS") == "full"

@@ -21,7 +21,7 @@ from layerzero.release import soak_load
 from layerzero.release.soak import Part, Report, Sample, soak
 from layerzero.release.soak_load import Case, Disturbances, Tally, call_and_check, cases_of, in_child, may_not_fork
 from layerzero.release.trend import LEAST_SAMPLES, theil_sen
-from layerzero.runtime import world as worlds
+from layerzero.world import snapshot as worlds
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("world"),

@@ -6,9 +6,10 @@ import pytest
 from helpers import happened, path, world
 from random_calls import register_synthetic
 
-from layerzero.runtime import dispatch, native
-from layerzero.runtime import world as worlds
-from layerzero.runtime.inspection import dispatcher_of
+from layerzero.dispatch import dispatcher as dispatch
+from layerzero.dispatch import native
+from layerzero.operate.inspection import dispatcher_of
+from layerzero.world import snapshot as worlds
 
 __all__ = ["happened", "path", "world"]
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..ops.detokenize import OP as detokenize
-from ..ops.prefix_formulas import SHORTEST, Seams, memory_of, seams_of_json
-from ..ops.tokenization_formulas import Body, Request, Span, Tokens, check_room, runner, sequences_of, unknown_id
+from ..ops.formulas.prefix import SHORTEST, Seams, memory_of, seams_of_json
+from ..ops.formulas.tokenization import Body, Request, Span, Tokens, check_room, runner, sequences_of, unknown_id
+from ..ops.formulas.tokenizer_identity import SERIALIZING, TokenizerHandle, identified
 from ..ops.tokenize import OP as tokenize
-from ..ops.tokenizer_identity import SERIALIZING, TokenizerHandle, identified
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
 from ..spec.reading import no_panic

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..ops import CATALOG
-from ..ops.bpe_formulas import BYTE_LEVEL_BPE, BYTE_LEVEL_DECODER
+from ..ops.formulas.bpe import BYTE_LEVEL_BPE, BYTE_LEVEL_DECODER
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 

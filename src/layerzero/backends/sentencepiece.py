@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..ops.detokenize import OP as detokenize
-from ..ops.tokenization_formulas import Body, Request, Span, Tokens, runner, sequences_of, unknown_id
+from ..ops.formulas.tokenization import Body, Request, Span, Tokens, runner, sequences_of, unknown_id
+from ..ops.formulas.tokenizer_identity import TokenizerHandle, identified
 from ..ops.tokenize import OP as tokenize
-from ..ops.tokenizer_identity import TokenizerHandle, identified
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
 from ..spec.reason import Code, Reason

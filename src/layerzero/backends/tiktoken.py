@@ -8,10 +8,10 @@ from types import FunctionType
 from typing import Any
 
 from ..ops.detokenize import OP as detokenize
-from ..ops.prefix_formulas import SHORTEST, memory_of, seams_of_pattern
-from ..ops.tokenization_formulas import Body, Request, Span, Tokens, runner, sequences_of, unknown_id
+from ..ops.formulas.prefix import SHORTEST, memory_of, seams_of_pattern
+from ..ops.formulas.tokenization import Body, Request, Span, Tokens, runner, sequences_of, unknown_id
+from ..ops.formulas.tokenizer_identity import TokenizerHandle, identified
 from ..ops.tokenize import OP as tokenize
-from ..ops.tokenizer_identity import TokenizerHandle, identified
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
 from ..spec.reading import no_panic

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops.formulas.moe import GATED, PLAIN, activate, gated
 from ..ops.linear import OP as linear
 from ..ops.mlp import OP as mlp
-from ..ops.moe_formulas import GATED, PLAIN, activate, gated
 from ..spec.kernel import Direct, Kernel, direct
 from ..spec.reason import Code
 from ..spec.rules import (
@@ -35,7 +35,7 @@ from ..spec.rules import (
     plain_tensors,
     unit_stride,
 )
-from .packing import PACKED
+from ._packing import PACKED
 
 # How oneDNN calls what follows the product: (attr, algorithm).
 POST_OPS = {None: ("none", ""), "relu": ("relu", ""), "silu": ("swish", ""), "gelu": ("gelu", "none"),

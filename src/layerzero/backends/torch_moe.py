@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops.formulas.moe import gated, places, route, scores_of, weights_of, within_groups
 from ..ops.grouped_gemm import OP as grouped_gemm
 from ..ops.grouped_gemm import ends_of
 from ..ops.moe import OP as moe
-from ..ops.moe_formulas import gated, places, route, scores_of, weights_of, within_groups
 from ..ops.moe_gate import OP as moe_gate
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
@@ -30,7 +30,7 @@ from ..spec.rules import (
     sm,
     vendor,
 )
-from .packing import PACKED
+from ._packing import PACKED
 
 PLAIN = (Tensor, torch.nn.Parameter)
 # How oneDNN calls the activation of the gate: (attr, algorithm).

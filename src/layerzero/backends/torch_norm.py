@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.add_rms_norm import OP as add_rms_norm
-from ..ops.formulas import FLOATS
+from ..ops.formulas.common import FLOATS
 from ..ops.group_norm import OP as group_norm
 from ..ops.layer_norm import OP as layer_norm
 from ..ops.rms_norm import OP as rms_norm

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..ops.formulas import FLOATS, position_terms
+from ..ops.formulas.common import FLOATS, position_terms
+from ..ops.formulas.paged import Part, gather, grouped, joined, spans, ungrouped
 from ..ops.mla_paged_attention import OP as mla_paged_attention
 from ..ops.paged_attention import OP as paged_attention
 from ..ops.paged_attention import dequantized
-from ..ops.paged_formulas import Part, gather, grouped, joined, spans, ungrouped
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ..spec.rules import Condition, absent, any_of, at_least, device, dtypes, equals, off, unit_stride

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..ops.alibi import OP as alibi
+from ..ops.formulas.rope import per_token
 from ..ops.rope import OP as rope
-from ..ops.rope_formulas import per_token
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ..spec.rules import at_most, equals, plain_tensors, present

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..ops.dequantize import OP as dequantize
 from ..ops.dequantize import checked_size
-from ..ops.quant_formulas import (
+from ..ops.formulas.quant import (
     E2M1,
     FORMATS,
     NF4,
@@ -47,7 +47,7 @@ from ..spec.rules import (
     one_of,
     plain_tensors,
 )
-from .packing import PACKED
+from ._packing import PACKED
 
 SLICE = 1 << 20            # weights dequantized at a time: 2 MiB of bf16, so that the product finds them in the cache
 

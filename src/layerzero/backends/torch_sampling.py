@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, threshold
 
-from ..ops.sample import OP as sample
-from ..ops.sampling_formulas import (
+from ..ops.formulas.sampling import (
     Filters,
     Penalties,
     columns_of,
@@ -36,6 +35,7 @@ from ..ops.sampling_formulas import (
     scores_of,
     weights_of,
 )
+from ..ops.sample import OP as sample
 from ..ops.speculative_verify import OP as speculative_verify
 from ..ops.speculative_verify_tree import OP as speculative_verify_tree
 from ..spec.kernel import Kernel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import OP as attention
-from ..ops.formulas import FLOATS, position_terms
+from ..ops.formulas.common import FLOATS, position_terms
 from ..spec.kernel import SDPA, SDPA_BACKENDS, ByFact, Const, Direct, Kernel, direct
 from ..spec.reason import Code
 from ..spec.rules import (

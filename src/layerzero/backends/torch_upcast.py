@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops.attention import OP as attention
-from ..ops.formulas import position_terms
+from ..ops.formulas.common import position_terms
+from ..ops.formulas.moe import GATED, activate
 from ..ops.linear import OP as linear
 from ..ops.mlp import OP as mlp
-from ..ops.moe_formulas import GATED, activate
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ..spec.rules import (
@@ -42,7 +42,7 @@ from ..spec.rules import (
     present,
     slow_half_matmul,
 )
-from .packing import PACKED
+from ._packing import PACKED
 
 Cast = Callable[[Tensor], Tensor]
 COPY_OVER_WEIGHT = 2                           # bytes of a float32 copy over those of a half type

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..ops.formulas import position_terms
+from ..ops.formulas.common import position_terms
 from ..ops.varlen_attention import OP as varlen_attention
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops.formulas.moe import activate
 from ..ops.linear import OP as linear
-from ..ops.moe_formulas import activate
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ..spec.rules import at_least, contiguous, cpu_isa, device, dtypes, plain_tensors
-from .packing import PACKED
+from ._packing import PACKED
 
 POST_OPS = {None: "none", "relu": "relu", "silu": "silu", "gelu": "gelu_erf", "gelu_tanh": "gelu_tanh"}
 

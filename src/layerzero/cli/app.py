@@ -10,28 +10,31 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..runtime import hardware, inspection, native
-from ..runtime import world as worlds
+from ..dispatch import native
+from ..machine import hardware
+from ..operate import inspection
 from ..select.policy import suggest
 from ..spec.device import Device
 from ..spec.errors import ConfigError, NoKernel
 from ..spec.plan import Plan
 from ..spec.reading import read_json
-from . import bundle as bundling
-from . import demo as demonstration
-from . import gate as gating
-from . import generate as generation
-from . import hub as kernel_hub
-from . import perf, serve, show, workload
-from . import plan as planning
-from . import ready as readying
-from . import report as reporting
-from . import soak as soaking
-from . import tune as tuning
-from . import verify as verification
-from . import warmup as warming
+from ..world import snapshot as worlds
+from . import show
 from .arguments import parse_call
-from .fit import SIZES
+from .commands import bundle as bundling
+from .commands import demo as demonstration
+from .commands import gate as gating
+from .commands import generate as generation
+from .commands import hub as kernel_hub
+from .commands import perf, serve, workload
+from .commands import plan as planning
+from .commands import ready as readying
+from .commands import report as reporting
+from .commands import soak as soaking
+from .commands import tune as tuning
+from .commands import verify as verification
+from .commands import warmup as warming
+from .commands.fit import SIZES
 from .options import DeviceKind, Json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,

@@ -25,16 +25,17 @@ from typing import Any
 
 import torch
 
+from ..machine.loading import installed_version
+from ..operate import inspection, readiness
+from ..operate.readiness import Readiness
 from ..perf import snapshot
 from ..perf.interface import StoreError
 from ..plan.lockfile import Lockfile, check_lockfile, load_lockfile
 from ..plan.readiness import Calls, Given, readiness_check
 from ..plan.table import Table, distribution_of
-from ..runtime import capabilities, config, events, inspection, perf_loading, readiness, redaction
-from ..runtime.loading import installed_version
-from ..runtime.readiness import Readiness
-from ..runtime.world import World
 from ..spec.errors import ConfigError, DataError, LayerZeroError
+from ..world import capabilities, config, events, perf_loading, redaction
+from ..world.snapshot import World
 
 SCHEMA = "layerzero.bundle/1"
 MOST_LOG_BYTES = 1 << 20                       # of a log file: its end

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ..models.decoder import Cached, Calls, Decoder, DecoderConfig, Weights, cast
 from ..models.tokenizers import load_tokenizer
-from ..runtime.inspection import dispatcher_of
+from ..operate.inspection import dispatcher_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
 from ..spec.reason import STRANGE, shown
-from ..verify.served import Served, tables_of
+from ..verify.model.served import Served, tables_of
 from . import chat_template
 from .gguf_header import check_header
 

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..runtime import events, inspection, recording, redaction
-from ..runtime.cache import Entry
-from ..runtime.tables import described
+from ..dispatch.cache import Entry
+from ..operate import inspection, recording
 from ..spec.errors import ConfigError
 from ..spec.event import Event, Fallback, HealthChanged, Selected
 from ..spec.op import Op
+from ..world import events, redaction
+from ..world.tables import described
 
 # An observable instrument cannot be taken out of its meter, and asking for it again gives the same one
 # with its first callback. So each has a switch, which outlives what install() returned.

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ..models.tokenizers import load_tokenizer
-from ..ops.prefix_formulas import SHORTEST
-from ..ops.tokenizer_identity import TokenizerHandle, from_json, kind_of
-from ..runtime.inspection import dispatcher_of
+from ..operate.inspection import dispatcher_of
+from ..ops.formulas.prefix import SHORTEST
+from ..ops.formulas.tokenizer_identity import TokenizerHandle, from_json, kind_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
 from ..spec.reason import STRANGE, Code, Reason, shown

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..runtime import events, inspection
-from ..runtime import world as worlds
+from ..operate import inspection
 from ..spec.errors import ConfigError
 from ..spec.event import Event, Fallback, Selected
+from ..world import events
+from ..world import snapshot as worlds
 
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2, "disabled": 3}
 SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-1, 1.0, 10.0)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime import catalog, dispatch, torch_face
+from ..dispatch import dispatcher as dispatch
+from ..dispatch import torch_library as torch_face
+from ..world import catalog
 
 SDPA = "scaled_dot_product_attention"
 

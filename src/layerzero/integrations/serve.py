@@ -21,11 +21,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
+from ..operate import readiness
 from ..plan.lockfile import Lockfile
 from ..plan.readiness import Calls, Given, listed, readiness_check
 from ..plan.table import Table
-from ..runtime import events, readiness, redaction
 from ..spec.errors import ConfigError, LayerZeroError
+from ..world import events, redaction
 from . import prometheus
 
 LOOPBACK = "127.0.0.1"

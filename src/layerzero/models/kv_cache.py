@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.paged_formulas import page_table_from_csr as page_table_from_csr
-from ..runtime import catalog, dispatch
+from ..dispatch import dispatcher as dispatch
+from ..ops.formulas.paged import page_table_from_csr as page_table_from_csr
 from ..spec.errors import InvalidCall, LayerZeroError
 from ..spec.reason import Code, Reason
+from ..world import catalog
 
 LAYOUTS = ("NHD", "HND")
 # The largest magnitude that each quantized dtype stores.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..backends.packing import PACKED
+from ..backends._packing import PACKED
 from ..spec.errors import ConfigError
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..ops import rope_formulas as formulas
+from ..dispatch.dispatcher import function
 from ..ops.alibi import OP as _alibi
 from ..ops.alibi import slopes_of
-from ..runtime.dispatch import function
+from ..ops.formulas import rope as formulas
 from ..spec.errors import InvalidCall
 from ..spec.reason import Code, Reason
 

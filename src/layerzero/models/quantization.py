@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.quant_formulas import FORMATS
-from ..runtime import hardware
+from ..machine import hardware
+from ..ops.formulas.quant import FORMATS
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall
 from ..spec.reason import Code, Reason

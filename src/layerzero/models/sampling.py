@@ -7,8 +7,8 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
+from ..dispatch.dispatcher import function
 from ..ops.sample import OP as _sample
-from ..runtime.dispatch import function
 
 Rows = Union[Tensor, float]
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch.dispatcher import function
+from ..ops.formulas.sampling import distribution
 from ..ops.sample import OP as _sample
-from ..ops.sampling_formulas import distribution
 from ..ops.speculative_verify import OP as _chain
 from ..ops.speculative_verify_tree import OP as _tree
-from ..runtime.dispatch import function
 from ..spec.errors import InvalidCall
 from ..spec.reason import Code, Reason
 

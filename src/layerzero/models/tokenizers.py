@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..ops import prefix_formulas, tokenizer_identity
-from ..ops.prefix_formulas import Counts
-from ..ops.tokenizer_identity import TokenizerHandle
+from ..ops.formulas import prefix, tokenizer_identity
+from ..ops.formulas.prefix import Counts
+from ..ops.formulas.tokenizer_identity import TokenizerHandle
 from ..ops.tokenizer_schema import LIMITS
 from ..spec.errors import ConfigError, DataError
 from ..spec.reading import read_bytes
@@ -56,9 +56,9 @@ def _from_ranks(source: Any, pattern: str | None, special_tokens: Mapping[str, i
 
 def prefix_memories() -> dict[str, Counts]:
     """By the id of each tokenizer: how often a remembered prefix served, and how much is remembered."""
-    return prefix_formulas.memories()
+    return prefix.memories()
 
 
 def forget_prefixes() -> None:
     """Drop every remembered text."""
-    prefix_formulas.forget()
+    prefix.forget()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
-from .formulas import FLOATS, random_rows, rms_normalize
+from .formulas.common import FLOATS, random_rows, rms_normalize
 
 
 def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:

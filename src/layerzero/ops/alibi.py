@@ -20,7 +20,7 @@ from ..spec.errors import CausalAlignmentWarning
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes
-from .formulas import FLOATS, position_terms
+from .formulas.common import FLOATS, position_terms
 
 
 def reference(slopes: Tensor, seq_q: int, seq_k: int, *,

@@ -19,7 +19,7 @@ from ..spec.errors import AmbiguousLayoutWarning, CausalAlignmentWarning, Invali
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, at_most, dtypes, equals, off, on, one_of
-from .formulas import FLOATS, attend
+from .formulas.common import FLOATS, attend
 
 
 def reference(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
-from .formulas import FLOATS
-from .loss_formulas import LOSS_LIMITS, check_targets, random_targets, reduced, row_losses
+from .formulas.common import FLOATS
+from .formulas.loss import LOSS_LIMITS, check_targets, random_targets, reduced, row_losses
 
 
 def reference(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,

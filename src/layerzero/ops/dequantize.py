@@ -1,4 +1,4 @@
-"""Codes with few bits back to values. quant_formulas says how each format is coded and laid out.
+"""Codes with few bits back to values. formulas/quant.py says how each format is coded and laid out.
 
 The product of code and scale is formed in float32 and rounded once, to `out_dtype`. `size` is the length of a row of
 values where a byte holds two codes and the length is odd.
@@ -15,8 +15,8 @@ from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, one_of, present, when
-from .formulas import FLOATS
-from .quant_formulas import FORMATS, check_scales, encode, make_scales, restored, spread
+from .formulas.common import FLOATS
+from .formulas.quant import FORMATS, check_scales, encode, make_scales, restored, spread
 
 FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
 

@@ -17,9 +17,9 @@ import torch
 from ..spec.grid import bucket_top
 from ..spec.op import Op, Tolerance
 from ..spec.rules import present
-from .bpe_formulas import BytePairs, tiny_tokenizer
-from .tokenization_formulas import sequences_of
-from .tokenizer_identity import FACTS, from_json, identified, identify
+from .formulas.bpe import BytePairs, tiny_tokenizer
+from .formulas.tokenization import sequences_of
+from .formulas.tokenizer_identity import FACTS, from_json, identified, identify
 
 
 def reference(ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True) -> str | list[str]:

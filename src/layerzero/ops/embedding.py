@@ -17,7 +17,7 @@ from ..spec.errors import InvalidCall
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes
-from .formulas import FLOATS
+from .formulas.common import FLOATS
 
 
 def reference(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0) -> Tensor:

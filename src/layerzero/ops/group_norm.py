@@ -15,7 +15,7 @@ from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
-from .formulas import FLOATS
+from .formulas.common import FLOATS
 
 
 def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,

@@ -18,7 +18,7 @@ from ..spec.errors import InvalidCall
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, at_least, dtypes, one_of, present, when
-from .formulas import FLOATS
+from .formulas.common import FLOATS
 
 INTEGERS = ("int32", "int64")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
-from .formulas import FLOATS, random_rows
+from .formulas.common import FLOATS, random_rows
 
 
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
-from .formulas import FLOATS, random_rows
-from .moe_formulas import activate
+from .formulas.common import FLOATS, random_rows
+from .formulas.moe import activate
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None,

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Condition, dtypes, equals, one_of, when
-from .formulas import FLOATS, position_terms
-from .paged_formulas import (
+from .formulas.common import FLOATS, position_terms
+from .formulas.paged import (
     DERIVED,
     METADATA_RULES,
     check_metadata,

@@ -18,8 +18,8 @@ from ..spec.errors import InvalidCall
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, at_least, dtypes, one_of, when
-from .formulas import FLOATS, random_rows
-from .moe_formulas import GATED, PLAIN, activate
+from .formulas.common import FLOATS, random_rows
+from .formulas.moe import GATED, PLAIN, activate
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu"]
 

@@ -23,8 +23,8 @@ from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
-from .formulas import FLOATS
-from .moe_formulas import check_routing, gated, places, route
+from .formulas.common import FLOATS
+from .formulas.moe import check_routing, gated, places, route
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu"]
 

@@ -19,8 +19,8 @@ from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
-from .formulas import FLOATS, random_rows
-from .moe_formulas import route
+from .formulas.common import FLOATS, random_rows
+from .formulas.moe import route
 
 
 def reference(

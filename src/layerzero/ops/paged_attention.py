@@ -25,8 +25,8 @@ from ..spec.op import INT32, Adaptation, Op, Redirect, Tolerance
 from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Condition, any_of, at_least, dtypes, equals, one_of, present, when
-from .formulas import FLOATS, attend
-from .paged_formulas import (
+from .formulas.common import FLOATS, attend
+from .formulas.paged import (
     DERIVED,
     METADATA_RULES,
     check_metadata,

@@ -1,4 +1,4 @@
-"""Values to codes with few bits, and their scales. quant_formulas says how each format is coded and laid out.
+"""Values to codes with few bits, and their scales. formulas/quant.py says how each format is coded and laid out.
 
 The scales are made from the finite values of their block, or given. Everything is computed in float32, so that
 every kernel gives the same codes. Values beyond the largest code saturate, infinities too; NaN becomes 0, in the
@@ -16,8 +16,8 @@ from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, at_least, dtypes, equals, on, one_of, when
-from .formulas import FLOATS, random_rows
-from .quant_formulas import FORMATS, blocks_of, check_scales, encode, make_scales, spread
+from .formulas.common import FLOATS, random_rows
+from .formulas.quant import FORMATS, blocks_of, check_scales, encode, make_scales, spread
 
 FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
 

@@ -21,8 +21,8 @@ from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, equals, one_of, present, when
-from .formulas import FLOATS, random_rows
-from .quant_formulas import FORMATS, TINY, encode, make_scales, restored, spread
+from .formulas.common import FLOATS, random_rows
+from .formulas.quant import FORMATS, TINY, encode, make_scales, restored, spread
 
 FormatName = Literal["int8", "int4", "fp8_e4m3"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import any_of, at_least, dtypes, equals, one_of, present
-from .formulas import FLOATS, random_rows, rms_normalize
+from .formulas.common import FLOATS, random_rows, rms_normalize
 
 
 def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:

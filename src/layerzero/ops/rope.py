@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys. Computed in float32 or wider; results have the inputs' dtypes.
 
-- `style` says which elements form a pair, and has no default: see rope_formulas. Weights fit one of the two.
+- `style` says which elements form a pair, and has no default: see formulas/rope.py. Weights fit one of the two.
 - cos and sin have one column for each pair, rotary_dim / 2. They hold one row for each token, (seq, half) or
   (batch, seq, half); with `position_ids` they are tables, (max_positions, half), whose rows the ids pick.
 - With `rotary_dim` only the first so many elements of each head turn, the rest passes through.
@@ -21,8 +21,8 @@ from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
-from .formulas import FLOATS
-from .rope_formulas import per_token, rotate
+from .formulas.common import FLOATS
+from .formulas.rope import per_token, rotate
 
 
 def reference(

@@ -3,7 +3,7 @@
 - Tokens are ranked by score, equal scores by token id, the lowest first. top_k keeps the first k; top_p the
   fewest whose mass reaches p of what top-k left; min_p those at least min_p times as likely as the likeliest.
   The likeliest token always stays, so top_p = 0 and temperature = 0 are greedy.
-- The draw is a function of one random number per row, the same for every kernel: see sampling_formulas. It comes
+- The draw is a function of one random number per row, the same for every kernel: see formulas/sampling.py. It comes
   from `uniforms`, else `seed_rows`, else `seed`, else `generator`, else torch's default generator. `offset` is the
   step of a generation. With seed_rows a row draws as it would alone, wherever in the batch it stands.
 - What is named `*_rows` holds one value for each row and takes the place of the one for all. There a temperature
@@ -38,8 +38,8 @@ from ..spec.rules import (
     present,
     when,
 )
-from .formulas import FLOATS
-from .sampling_formulas import Penalties, draw, filters, penalised, per_row, random_numbers, scores_of, weights_of
+from .formulas.common import FLOATS
+from .formulas.sampling import Penalties, draw, filters, penalised, per_row, random_numbers, scores_of, weights_of
 
 INTEGERS = ("int32", "int64")
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}

@@ -30,8 +30,8 @@ from torch import Tensor
 from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals, one_of
-from .formulas import FLOATS
-from .sampling_formulas import draw, normalised, one_hot, possible, random_numbers, residual
+from .formulas.common import FLOATS
+from .formulas.sampling import draw, normalised, one_hot, possible, random_numbers, residual
 
 INTEGERS = ("int32", "int64")
 

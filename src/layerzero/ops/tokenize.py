@@ -30,9 +30,9 @@ from ..spec.grid import bucket_top
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, present
-from .bpe_formulas import BytePairs, tiny_tokenizer
-from .tokenization_formulas import Body, Request, Tokens, runner, shape_of, texts_of
-from .tokenizer_identity import FACTS, TokenizerHandle, from_json, identify
+from .formulas.bpe import BytePairs, tiny_tokenizer
+from .formulas.tokenization import Body, Request, Tokens, runner, shape_of, texts_of
+from .formulas.tokenizer_identity import FACTS, TokenizerHandle, from_json, identify
 
 Side = Literal["left", "right"]
 

@@ -15,7 +15,7 @@ from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, at_most, dtypes, equals
-from .formulas import FLOATS, attend
+from .formulas.common import FLOATS, attend
 
 
 def reference(

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import casting, context, events, loading, tracing
-from ..runtime import facts as reading
-from ..runtime import world as worlds
-from ..runtime.binding import Binding
-from ..runtime.binding import bind as bind_step
-from ..runtime.dispatch import Dispatcher, dispatchers
-from ..runtime.incidents import learn, loaded, mark_unloadable, refusal
-from ..runtime.inspection import dispatcher_of
-from ..runtime.tables import described
+from ..dispatch import casting, tracing
+from ..dispatch import facts as reading
+from ..dispatch.binding import Binding
+from ..dispatch.binding import bind as bind_step
+from ..dispatch.dispatcher import Dispatcher, dispatchers
+from ..machine import loading
+from ..operate.inspection import dispatcher_of
 from ..spec import codegen
 from ..spec.errors import ConfigError
 from ..spec.event import PlanMissed
@@ -34,6 +32,10 @@ from ..spec.kernel import Const, Direct, Kernel, LastSize
 from ..spec.op import Op
 from ..spec.plan import Step
 from ..spec.reason import Code, Reason
+from ..world import context, events
+from ..world import snapshot as worlds
+from ..world.incidents import learn, loaded, mark_unloadable, refusal
+from ..world.tables import described
 from .call_facts import assumed_alignment
 from .dryrun import shapes
 from .solver import cell_of

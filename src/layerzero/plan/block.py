@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import dispatcher as dispatch
+from ..dispatch.binding import permutation
+from ..machine import faults
 from ..models.block import Block, Either, Glue, Part, Stage
-from ..runtime import dispatch, faults
-from ..runtime import world as worlds
-from ..runtime.binding import permutation
 from ..spec.errors import InvalidCall, NoKernel, SpecError
 from ..spec.op import Op
 from ..spec.plan import Step as PlanStep
+from ..world import snapshot as worlds
 
 Values = Mapping[str, Any]
 

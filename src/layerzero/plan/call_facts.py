@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import calls as described
-from ..runtime import inspection, tracing
-from ..runtime.world import World
+from ..dispatch import tracing
+from ..operate import calls as described
+from ..operate import inspection
 from ..spec.call import Call, TensorSpec
 from ..spec.errors import InvalidCall
 from ..spec.op import Op
+from ..world.snapshot import World
 from .table import Facts
 
 

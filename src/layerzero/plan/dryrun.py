@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..runtime import facts as reading
-from ..runtime import hardware, tracing
-from ..runtime import world as worlds
-from ..runtime.context import Override
-from ..runtime.tables import described
+from ..dispatch import facts as reading
+from ..dispatch import tracing
+from ..machine import hardware
 from ..spec.call import Call, TensorSpec
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
+from ..world import snapshot as worlds
+from ..world.context import Override
+from ..world.tables import described
 from .call_facts import assumed_alignment, facts_of
 
 

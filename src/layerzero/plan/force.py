@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from ..runtime import jit
-from ..runtime import world as worlds
-from ..runtime.binding import can_change
-from ..runtime.calls import values
-from ..runtime.capabilities import is_numeric
-from ..runtime.inspection import dispatcher_of
-from ..runtime.tables import InForce
-from ..runtime.world import World
+from ..dispatch.background import jit
+from ..dispatch.binding import can_change
+from ..operate.calls import values
+from ..operate.inspection import dispatcher_of
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
+from ..world import snapshot as worlds
+from ..world.capabilities import is_numeric
+from ..world.snapshot import World
+from ..world.tables import InForce
 from .lower import lowered
 from .table import Row, Stamp, Table
 

@@ -17,15 +17,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Union
 
-from ..runtime import certificates
-from ..runtime import world as worlds
-from ..runtime.builds import build_of
-from ..runtime.loading import installed_version
-from ..runtime.world import World
+from ..machine.builds import build_of
+from ..machine.loading import installed_version
 from ..spec.device import Device
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.kernel import Kernel
 from ..spec.reason import Code, Reason
+from ..world import certificates
+from ..world import snapshot as worlds
+from ..world.snapshot import World
 from .force import use_table
 from .proof import proven
 from .solver import known_of

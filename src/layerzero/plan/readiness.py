@@ -1,6 +1,6 @@
 """lz.readiness_check: may this process begin to serve these calls?
 
-One report with a line for each check. What surrounds the calls is checked by runtime/readiness.py; here are
+One report with a line for each check. What surrounds the calls is checked by operate/readiness.py; here are
 the checks of the calls themselves, decided by the same code that decides when they are made, from tensors
 without memory.
 """
@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from ..runtime import certificates, compiling, measurements, perf_loading
-from ..runtime import readiness as base
-from ..runtime.builds import build_of
-from ..runtime.readiness import FAIL, WARNING, Check, Finding, Readiness, first_line
-from ..runtime.world import World
+from ..dispatch.background import compiling
+from ..machine.builds import build_of
+from ..operate import readiness as base
+from ..operate.readiness import FAIL, WARNING, Check, Finding, Readiness, first_line
 from ..select.engine import is_warm
 from ..spec.call import Call, read_calls
 from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.op import Op
 from ..spec.plan import DEFAULT, PRIOR, Plan
 from ..spec.reason import Code
+from ..world import certificates, measurements, perf_loading
+from ..world.snapshot import World
 from .call_facts import facts_of
 from .force import check as check_table
 from .lockfile import Lockfile, check_lockfile

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from ..runtime import hardware
-from ..runtime import world as worlds
-from ..runtime.facts import TENSOR_READERS
-from ..runtime.world import World, leaves_of
+from ..dispatch.facts import TENSOR_READERS
+from ..machine import hardware
 from ..select.key import OFF_CPU, NumberField
 from ..spec.call import Call
 from ..spec.errors import ConfigError, DataError, InvalidCall
@@ -27,6 +25,8 @@ from ..spec.grid import bucket_bottom, bucket_top
 from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.rules import Rule
+from ..world import snapshot as worlds
+from ..world.snapshot import World, leaves_of
 from .call_facts import facts_of
 from .dryrun import dry_run
 from .proof import Known, interval, proven

@@ -18,10 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Union
 
-from ..runtime import capabilities
-from ..runtime.builds import build_of
-from ..runtime.loading import installed_version
-from ..runtime.world import World
+from ..machine.builds import build_of
+from ..machine.loading import installed_version
 from ..spec import reading
 from ..spec.call import Call
 from ..spec.device import Device
@@ -31,6 +29,8 @@ from ..spec.plan import Score, Step, Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from ..spec.sealed import replace_output
+from ..world import capabilities
+from ..world.snapshot import World
 
 SCHEMA = "layerzero.dispatch_table/1"
 DEFAULT_PATH = "dispatch_table.json"

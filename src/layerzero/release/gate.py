@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..runtime import hardware
-from ..runtime.loading import installed_version
+from ..machine import hardware
+from ..machine.loading import installed_version
 from ..select.policy import suggest
 from ..spec.errors import ConfigError, DataError
-from ..verify.gate import Checked
+from ..verify.kernel.declarations import Checked
 from . import waivers as waiving
 from .stages import STAGES, Asked, ModelChecked, run_stage
 from .targets import KNOWN

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..runtime import hardware
-from ..runtime import world as worlds
-from ..runtime.inspection import dispatcher_of
-from ..runtime.settings import configure
+from ..machine import hardware
+from ..operate.inspection import dispatcher_of
 from ..spec.errors import DataError
 from ..tune.harness import in_turns
-from ..verify.gate import Checked, Finding
+from ..verify.kernel.declarations import Checked, Finding
+from ..world import snapshot as worlds
+from ..world.settings import configure
 
 SCHEMA = "layerzero.baseline/1"
 THRESHOLD = 0.15                               # of the ratio that may be lost

@@ -17,20 +17,20 @@ from typing import Any
 
 import torch
 
+from ..machine.faults import FAULTS
 from ..perf import exchange, ownership
 from ..perf import schema as perf_schema
 from ..perf import store as perf_store
 from ..perf.record import Measurement
 from ..plan import lockfile, table
 from ..plan.solver import solve
-from ..runtime import capabilities
-from ..runtime import world as worlds
-from ..runtime.faults import FAULTS
 from ..spec.call import read_calls, write_calls
 from ..spec.errors import DataError, LayerZeroError
 from ..tune.workload import calls_for
-from ..verify.definition import Evaluation, Trace, Workload
-from ..verify.gate import Checked, Finding
+from ..verify.kernel.declarations import Checked, Finding
+from ..verify.trace.definition import Evaluation, Trace, Workload
+from ..world import capabilities
+from ..world import snapshot as worlds
 from . import performance, soak
 
 RECORD = "schemas.json"

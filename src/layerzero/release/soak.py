@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from ..runtime import events, hardware
-from ..runtime import world as worlds
-from ..runtime.inspection import dispatcher_of
-from ..runtime.settings import configure
+from ..machine import hardware
+from ..operate.inspection import dispatcher_of
 from ..spec.errors import ConfigError, DataError
+from ..world import events
+from ..world import snapshot as worlds
+from ..world.settings import configure
 from .soak_load import CALLS, WRONG, Disturbances, Tally, Workers, cases_of, other_breakers
 from .trend import Trend, theil_sen
 

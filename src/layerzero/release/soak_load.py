@@ -25,16 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import world as worlds
-from ..runtime.faults import FAULTS
-from ..runtime.inspection import dispatcher_of
-from ..runtime.memory import free_bytes
-from ..runtime.settings import configure, lock, prefer, unlock
+from ..machine.faults import FAULTS
+from ..machine.memory import free_bytes
+from ..operate.inspection import dispatcher_of
 from ..select.policy import PolicyRule
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..verify.contract import case_values, formula, judge, maybe_luck, results_of, unmoved, upcast
+from ..verify.kernel.contract import case_values, formula, judge, maybe_luck, results_of, unmoved, upcast
+from ..world import snapshot as worlds
+from ..world.settings import configure, lock, prefer, unlock
 
 CASES, DTYPES = 4, 2                           # of an operation
 MOST_FAILURES = 50                             # that are kept in words

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ..runtime import certificates, hardware, loading
-from ..runtime import world as worlds
-from ..runtime.certificates import Certificate
-from ..runtime.faults import FAULTS
-from ..spec.errors import ConfigError, LayerZeroError
+from ..machine import hardware, loading
+from ..machine.faults import FAULTS
+from ..plan.readiness import readiness_check
+from ..spec.errors import LayerZeroError
 from ..spec.kernel import Kernel
-from ..verify.certify import certify_all, publish
-from ..verify.contract import check_case
-from ..verify.gate import Checked, Finding, docs_check, static_checks
-from ..verify.gate_models import Cell, model_cells
+from ..verify.kernel.certify import certify_all, publish
+from ..verify.kernel.contract import check_case
+from ..verify.kernel.declarations import Checked, Finding, docs_check, static_checks
+from ..verify.model.families import Cell, model_cells
+from ..world import certificates
+from ..world import snapshot as worlds
+from ..world.certificates import Certificate
 from . import performance, schemas
 from .soak import Report, soak
 from .soak_load import WRONG
@@ -172,35 +172,16 @@ def _readiness(asked: Asked) -> Iterator[Checked]:
     yield readiness_checked(asked.device)
 
 
-def readiness_check() -> Callable[..., Any]:
-    """lz.readiness_check, from the room that has it: it moved from runtime/ to plan/."""
-    for room in ("plan", "runtime"):
-        try:
-            found = getattr(importlib.import_module(f"...{room}.readiness", __name__), "readiness_check", None)
-        except ModuleNotFoundError:
-            continue
-        if callable(found):
-            return found
-    raise ConfigError("there is no lz.readiness_check in plan/readiness.py or runtime/readiness.py")
-
-
 def readiness_checked(device: str) -> Checked:
-    """What lz.readiness_check says of this machine, whatever its report is made of."""
+    """What lz.readiness_check says of this machine."""
     started, says = time.perf_counter(), "lz.readiness_check finds nothing in the way of serving"
     try:
-        told: Mapping[str, Any] = readiness_check()(device=device).to_json()
+        report = readiness_check(device=device)
     except LayerZeroError as e:
         return Checked("ready", says, 1, (Finding("ready", device, f"it ended in {type(e).__name__}: {e}"),))
-    rows = list(told.get("checks", ())) or list(told.get("missing", ()))
-    demanded = worlds.current().policy.setting("require_certificates")
-    unproven = [row for row in rows if row.get("what") == "certificate" and not demanded]
-    failed = [row for row in rows if row.get("state", "fail") == "fail" and row not in unproven]
-    found = tuple(Finding("ready", str(row.get("name") or row.get("kernel") or row.get("op") or row.get("what")),
-                          str(row.get("got") or row.get("found") or row), str(row.get("hint", ""))) for row in failed)
-    warned = [str(row.get("name")) for row in rows if row.get("state") == "warning"]
-    notes = ([f"warnings: {', '.join(warned)}"] if warned else []) + (
-        [f"{len(unproven)} kernels have no certificate, and policy demands none"] if unproven else [])
-    return Checked("ready", says, int(told.get("checked", len(rows)) or len(rows)), found, "; ".join(notes),
+    found = tuple(Finding("ready", check.name, check.got, check.hint) for check in report.failed)
+    warned = ", ".join(check.name for check in report.warnings)
+    return Checked("ready", says, len(report.checks), found, f"warnings: {warned}" if warned else "",
                    time.perf_counter() - started)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 
-from ..runtime import hardware
+from ..machine import hardware
 from ..spec.device import GENERATIONS, Device
 from ..spec.errors import ConfigError
 

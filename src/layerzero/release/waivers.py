@@ -21,7 +21,7 @@ from typing import Any
 
 from ..select.policy import suggest
 from ..spec.errors import ConfigError
-from ..verify.gate import Checked, Finding
+from ..verify.kernel.declarations import Checked, Finding
 
 VERSION = 1
 WAIVABLE = ("performance/", "soak/trend/")     # what a pattern must begin with

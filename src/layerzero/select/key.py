@@ -4,8 +4,8 @@
 `KeyProgram`. Sizes that validity needs exactly are kept exactly; of the others the key keeps the
 bucket (speed) and the outcome of each test that some rule makes (validity). So two calls with one
 key cannot differ in any rule's verdict, and a KV cache that grows inside a bucket keeps its entry.
-The program has two faces, generated Python (`runtime/hotpath.py`) and the native table
-(`runtime/fastpath.cpp`).
+The program has two faces, generated Python (`dispatch/hotpath.py`) and the native table
+(`dispatch/native/fastpath.cpp`).
 """
 
 from __future__ import annotations

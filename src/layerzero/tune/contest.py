@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch.background import jit
+from ..dispatch.binding import permutation
+from ..dispatch.dispatcher import Dispatcher
+from ..machine import builds, faults, loading
 from ..perf.record import CAPTURED, COMPILED, EAGER, Measurement, Rates, kind_of, mode_of
-from ..runtime import builds, context, faults, jit, loading
-from ..runtime import world as worlds
-from ..runtime.binding import permutation
-from ..runtime.dispatch import Dispatcher
-from ..runtime.incidents import blame, mark_unloadable
-from ..runtime.measurements import heeded
-from ..runtime.world import World
 from ..select.key import fixed_by_key
 from ..spec.call import Call
 from ..spec.errors import DeviceLost
@@ -28,6 +25,11 @@ from ..spec.expr import parse
 from ..spec.op import Op
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
+from ..world import context
+from ..world import snapshot as worlds
+from ..world.incidents import blame, mark_unloadable
+from ..world.measurements import heeded
+from ..world.snapshot import World
 from .harness import SURE, Race, Timings, Watch, Way
 from .report import Timed, Tuned
 

@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..operate.graphs import capturing, warm_up
 from ..perf.record import CAPTURED, EAGER
-from ..runtime.graphs import capturing, warm_up
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 SAMPLE_SECONDS = 5e-4

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..machine import hardware
+from ..machine.faults import OUT_OF_MEMORY
+from ..machine.memory import free_bytes
 from ..perf.record import Rates
-from ..runtime import hardware
-from ..runtime.faults import OUT_OF_MEMORY
-from ..runtime.memory import free_bytes
 from .harness import Watch, cache_bytes, no_collection, stopwatch
 
 SAMPLES = 8

@@ -18,17 +18,18 @@ from typing import Any
 
 import torch
 
+from ..dispatch.dispatcher import Dispatcher
+from ..machine import faults, loading
+from ..operate import calls as written
+from ..operate.inspection import dispatcher_of
 from ..perf.record import COMPILED, EAGER, kind_of
-from ..runtime import calls as written
-from ..runtime import context, faults, loading
-from ..runtime import world as worlds
-from ..runtime.dispatch import Dispatcher
-from ..runtime.incidents import refusal
-from ..runtime.inspection import dispatcher_of
 from ..select.key import fixed_by_key
 from ..spec.call import Call
 from ..spec.errors import LayerZeroError
 from ..spec.plan import Plan
+from ..world import context
+from ..world import snapshot as worlds
+from ..world.incidents import refusal
 from .contest import by_name, compiled, facts_of
 from .harness import Race, Watch, stopwatch
 from .tuner import modes_of, resolved

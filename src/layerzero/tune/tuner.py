@@ -16,17 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch.background import jit
+from ..dispatch.dispatcher import Dispatcher, dispatchers, function
+from ..machine import builds, hardware
+from ..machine.memory import free_bytes
+from ..operate.calls import values as make_values
+from ..operate.inspection import dispatcher_of
 from ..perf.record import CAPTURED, EAGER, MODES, Kind, Measurement, Rates, kind_of
-from ..runtime import builds, context, hardware, jit, measurements
-from ..runtime import world as worlds
-from ..runtime.calls import values as make_values
-from ..runtime.dispatch import Dispatcher, dispatchers, function
-from ..runtime.inspection import dispatcher_of
-from ..runtime.memory import free_bytes
-from ..runtime.world import World
 from ..spec.call import Call, TensorSpec
 from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.op import Op
+from ..world import context, measurements
+from ..world import snapshot as worlds
+from ..world.snapshot import World
 from .contest import Contest, eligible, facts_of
 from .harness import Watch, cache_bytes, stopwatch
 from .rates import measure_rates

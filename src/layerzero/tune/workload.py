@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import facts as reading
+from ..operate import calls as written
+from ..operate.inspection import dispatcher_of
 from ..perf.record import kind_of
-from ..runtime import calls as written
-from ..runtime import events
-from ..runtime import facts as reading
-from ..runtime import world as worlds
-from ..runtime.inspection import dispatcher_of
 from ..select.policy import suggest
 from ..spec.call import LIMITS, Call, TensorSpec, read_calls
 from ..spec.errors import ConfigError, DataError, InvalidCall, SpecError
 from ..spec.event import FileRefused
 from ..spec.op import Op
 from ..spec.reading import lines_of, parse_json
+from ..world import events
+from ..world import snapshot as worlds
 from .models import MODELS, Model, calls_of
 
 STANDARD_DTYPES = ("float32", "bfloat16")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contract import worst_indices
+from .kernel.contract import worst_indices
 
 TINY = 1e-8                                    # below which a relative error says nothing
 

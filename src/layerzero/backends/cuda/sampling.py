@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.sampling_formulas import GOLDEN, Penalties, mix_int, penalised, per_row, random_numbers
+from ...ops.formulas.sampling import GOLDEN, Penalties, mix_int, penalised, per_row, random_numbers
 from . import compiler
 
 PIECE = 4                  # tokens that a thread reads at a time

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
+from ...ops.formulas.sampling import draw, filters, kept, random_numbers, scores_of, weights_of
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
 from ...ops.sample import OP as sample
-from ...ops.sampling_formulas import draw, filters, kept, random_numbers, scores_of, weights_of
 from ...spec.kernel import Kernel
 from ...spec.reason import Code
 from ...spec.rules import (
@@ -35,7 +35,7 @@ from ...spec.rules import (
     unit_stride,
     when,
 )
-from ..packing import PACKED
+from .._packing import PACKED
 from .common import HALF, HARDWARE, HEAD_DIMS, LIBRARY, LN2, TRIED
 
 GROUPS = (1, 2, 3, 4, 6, 8, 16)                # query heads for a KV head that decode is instantiated for

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.formulas.paged import spans
 from ...ops.mla_paged_attention import OP as mla_paged_attention
 from ...ops.paged_attention import OP as paged_attention
-from ...ops.paged_formulas import spans
 from ...ops.varlen_attention import OP as varlen_attention
 from ...spec.kernel import Kernel
 from ...spec.reason import Code

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
+from ...ops.formulas.moe import GATED
 from ...ops.linear import OP as linear
 from ...ops.mlp import OP as mlp
-from ...ops.moe_formulas import GATED
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
 from ...spec.errors import InvalidCall

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.quant_formulas import FORMATS, blocks_of
+from ...ops.formulas.quant import FORMATS, blocks_of
 from ...ops.quantize import check_given
 from .launch import Launcher
 

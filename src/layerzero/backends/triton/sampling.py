@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...ops.sampling_formulas import GOLDEN, Penalties, mix_int, penalised, per_row, random_numbers, signed
+from ...ops.formulas.sampling import GOLDEN, Penalties, mix_int, penalised, per_row, random_numbers, signed
 from .launch import Launcher
 from .machine import counters
 from .sampling_search import MOST_LISTED, draw_kernel, narrow_kernel, peak_kernel

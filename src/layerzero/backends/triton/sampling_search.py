@@ -319,7 +319,7 @@ def _among_all(
 
 @triton.jit
 def _uniform(uniform_ptr, row, word, SEEDED: tl.constexpr):
-    """The row's random number: given, or draw 0 of SplitMix64 at `word` + row * GOLDEN, as sampling_formulas has it."""
+    """The row's random number: given, or draw 0 of SplitMix64 at `word` + row * GOLDEN, see formulas/sampling.py."""
     if not SEEDED:
         return tl.load(uniform_ptr + row)
     x = word + row.to(tl.int64) * -7046029254386353131

@@ -17,16 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...runtime import certificates, hardware
-from ...runtime import world as worlds
-from ...runtime.builds import sources_of
-from ...runtime.catalog import builtin_ops
-from ...runtime.loading import installed_version, satisfies
+from ...machine import hardware
+from ...machine.builds import sources_of
+from ...machine.loading import installed_version, satisfies
 from ...spec.errors import RegistrationError
 from ...spec.kernel import Direct, Kernel
 from ...spec.op import Op
 from ...spec.rules import Condition, device
-from ...verify.certify import certify_all
+from ...verify.kernel.certify import certify_all
+from ...world import certificates
+from ...world import snapshot as worlds
+from ...world.catalog import builtin_ops
 from . import importing, lockfile, sources
 from .content import Content, home_of_copy, private_copy
 from .errors import HubError, LockViolation, NotAllowed, NotHere, NoVariant, SignatureRefused, Tampered, Unproven

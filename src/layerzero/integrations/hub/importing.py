@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.loading import LOAD_ERRORS, findable
+from ...machine.loading import LOAD_ERRORS, findable
 from ...spec.errors import DataError
 from ...spec.reading import Limits, no_panic, read_json
 from ...spec.reason import STRANGE

@@ -22,9 +22,10 @@ from torch.nn.modules import module as nn_module
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ...runtime import events, faults
+from ...machine import faults
 from ...spec.errors import NoKernel
 from ...spec.event import Fallback
+from ...world import events
 from .captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer
 from .decoders import DecoderParts

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ...runtime import catalog, dispatch, torch_face
+from ...dispatch import dispatcher as dispatch
+from ...dispatch import torch_library as torch_face
 from ...spec.errors import ConfigError
+from ...world import catalog
 from .masks import pattern_of
 from .replacements import is_uncapped
 

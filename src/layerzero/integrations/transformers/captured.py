@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime import graphs
+from ...operate import graphs
 from ...spec.errors import NoKernel
 from ...spec.grid import bucket_top
 from .decode_step import DecodeStep

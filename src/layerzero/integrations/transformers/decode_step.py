@@ -21,8 +21,8 @@ from torch import Tensor
 from ...backends.native import DTYPES
 from ...backends.native import build as native_build
 from ...plan.table import Span
-from ...runtime import world as worlds
 from ...spec.errors import LayerZeroError
+from ...world import snapshot as worlds
 from . import feed_forward
 from .decoders import Angles, DecoderParts, LayerParts, Norm
 from .feed_forward import Joined, JoinedFeedForward

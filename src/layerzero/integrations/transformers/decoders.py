@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.moe_formulas import PLAIN, activate
+from ...ops.formulas.moe import PLAIN, activate
 from .families import Code, NotRecognised, code_of, is_known, known
 from .recognise import Recogniser, rotates
 from .replacements import ROTATIONS, Recipe, is_uncapped, recipe_of, stock_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.moe_formulas import GATED, activate, gated
+from ...ops.formulas.moe import GATED, activate, gated
 from .decoders import Experts, FeedForward, Linear
 from .planning import Binder, Run, with_weights
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ...models.packing import forget_packed
-from ...runtime.inspection import stats, which
+from ...operate.inspection import stats, which
 from ...select.policy import suggest
 from ...spec.errors import ConfigError, NoKernel
 from . import NAME, register

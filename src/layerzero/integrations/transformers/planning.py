@@ -11,14 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
+from ...machine import faults
+from ...operate import graphs
+from ...operate.inspection import dispatcher_of
 from ...plan.bake import bind
-from ...runtime import context, faults, graphs
-from ...runtime import world as worlds
-from ...runtime.inspection import dispatcher_of
 from ...select.policy import PolicyRule
 from ...spec.errors import LayerZeroError
 from ...tune.contest import eligible
 from ...tune.harness import Race, cache_bytes, stopwatch
+from ...world import context
+from ...world import snapshot as worlds
 
 Run = Callable[..., Any]
 ROUNDS = 12

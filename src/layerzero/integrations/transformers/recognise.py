@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...ops.moe_formulas import GATED, PLAIN
+from ...ops.formulas.moe import GATED, PLAIN
 from ..rewiring import sdpa_aliases
 from .replacements import ROTATIONS, Recipe, forward_for, is_bare, recipe_of, rotary, stock_of
 

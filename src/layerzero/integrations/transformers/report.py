@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ...runtime import recording
-from ...runtime.inspection import stats
+from ...operate import recording
+from ...operate.inspection import stats
 from ...spec.call import TensorSpec
 from ...spec.errors import ConfigError
 

@@ -1,0 +1,1 @@
+"""One file for each command, and what some of them share."""

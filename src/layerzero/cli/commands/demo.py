@@ -1,0 +1,269 @@
+"""`lz demo`: one decoder block, three steps, two dtypes. Who serves each call and why, is it equal, what is gained.
+
+Sizes are those that fit the machine; what does not fit into the time is left out, and said.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ...models.decoder import Trace
+from ...operate import inspection
+from ...spec.plan import Plan
+from ...tune.harness import Timings, in_turns
+from .. import show
+from .fit import SIZES, Fit, LeftOut, Sizes, Step, fit, probe
+from .styles import OPS, STYLE_NOTES, STYLES, Layer, Style
+
+DTYPES = ("float32", "bfloat16")
+TIMES_TORCH = 2.0                              # how much larger than torch's our error may be
+MOST_SECONDS = 0.8                             # for one measurement; twice that for the block
+OF_SHARE = 0.1                                 # for one measurement, of the time there is for its row
+
+
+@dataclass(frozen=True)
+class Served:
+    """One operation of one step: what was planned, and what the counters say ran."""
+
+    plan: Plan
+    by: tuple[str, ...]
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step in one dtype."""
+
+    dtype: str
+    step: Step
+    ops: dict[str, Served]
+    block: Timings
+    torch_error: float                         # against the block in float64, relative
+    lz_error: float
+
+    @property
+    def equal(self) -> bool:
+        return self.lz_error <= TIMES_TORCH * max(self.torch_error, torch.finfo(getattr(torch, self.dtype)).eps / 8)
+
+    def to_json(self) -> dict[str, Any]:
+        timed = {**{name: s.timings for name, s in self.ops.items()}, "block": self.block}
+        return {
+            "dtype": self.dtype, "step": self.step.name, "equal": self.equal, "torch_error": self.torch_error,
+            "lz_error": self.lz_error,
+            "ops": {name: {"served_by": list(s.by), "plan": s.plan.to_json()} for name, s in self.ops.items()},
+            "timings": {name: {
+                "microseconds": {style: t.median(style) for style in STYLES},
+                "rounds": len(t.rounds["lz"]),
+                "gain": {style: t.gain(style, "lz").to_json() for style in STYLE_NOTES}} for name, t in timed.items()}}
+
+
+def run(device: str, seconds: float, as_json: bool) -> int:
+    """Print the demonstration; 1 if a result was not equal."""
+    began = time.perf_counter()
+    end = began + seconds
+    diagnosis = inspection.doctor()
+    if device == "cpu":                        # threads wait for each other where other work takes a core
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    with torch.no_grad():
+        paces = {dtype: probe(device, getattr(torch, dtype)) for dtype in DTYPES}
+        chosen = fit(SIZES[device], paces, end - time.perf_counter())
+        if not as_json:
+            _introduce(diagnosis, chosen.sizes, device)
+        with _progress(len(chosen.rows) * (len(OPS) + 1)) as advance:
+            rows, stopped = _rows(chosen, device, end, advance)
+    left_out = (*chosen.left_out, *stopped)
+    equal = all(row.equal for row in rows)
+    if as_json:
+        show.as_json({"ok": equal, "machine": diagnosis.to_json(), "device": device,
+                      "sizes": dict(chosen.sizes.__dict__), "styles": STYLE_NOTES,
+                      "rows": [row.to_json() for row in rows], "left_out": [dict(left.__dict__) for left in left_out]})
+    else:
+        if rows:
+            _report(rows)
+        if left_out:
+            show.heading(f"What could not be shown within {seconds:.0f} s (lz demo --seconds gives it more time)")
+            for left in left_out:
+                show.text(str(left))
+        show.text(f"\n{time.perf_counter() - began:.0f} s in all. The same question for any call: "
+                  "lz explain attention q=1x16x1x64 k=1x4x4096x64 v=1x4x4096x64")
+    return 0 if equal else 1
+
+
+# measuring
+
+def _rows(chosen: Fit, device: str, end: float, advance: Callable[[str], None]) -> tuple[list[Row], list[LeftOut]]:
+    """Each row has an equal share of what is left until `end`; one that does not come to its end in it is left out."""
+    rows: list[Row] = []
+    left_out: list[LeftOut] = []
+    block, exact = None, None
+    for i, (dtype, step) in enumerate(chosen.rows):
+        if block is None or exact is None or block.dtype is not getattr(torch, dtype):
+            block = Layer(chosen.sizes, getattr(torch, dtype), device)
+            exact = block.to(torch.float64)
+        share = (end - time.perf_counter()) / (len(chosen.rows) - i)
+        try:
+            rows.append(_row(block, exact, dtype, step, time.perf_counter() + share, advance))
+        except _OutOfTime:
+            left_out.append(LeftOut(dtype, step.name, f"its {max(share, 0.0):.1f} s were over before it was measured"))
+    return rows, left_out
+
+
+class _OutOfTime(Exception):
+    pass
+
+
+def _row(block: Layer, exact: Layer, dtype: str, step: Step, deadline: float, advance: Callable[[str], None]) -> Row:
+    seconds = min(MOST_SECONDS, OF_SHARE * (deadline - time.perf_counter()))
+
+    def timed(ways: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
+        found = in_turns(ways, seconds, block.device, deadline)
+        if found.rounds.keys() != ways.keys():
+            raise _OutOfTime
+        return found
+
+    trace: Trace = {}
+    noted = block.stepping(step, STYLES["lz"], trace)
+    before = inspection.stats().calls
+    for _ in range(3):                         # the first call chooses, the others are counted
+        if time.perf_counter() >= deadline:
+            raise _OutOfTime
+        ours = noted()
+    after = inspection.stats().calls
+    ops = {}
+    calls = {note.op: note.given for note in trace.values() if note.op in OPS and note.given}
+    for name, given in calls.items():
+        advance(f"{dtype}, {step.name}: {name}")
+        ran = {k: n - before.get(name, {}).get(k, 0) for k, n in after[name].items()}
+        ways = {style: _bound(do, name, given) for style, do in STYLES.items()}
+        ops[name] = Served(inspection.explain(name, **given), tuple(k for k, n in ran.items() if n),
+                           timed(ways, seconds))
+    advance(f"{dtype}, {step.name}: block")
+    whole = {style: block.stepping(step, do) for style, do in STYLES.items()}
+    timings = timed(whole, 2 * seconds)
+    truth, theirs = exact.stepping(step, STYLES["torch"])(), whole["torch"]()
+    return Row(dtype, step, ops, timings, _distance(theirs, truth), _distance(ours, truth))
+
+
+def _bound(do: Style, name: str, given: Mapping[str, Any]) -> Callable[[], Any]:
+    run = do.own[name]
+    return lambda: run(**given)
+
+
+def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float(((found.to(truth.dtype) - truth).norm() / truth.norm()).item())
+
+
+# printing
+
+def _progress(total: int) -> AbstractContextManager[Callable[[str], None]]:
+    err = show.console(sys.stderr)
+    if not err.is_terminal:
+        return nullcontext(lambda what: None)
+    return _Bar(Progress(TextColumn("{task.description:<40}", markup=False), BarColumn(), TimeElapsedColumn(),
+                         TimeRemainingColumn(), console=err, transient=True), total)
+
+
+class _Bar(AbstractContextManager[Callable[[str], None]]):
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.task = progress, progress.add_task("", total=total)
+
+    def __enter__(self) -> Callable[[str], None]:
+        self.progress.start()
+        return lambda what: self.progress.update(self.task, description=what, advance=1)
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+
+def _introduce(diagnosis: inspection.Diagnosis, sizes: Sizes, device: str) -> None:
+    show.heading("This machine")
+    show.devices(diagnosis.devices)
+    path = next(c for c in diagnosis.checks if c.name == "native fast path")
+    show.text(f"{path.name}: {path.found}")
+    show.heading(f"A decoder block on {device}: hidden {sizes.hidden}, {sizes.heads} heads, {sizes.kv_heads} KV heads, "
+                 f"head_dim {sizes.head_dim}, ffn {sizes.ffn}, batch 1")
+    if device == "cpu":
+        show.text(f"On {torch.get_num_threads()} of {diagnosis.devices[0].cores} cores: "
+                  "one is left to the rest of the machine, so that the times are steady.")
+    show.text("Three ways to run it, with the same matmuls, rope and SwiGLU in between:")
+    show.table(("way", "what it calls"), [("lz", "lz.rms_norm, lz.attention, lz.add_rms_norm"), *STYLE_NOTES.items()])
+
+
+def _report(rows: Sequence[Row]) -> None:
+    dtypes = tuple(dict.fromkeys(row.dtype for row in rows))
+    steps = {dtype: ", ".join(row.step.name for row in rows if row.dtype == dtype) for dtype in dtypes}
+    show.heading("The place of each kernel in the plans")
+    show.text(f"For {'; '.join(f'{dtype}: {names}' for dtype, names in steps.items())}. "
+              "1 serves the call, the next one steps in if it fails, - cannot serve.")
+    for op in OPS:
+        show.heading(f"lz.{op}: who serves it, and why not the others")
+        show.table(("kernel", *dtypes, "why"), _verdicts(dtypes, [(row.dtype, row.ops[op].plan) for row in rows]))
+    show.heading("Is it equal? Error against the same block in float64")
+    show.table(("dtype", "step", "torch", "lz", "verdict"),
+               [(row.dtype, row.step.name, f"{row.torch_error:.1e}", f"{row.lz_error:.1e}",
+                 "equal" if row.equal else "NOT EQUAL") for row in rows], right=("torch", "lz"))
+    show.heading("What is gained: microseconds per call, and how many times faster lz is")
+    for row in rows:
+        show.text(f"{row.dtype}, {row.step.name}")
+        columns = ("call", "served by", "lz", *STYLE_NOTES, *(f"over {style}" for style in STYLE_NOTES), "")
+        show.table(columns, _gains(row), right=("lz", *STYLE_NOTES))
+    timed = [t for row in rows for t in (*(s.timings for s in row.ops.values()), row.block)]
+    for style in STYLE_NOTES:
+        verdicts = [t.gain(style, "lz").verdict for t in timed]
+        counts = ", ".join(f"{word} in {verdicts.count(word)}" for word in ("faster", "even", "slower"))
+        show.text(f"Against {style}: {counts} of {len(timed)}.")
+    show.text("Medians over rounds in which each way has its turn, with half the span of the middle half of the "
+              "rounds. Faster and slower are said where three quarters of the rounds agree.")
+
+
+def _gains(row: Row) -> list[tuple[str, ...]]:
+    lines = []
+    for name, timings in (*((op, s.timings) for op, s in row.ops.items()), ("whole block", row.block)):
+        by = ", then ".join(row.ops[name].by) if name in row.ops else ""
+        lines.append((name, by, *(f"{timings.median(s):.1f}" for s in ("lz", *STYLE_NOTES)),
+                      *(str(timings.gain(s, "lz")) for s in STYLE_NOTES), timings.gain("torch", "lz").verdict))
+    return lines
+
+
+class _Standing:
+    """How one kernel stands in all plans of an op."""
+
+    def __init__(self, dtypes: Sequence[str]) -> None:
+        self.rank = 99
+        self.places: dict[str, list[str]] = {dtype: [] for dtype in dtypes}
+        self.times: list[float] = []           # expected, as a multiple of the chosen one's
+        self.sources: set[str] = set()
+        self.reasons: list[str] = []
+
+    def why(self) -> str:
+        low, high = f"{min(self.times, default=0):.1f}", f"{max(self.times, default=0):.1f}"
+        span = low if low == high else f"{low}-{high}"
+        expected = [f"expected to take {span}x as long ({', '.join(sorted(self.sources))})"] if self.times else []
+        return "; ".join(expected + list(dict.fromkeys(self.reasons)))
+
+
+def _verdicts(dtypes: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, ...]]:
+    """One line per kernel: its place in each plan, and what speaks against it."""
+    found: dict[str, _Standing] = defaultdict(lambda: _Standing(dtypes))
+    for dtype, plan in plans:
+        for place, step in enumerate(plan.steps, 1):
+            standing = found[step.kernel]
+            standing.places[dtype].append(str(place))
+            standing.rank = min(standing.rank, place)
+            if place > 1:
+                standing.times.append(step.score.total_us / plan.steps[0].score.total_us)
+                standing.sources.add(step.score.source)
+        for rejected in plan.rejected:
+            found[rejected.kernel].places[dtype].append("-")
+            found[rejected.kernel].reasons.append(rejected.reasons[0].message)
+    return [(kernel, *(" ".join(places) for places in standing.places.values()), standing.why())
+            for kernel, standing in sorted(found.items(), key=lambda item: (item[1].rank, item[0]))]

@@ -1,0 +1,179 @@
+"""`lz gate`: may this be released? Declarations, models, contracts, files, speed, a soak, readiness: one verdict."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ...release import performance, schemas, targets
+from ...release.gate import combine, run_gate, stages_of
+from ...release.page import render
+from ...release.stages import SOAK_SECONDS, STAGES, Asked, ModelChecked
+from ...release.waivers import Waiver, read_waivers
+from ...spec.errors import ConfigError, DataError
+from ...verify.kernel.declarations import Checked
+from ...verify.model.families import FAMILIES, Cell
+from .. import show
+from ..options import Json
+
+_ROOT = Path(__file__).resolve().parents[3]    # of a source checkout; elsewhere there is no docs/ in it
+WAIVERS = "waivers.yaml"                       # beside the baselines
+
+
+def gate(
+    stages: Annotated[list[str] | None, typer.Option("--stages", help=(
+        f"of {', '.join(STAGES)}; separated by commas, may be repeated; default: all"))] = None,
+    static: Annotated[bool, typer.Option("--static", help="as --stages static; runs no kernel")] = False,
+    models: Annotated[bool, typer.Option("--models", help="as --stages models")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="a minute or two: fewer cases, a short soak")] = False,
+    full: Annotated[bool, typer.Option("--full", help="every case of every contract, a soak of two hours")] = False,
+    target: Annotated[str, typer.Option("--target", help=(
+        f"the hardware class: {', '.join(targets.KNOWN[:2])}, hopper, ...; default: this machine's accelerator, else "
+        "its CPU"))] = "",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, ...; instead of --target")] = "",
+    family: Annotated[list[str] | None, typer.Option(
+        "--family", help=f"of the models: {', '.join(FAMILIES)}; may be repeated")] = None,
+    backend: Annotated[str, typer.Option(
+        "--backend", help="of the models: a kernel or library that serves wherever it can")] = "",
+    baseline: Annotated[Path | None, typer.Option("--baseline", metavar="FILE", help=(
+        "of performance; default: benchmarks/baselines/TARGET.json"))] = None,
+    waivers: Annotated[Path | None, typer.Option("--waivers", metavar="FILE", help=(
+        f"thresholds that may be passed, why and until when; default: benchmarks/baselines/{WAIVERS}"))] = None,
+    soak_minutes: Annotated[float, typer.Option("--soak-minutes", min=0.0, help=(
+        f"default: {SOAK_SECONDS['usual'] / 60:g}"))] = 0.0,
+    write_baseline: Annotated[bool, typer.Option(
+        "--write-baseline", help="time the calls now, write the baseline and end")] = False,
+    write_schemas: Annotated[bool, typer.Option(
+        "--write-schemas", help="record the structure of every kind of file and end")] = False,
+    combined: Annotated[list[Path] | None, typer.Option("--combine", metavar="GATE.JSON", help=(
+        "judge the reports of several targets instead; may be repeated"))] = None,
+    require: Annotated[list[str] | None, typer.Option("--require", metavar="TARGET", help=(
+        "of --combine: a target that must have passed every stage; may be repeated"))] = None,
+    out: Annotated[Path | None, typer.Option(
+        "--out", metavar="DIR", help="write gate.json, gate.html and gate.txt there too")] = None,
+    as_json: Json = False,
+) -> None:
+    """May this be released? Exit code 1 if not; each finding says what is wrong and what to do."""
+    if combined or require:
+        raise typer.Exit(_combine(combined or (), require or (), as_json))
+    if quick and full:
+        raise ConfigError("lz gate takes one of --quick and --full, got both")
+    words = [*(stages or ()), *(["static"] if static else ()), *(["models"] if models else ())]
+    chosen, kind = targets.chosen(target, device)
+    asked = Asked(chosen, kind, "quick" if quick else "full" if full else "usual", _ROOT, baseline, tuple(family or ()),
+                  backend, soak_minutes * 60)
+    if write_baseline or write_schemas:
+        raise typer.Exit(_write_records(asked, write_baseline, write_schemas))
+    raise typer.Exit(run(asked, stages_of(words), _read(waivers), out, as_json))
+
+
+def run(asked: Asked, stages: Sequence[str] = tuple(STAGES), waivers: Sequence[Waiver] = (), out: Path | None = None,
+        as_json: bool = False) -> int:
+    """The command as a function: prints, writes, and gives the exit code."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: wanted a folder, {out} is a file")
+    lines: list[str] = []
+    cells: list[Cell] = []
+    begun: list[str] = []
+
+    def write(text: str) -> None:
+        lines.append(text)
+        if not as_json:
+            print(text, flush=True)
+
+    def say(stage: str, check: Checked) -> None:
+        if stage not in begun:
+            begun.append(stage)
+            write(f"{stage}: {STAGES[stage].says if stage in STAGES else 'what may be passed until when'}")
+        if isinstance(check, ModelChecked) and check.cell is not None:
+            cells.append(check.cell)
+        write(_told(check))
+
+    write(f"lz gate for {asked.target} on {asked.device}, torch {torch.__version__}")
+    asked = Asked(**{**asked.__dict__, "say": write})
+    report = run_gate(asked, stages, waivers, say=say)
+    if cells:
+        write(_kernels(cells))
+    for name, waiver in report["waived"].items():
+        write(f"waived until {waiver['expires']}: {name}: {waiver['reason']}")
+    left_out = [name for name in STAGES if name not in stages]
+    write(f"{'passed' if report['passed'] else 'FAILED'}: {report['checks'] - report['failed']} passed, "
+          f"{report['failed']} failed, {report['seconds']:.0f} s"
+          + (f"; not asked: {', '.join(left_out)}" if left_out else ""))
+    if as_json:
+        show.as_json(report)
+    if out is not None:
+        _write(out, report, lines)
+    return 0 if report["passed"] else 1
+
+
+def _read(path: Path | None) -> tuple[Waiver, ...]:
+    found = path or _ROOT / "benchmarks" / "baselines" / WAIVERS
+    return read_waivers(found) if path is not None or found.is_file() else ()
+
+
+def _write_records(asked: Asked, baseline: bool, structures: bool) -> int:
+    if not asked.baselines.parent.is_dir() and asked.baseline is None:
+        raise ConfigError(f"there is no {asked.baselines.parent}: not a source checkout; give --baseline FILE")
+    if structures:
+        schemas.write_record(asked.baselines / schemas.RECORD)
+        show.text(f"wrote {asked.baselines / schemas.RECORD}")
+    if baseline:
+        path = asked.baseline or asked.baselines / f"{asked.target}.json"
+        made = performance.make_baseline(asked.target, asked.device)
+        made.save(path)
+        show.table(("call", "lz", "torch", "ratio", "95 % of"), [
+            (name, f"{t.lz_us:.1f} us", f"{t.torch_us:.1f} us", f"{t.ratio:.2f}x", f"{t.low:.2f} to {t.high:.2f}")
+            for name, t in made.calls.items()], right=("lz", "torch", "ratio"))
+        show.text(f"wrote {path}")
+    return 0
+
+
+def _combine(paths: Sequence[Path], required: Sequence[str], as_json: bool) -> int:
+    if not paths:
+        raise ConfigError("--require goes with --combine GATE.JSON, the report of a target; got none")
+    found = combine(paths, required)
+    if as_json:
+        show.as_json(found)
+    else:
+        show.table(("", "target", "report", "lane", "not asked"), [
+            ("ok" if row["counts"] else "--" if row["passed"] else "!!", row["target"], row["file"], str(row["lane"]),
+             ", ".join(row["left_out"])) for row in found["reports"]])
+        for name in found["missing"]:
+            show.text(f"!!  {name}: no report that passed every stage; run lz gate --out DIR on such a machine")
+        show.text("accepted" if found["accepted"] else "NOT accepted")
+    return 0 if found["accepted"] else 1
+
+
+def _told(check: Checked) -> str:
+    mark = "!!" if not check.passed else "--" if check.note else "ok"
+    head = f"{mark}  {check.name}: {check.says} ({check.note or f'{check.asked} asked'}, {check.seconds:.1f} s)"
+    return "\n".join([head, *(f"      {finding}" for finding in check.findings)])
+
+
+def _kernels(cells: list[Cell]) -> str:
+    """Who served: a matrix in which one kernel did everything says little."""
+    served: Counter[tuple[str, str]] = Counter()
+    for cell in cells:
+        served.update(cell.kernels)
+    by_op: dict[str, list[str]] = {}
+    for (op, kernel), n in sorted(served.items()):
+        by_op.setdefault(op, []).append(f"{kernel} x{n}")
+    rows = [f"      {op}: {', '.join(names)}" for op, names in by_op.items()] or ["      nothing was served"]
+    return "\n".join(["the models were served by", *rows])
+
+
+def _write(folder: Path, report: dict[str, Any], lines: list[str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (folder / "gate.html").write_text(render(report), encoding="utf-8")
+        (folder / "gate.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise DataError(f"--out {folder}: cannot be written: {e.strerror}; give a folder that can") from e

@@ -1,0 +1,88 @@
+"""`lz report`: what was measured here, as one HTML page to keep, send or look at on a phone."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ... import __version__
+from ...machine import hardware
+from ...operate import inspection
+from ...perf.record import Measurement
+from ...report.overview import Overview, Refused, Regret, Why, kinds_of, read_regret
+from ...report.page import render
+from ...spec.device import Device
+from ...spec.errors import ConfigError
+from ...spec.reason import Category, Reason
+from ...world import snapshot as worlds
+from .. import show
+
+UNTESTED = Why("UNTESTED", "written for hardware it was not run on yet; never chosen unasked",
+               "ask for it by name with backend=, and compare it with the reference")
+
+
+def report(
+    out: Annotated[Path, typer.Option("--out", "-o", help="the page; replaced if it exists")] = Path("report.html"),
+    regret: Annotated[Path | None, typer.Option("--regret", help="a file of lz regret --json, to be shown too")] = None,
+    device: Annotated[str | None, typer.Option(
+        "--device", help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")] = None,
+) -> None:
+    """Write one HTML page: winners, gain over torch, roofline, regret, and the kernels that cannot run here."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first")
+    found = gather(device, read_regret(regret) if regret is not None else None)
+    try:                                       # a lone surrogate in a plugin's note is no reason to fail
+        out.write_text(render(found), "utf-8", errors="xmlcharrefreplace")
+    except OSError as e:
+        raise ConfigError(f"--out {out}: cannot write the page: {e.strerror}; name another file") from e
+    show.text(f"{out}: {found.measurements} measurements of {len(found.kinds)} kinds of call on {found.device}")
+    if not found.kinds:
+        show.text("nothing is measured yet: run lz tune, then lz report again")
+
+
+def gather(device: str | None = None, regret: Regret | None = None) -> Overview:
+    """All there is to show of one device of this machine, as it is chosen by now."""
+    kind = hardware.probe(device).type if device else hardware.main_kind()
+    world = worlds.current()
+    place, rows = world.place(kind), list(world.perf)
+    here = [m for m in rows if m.place == place]
+    machine = world.device(kind)
+    return Overview(
+        machine.name or machine.type, place, datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        _facts(machine), kinds_of(here, world.perf.rates.get(place), frozenset(
+            k.id for k in world.catalog.kernels if k.baseline)), world.perf.rates.get(place),
+        tuple(_refused(kind)), regret, len(world.catalog.ops), _span(here), len(rows) - len(here))
+
+
+def _facts(device: Device) -> dict[str, str]:
+    versions = {"layerzero": __version__, "torch": device.torch_version, "Python": platform.python_version(),
+                "driver": device.driver_version, "runtime": device.runtime_version, "cuDNN": device.cudnn_version,
+                "triton": device.triton_version}
+    size = f"{device.cores} cores, {device.total_memory / 2**30:.0f} GiB"
+    return {"Device": f"{device.type}, {size}", "Versions": ", ".join(f"{n} {v}" for n, v in versions.items() if v),
+            "System": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"}
+
+
+def _span(rows: list[Measurement]) -> str:
+    times = [datetime.fromtimestamp(m.at).astimezone().strftime("%Y-%m-%d %H:%M") for m in rows if m.at]
+    return "" if not times else min(times) if min(times) == max(times) else f"{min(times)} to {max(times)}"
+
+
+def _refused(kind: str) -> list[Refused]:
+    found = []
+    for row in inspection.list_kernels(None, kind):
+        if row.reasons:
+            found.append(Refused(row.id, row.op, tuple(map(_why, row.reasons)), row.note))
+        elif row.status.startswith("untested"):
+            found.append(Refused(row.id, row.op, (UNTESTED,), row.note))
+    return found
+
+
+def _why(reason: Reason) -> Why:
+    hardware_only = "nothing: it is made for other hardware" if reason.code.category is Category.HARDWARE else ""
+    return Why(reason.code.value, reason.message, reason.code.advice or hardware_only)

@@ -1,0 +1,130 @@
+"""`lz soak`: hours of everything at once; does an answer go wrong, does memory grow, does a call get slower?"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ...machine import hardware
+from ...release.soak import Report, Sample, soak
+from ...release.soak_load import WRONG, Tally
+from ...spec.errors import ConfigError
+from .. import show
+from ..options import DeviceKind, Json
+
+INTERRUPTED = 130
+LINE_SECONDS = 30.0                            # between lines where there is no terminal
+
+
+def command(
+    hours: Annotated[float, typer.Option("--hours", min=0.0, help="how long")] = 0.0,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.0, help="how long; added to --hours")] = 0.0,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="FILE", help=(
+        "add a part to this report; without --hours or --minutes what it was to run longer"))] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
+        "the report, written after every sample; default: that of --resume, else soak.json"))] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, max=256, help="that call at once")] = 4,
+    faults: Annotated[float, typer.Option("--faults", min=0.0, max=0.5, help=(
+        "share of the calls of planted kernels that fail"))] = 0.02,
+    forks: Annotated[bool, typer.Option("--forks/--no-forks", help=(
+        "fork now and then; never once CUDA is in use"))] = True,
+    op: Annotated[list[str] | None, typer.Option("--op", help="only calls of this operation; may be repeated")] = None,
+    device: DeviceKind = None,
+    as_json: Json = False,
+) -> None:
+    """Calls of every operation under faults, policy changes, forks and memory pressure, for hours.
+
+    Exit code 1 if an answer was wrong, a call raised, or memory or latency grow; 130 if interrupted and good so far.
+    """
+    given = hours * 3600 + minutes * 60
+    report = Report.load(resume) if resume is not None else None
+    seconds = given or (report.target_seconds - report.seconds if report is not None else 0.0)
+    if report is None and not given:
+        raise ConfigError("lz soak wants --hours or --minutes, or --resume FILE; got none of them")
+    if report is None:
+        report = Report(seconds)
+    elif given:
+        report.target_seconds = max(report.target_seconds, report.seconds + given)
+    path = out or resume or Path("soak.json")
+    if path.is_dir():
+        raise ConfigError(f"--out: wanted a file, {path} is a folder")
+    if seconds > 1:                            # else the report is complete and is only shown
+        with _terminated_like_interrupted():
+            _run(report, seconds, path, as_json, device=device or hardware.main_kind(), threads=threads, rate=faults,
+                 forks=forks, ops=tuple(op or ()), seed=len(report.parts))
+    if as_json:
+        show.as_json(report.to_json())
+    else:
+        show_report(report)
+        show.text(f"report: {path}" + ("" if report.complete else f"; lz soak --resume {path} goes on"))
+    broken_off = bool(report.parts) and report.parts[-1].interrupted
+    raise typer.Exit(1 if not report.passed else INTERRUPTED if broken_off else 0)
+
+
+def _run(report: Report, seconds: float, path: Path, quiet: bool, **how: Any) -> None:
+    out, said = show.console(), [0.0]
+
+    def wrong(tally: Tally) -> int:
+        return sum(tally.counts[kind] for kind in WRONG)
+
+    def line(sample: Sample, tally: Tally) -> str:
+        return (f"{sample.calls} calls, {wrong(tally)} failures, RSS {sample.rss_mib:.0f} MiB, "
+                f"p50 {sample.p50_us:.1f} us, p99 {sample.p99_us:.1f} us")
+
+    if quiet or not out.is_terminal:
+        def say(sample: Sample, tally: Tally) -> None:
+            if not quiet and (sample.at - said[0] >= LINE_SECONDS or sample.at >= seconds):
+                said[0] = sample.at
+                print(f"{sample.at / 60:6.1f} min  {line(sample, tally)}", flush=True)
+
+        soak(seconds, report=report, out=path, say=say, **how)
+        return
+    with Progress(TextColumn("soak"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=out,
+                  transient=True) as bar:
+        task = bar.add_task("", total=seconds)
+        soak(seconds, report=report, out=path, **how, say=lambda sample, tally: bar.update(
+            task, completed=sample.at, description=line(sample, tally)))
+
+
+def show_report(report: Report) -> None:
+    """The counts, then each series with its slope and its bound, then what went wrong."""
+    counts = report.counts
+    show.text(f"{report.seconds / 60:.1f} of {report.target_seconds / 60:.1f} minutes in {len(report.parts)} parts: "
+              + ", ".join(f"{n} {name}" for name, n in counts.items() if not name.startswith("event ")))
+    told = ", ".join(f"{n} {name[6:]}" for name, n in sorted(counts.items()) if name.startswith("event "))
+    show.text(f"events: {told or 'none'}")
+    for note in dict.fromkeys(note for part in report.parts for note in part.notes):
+        show.text(note)
+    rows = []
+    for s in report.series():
+        slope = f"{s.trend.per_hour:+.3g}" if s.trend is not None else "-"
+        between = f"{s.trend.low:+.3g} to {s.trend.high:+.3g}" if s.trend is not None else "-"
+        named = f"{s.name} ({s.unit})" if s.unit else s.name
+        rows.append(("!!" if not s.passed else "ok" if s.judged else "--", named,
+                     f"{s.first:.4g}", f"{s.last:.4g}", slope, between, f"{s.most:.3g}",
+                     "" if s.judged else "too short to judge a slope"))
+    show.table(("", "series", "first", "last", "per hour", "95 % of", "at most", ""), rows,
+               right=("first", "last", "per hour", "at most"))
+    for text in report.failures[:10]:
+        show.text(f"!!  {text}")
+    show.text("passed" if report.passed else "FAILED")
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """A soak that is told to end (SIGTERM) writes its report as on Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():          # only there Python hears signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

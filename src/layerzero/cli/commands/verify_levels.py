@@ -1,0 +1,109 @@
+"""`lz verify --level 1`: every kernel against its contract, forward and backward; certificates for those that pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from ...machine import hardware
+from ...select.policy import suggest
+from ...spec.errors import ConfigError
+from ...spec.kernel import Kernel
+from ...verify.kernel.certify import LANES, Verdict, certify_all, publish
+from ...verify.kernel.probing import probe_unknown
+from ...world import certificates
+from ...world import snapshot as worlds
+from .. import show
+
+_MARKS = {"passed": "ok", "failed": "!!", "skipped": "--"}
+SHOWN = 4                                      # failing cases of a kernel that are printed
+
+
+def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "", device: str = "cpu",
+              seeds: Sequence[int] = (), as_json: bool = False, isolated: bool = False) -> int:
+    """Certify, print as it goes, and give the exit code: 1 if a kernel fails or none could be asked.
+
+    It may be interrupted: what passed until then is certified.
+    """
+    if lane not in LANES:
+        raise ConfigError(f"the lanes of lz verify are {', '.join(LANES)}, got {lane!r}")
+    chosen = chosen_kernels(backend, kernel, op)
+    condemned = probe_unknown(chosen, device) if isolated else {}
+    for name, reason in condemned.items():
+        if not as_json:
+            show.text(f"!!  {name}, in a process of its own: {reason.message}")
+    chosen = [k for k in chosen if k.id not in condemned]
+    verdicts: list[Verdict] = []
+    interrupted = False
+    try:
+        for verdict in certify_all(chosen, device, lane, tuple(seeds) or None):
+            verdicts.append(verdict)
+            if not as_json:
+                show.text(_line(verdict, len(verdicts), len(chosen)))
+    except KeyboardInterrupt:
+        interrupted = True
+    publish()
+    counts = Counter(v.status for v in verdicts)
+    if as_json:
+        show.as_json({"level": 1, "lane": lane, "device": device, "interrupted": interrupted, "counts": dict(counts),
+                      "certificates": str(certificates.folder(hardware.probe(device))),
+                      "condemned": {name: reason.to_json() for name, reason in condemned.items()},
+                      "kernels": [v.to_json() for v in verdicts]})
+    else:
+        _summary(verdicts, counts, len(chosen), device, interrupted)
+    return 130 if interrupted else 1 if condemned or counts["failed"] or not counts["passed"] else 0
+
+
+def chosen_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:
+    """Of the catalog, by library, by id (with * and ?), by operation. A name that fits nothing is an error."""
+    every = worlds.current().catalog.kernels
+    for option, given, known in (("--backend", backend, {k.backend for k in every}), ("--op", op, {
+            k.op.name for k in every}), ("--kernel", kernel, {k.id for k in every})):
+        if given and not any(fnmatchcase(name, given) for name in known):
+            raise ConfigError(f"{option}: there is no {given!r}{suggest(given, known)}")
+    found = [k for k in every if fnmatchcase(k.backend, backend or "*") and fnmatchcase(k.id, kernel or "*")
+             and fnmatchcase(k.op.name, op or "*")]
+    if not found:
+        raise ConfigError(f"no kernel is of library {backend or '*'}, id {kernel or '*'} and operation {op or '*'}")
+    return found
+
+
+def _line(v: Verdict, number: int, total: int) -> str:
+    head = f"{_MARKS[v.status]}  {number}/{total} {v.kernel}"
+    if v.status == "skipped":
+        return f"{head}: {v.refusal or 'nothing of it could be asked here'}"
+    refused = len(v.results) - v.ran
+    text = f"{head}: {v.ran} cases ({refused} refused by its rules), {v.seconds:.1f} s"
+    if v.status == "passed":
+        return f"{text}, worst {v.worst:.2f} of what is allowed"
+    return "\n".join([f"{text}, {len(v.failures)} FAILED", *(f"      {line}" for line in report(v))])
+
+
+def report(v: Verdict) -> list[str]:
+    """What is wrong with a kernel: class, where, a few of its cases, and what to do."""
+    found = v.diagnosis
+    lines = [] if found is None else [
+        f"likely class: {found.kind}", f"why: {found.says}",
+        *([f"fails exactly where {found.where}"] if found.where else []), f"what to do: {found.advice}"]
+    for r in v.failures[:SHOWN]:
+        under = f", {r.circumstance}" if r.circumstance else ""
+        lines.append(f"{r.dtype} {dict(r.case)}{under}, seed {r.seed}: {r.detail}")
+    rest = len(v.failures) - SHOWN
+    return [*lines, f"and {rest} more (--json has them)"] if rest > 0 else lines
+
+
+def _summary(verdicts: Sequence[Verdict], counts: Counter[str], total: int, device: str, interrupted: bool) -> None:
+    show.heading(f"level 1 on {device}, torch {torch.__version__}")
+    ran = [v for v in verdicts if v.status != "skipped"]
+    show.table(("", "kernel", "op", "cases", "refused", "worst", "class"), [
+        (_MARKS[v.status], v.kernel, v.op, str(v.ran), str(len(v.results) - v.ran), f"{v.worst:.2f}",
+         v.diagnosis.kind if v.diagnosis else "") for v in ran], right=("cases", "refused", "worst"))
+    show.text(", ".join(f"{counts[s]} {s}" for s in _MARKS if counts[s]) or "nothing was asked")
+    if interrupted:
+        show.text(f"interrupted after {len(verdicts)} of {total}; what passed is certified")
+    if counts["passed"]:
+        show.text(f"certificates: {certificates.folder(hardware.probe(device))}; demand them with "
+                  "require_certificates = true")

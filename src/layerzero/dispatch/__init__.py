@@ -1,0 +1,1 @@
+"""The call: from arguments to the kernel that serves them."""

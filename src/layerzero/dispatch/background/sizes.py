@@ -1,0 +1,93 @@
+"""The same call in other sizes of its bucket.
+
+A compiler may make code for the first size it sees, more general code for the second, and look at whether
+a size is a multiple of 16. After a call at both ends of a bucket there is code for all sizes in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...select.engine import kind_to_compile
+from ...spec.errors import InvalidCall
+from ...spec.grid import bucket, bucket_bottom, bucket_top
+from ...spec.op import Op
+from . import jit
+
+EXACT = 16                                     # sizes up to this are a bucket of their own
+
+
+class Caller(Protocol):
+    """A dispatcher, as far as it matters here."""
+
+    @property
+    def op(self) -> Op: ...
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def facts(self, values: tuple[Any, ...]) -> dict[str, Any]: ...
+
+
+def at_the_ends(found: Caller, facts: Mapping[str, Any], values: tuple[Any, ...],
+                kind: str) -> Iterator[tuple[Any, ...]]:
+    """The call at the smallest and at the largest sizes of its kind, where it can be made so."""
+    op, named = found.op, dict(zip(found.names, values))
+    patterns = op.patterns[facts[op.variant] if op.variant else ""]
+    axes = {name: _axes(op, patterns[name], t) for name, t in named.items()
+            if isinstance(t, Tensor) and name in patterns}
+    held = {dim for name, dims in axes.items() for dim in dims.values() if not _can_grow(named[name])}
+    free = {dim: n for name, dims in axes.items() for axis, dim in dims.items()
+            if dim not in held and (n := named[name].shape[axis]) > EXACT}
+    for low in (True, False):
+        new = _moved(free, low)
+        if new == free:
+            continue
+        made = {**named, **{name: _resized(named[name], {a: new[d] for a, d in dims.items() if d in new})
+                            for name, dims in axes.items() if any(d in new for d in dims.values())}}
+        other = tuple(made[name] for name in found.names)
+        try:
+            if kind_to_compile(op, found.facts(other)) == kind:
+                yield other
+        except InvalidCall:                    # sizes that do not go together
+            continue
+
+
+def _axes(op: Op, tokens: tuple[str, ...], t: Tensor) -> dict[int, str]:
+    """axis -> the name of its size, for the axes that are not the same in every call of the kind."""
+    if tokens and tokens[0].startswith("*") and t.dim() != len(tokens):
+        tokens = ("", *tokens[1:])             # several dimensions under one name
+    offset = t.dim() - len(tokens)
+    found = {i + offset: token.lstrip("*~") for i, token in enumerate(tokens) if token and not token.isdigit()}
+    return {i: dim for i, dim in found.items() if i >= 0 and dim not in op.exact
+            and not (tokens[i - offset].startswith("~") and t.shape[i] == 1)}
+
+
+def _can_grow(t: Tensor) -> bool:
+    """Whole numbers have a meaning that more of them would not have; only dense tensors can be made alike."""
+    return (t.is_floating_point() or t.dtype is torch.bool) and jit.order_of(tuple(t.shape), t.stride())[:1] != (-1,)
+
+
+def _moved(sizes: Mapping[str, int], low: bool) -> dict[str, int]:
+    """Each size at an end of its bucket; equal ones stay equal, different ones different."""
+    ranks: dict[int, list[int]] = {}
+    for n in sorted(set(sizes.values())):
+        ranks.setdefault(bucket(n), []).append(n)
+    new = {n: bucket_bottom(n) + i if low else bucket_top(n) - (len(group) - 1 - i)
+           for group in ranks.values() for i, n in enumerate(group)}
+    return {dim: new[n] for dim, n in sizes.items()}
+
+
+def _resized(t: Tensor, wanted: Mapping[int, int]) -> Tensor:
+    """Its numbers repeated or cut off, its dimensions in the same order in memory."""
+    order = jit.order_of(tuple(t.shape), t.stride())
+    out = t.detach().permute(order)
+    for axis, n in wanted.items():
+        i = order.index(axis)
+        out = out.index_select(i, torch.arange(n, device=t.device) % out.shape[i])
+    back = [order.index(i) for i in range(len(order))]
+    return out.contiguous().permute(back).requires_grad_(t.requires_grad)

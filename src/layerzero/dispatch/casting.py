@@ -1,0 +1,50 @@
+"""Casts of a call's tensors before a kernel is chosen: torch's under autocast, and those that the policy allows."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import InvalidCall
+from ..spec.op import Adaptation, Op
+from ..spec.plan import Transform
+from ..spec.reason import Code
+from ..world import snapshot as worlds
+from ..world.context import Override
+
+
+def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, Any] | None:
+    """As torch does under autocast: the inputs in its dtype, or together in the widest one; float64 as it is.
+
+    None: no autocast, or nothing to do.
+    """
+    kind = first.device.type if first is not None else "meta"
+    if not op.autocast or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    together = [n for n in op.same_dtype if n in op.differentiable]
+    dtype, eligible = torch.get_autocast_dtype(kind), {*(together or op.differentiable), "attn_mask"}
+    if op.autocast == "promote":
+        dtypes = {named[n].dtype for n in together if named[n] is not None}
+        if len(dtypes) < 2:
+            return None
+        dtype = reduce(torch.promote_types, dtypes)
+    return {n: t.to(dtype) if n in eligible and t is not None and t.is_floating_point() and t.dtype != torch.float64
+            else t for n, t in named.items()}
+
+
+def adapted(op: Op, named: dict[str, Any], error: InvalidCall, override: Override | None) -> Adaptation | None:
+    """Where the policy allows it: mixed dtypes cast to the first tensor's, a KV cache as its op knows how."""
+    codes = set(error.codes)
+    if codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH} or op.adapt is None):
+        return None
+    setting = worlds.current().surroundings("cpu", override).policy.setting
+    if not setting("allow_adaptation") or setting("strict_mode"):
+        return None
+    if op.adapt is not None and Code.KV_CACHE_DTYPE_MISMATCH in codes:
+        return op.adapt(named)
+    dtype = named[op.same_dtype[0]].dtype
+    cast = {n: named[n].to(dtype) for n in op.same_dtype if named[n] is not None and named[n].dtype != dtype}
+    return Adaptation({**named, **cast}, tuple(Transform("cast", n, t.nbytes) for n, t in cast.items()))

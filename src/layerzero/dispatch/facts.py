@@ -1,0 +1,263 @@
+"""What a call is, read from its arguments as the op declares it.
+
+This is the careful reader of the slow path: it names every mistake of the caller. The hot path reads
+the same facts without naming them (`key.py`), and comes here when anything looks unusual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..machine.faults import capturing, sdpa_backends
+from ..spec.errors import InvalidCall, LayerZeroError
+from ..spec.expr import parse
+from ..spec.op import FINITE, INT64, Op
+from ..spec.reason import STRANGE, Code, Reason
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "int": (int, torch.SymInt), "float": (float, int, torch.SymFloat), "str": (str,),
+    "generator": (torch.Generator,), "object": (object,)}
+PLAIN_SCALARS = (bool, int, float, str, torch.SymInt, torch.SymFloat)
+PLAIN_KINDS = ("int", "float", "str")
+_COMPARING = ("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__index__", "__int__",
+              "__float__")
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = None) -> dict[str, Any]:
+    """All facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming the argument."""
+    with torch._C.DisableTorchFunctionSubclass():      # a subclass may answer any question with any error
+        return _read(op, values, needed)
+
+
+def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> dict[str, Any]:
+    tensors = check_types(op, values)
+    check_storage(op, tensors)
+    facts: dict[str, Any] = {p.name: values[p.name] for p in op.params if p.kind in ("bool", "int", "float", "str")}
+    if op.read is not None:
+        try:
+            facts.update(op.read(dict(values)))
+        except LayerZeroError:
+            raise
+        except STRANGE as e:                   # the methods of an object that the caller gave
+            if not any(p.kind == "object" for p in op.params):
+                raise
+            raise InvalidCall(f"lz.{op.name}: an argument cannot be read: {type(e).__name__}: {e}") from e
+    variant = facts[op.variant] if op.variant else ""
+    patterns = op.patterns.get(variant)
+    if patterns is None:
+        raise InvalidCall.of(op.name, Reason(Code.LAYOUT_UNKNOWN, tuple(op.patterns), variant, op.variant))
+    dims = bind_sizes(op, patterns, tensors, facts)
+    if not tensors:
+        facts.update(device="cpu", dtype=None, itemsize=0, tensor_kind="plain")
+    else:
+        first = tensors[op.main_tensor]
+        facts["dtype"], facts["itemsize"] = dtype_name(first.dtype), first.dtype.itemsize
+        facts["device"] = first.device.type
+        facts["tensor_kind"] = tensor_kind(tensors.values())
+        _same_home(op, tensors, first)
+    facts.update(dims)
+    for name, text in op.derived.items():
+        absent = any(facts[n] is None for n in parse(text).names)
+        facts[name] = None if absent else parse(text)(facts)
+    for name in op.tensors:
+        tensor = tensors.get(name)
+        for fact, get in TENSOR_READERS.items():
+            full = f"{name}.{fact}"
+            if fact != "broadcast" and (needed is None or full in needed):
+                facts[full] = None if tensor is None else get(tensor)
+    grad = torch.is_grad_enabled()
+    facts["grad"] = grad and any(t.requires_grad for t in tensors.values())
+    facts["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    facts["graph"] = facts["device"] == "cuda" and capturing()
+    if op.sdpa_switches:
+        facts["sdpa_backends"] = sdpa_backends()
+    return facts
+
+
+def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that were given; each argument must have its declared type."""
+    tensors: dict[str, Tensor] = {}
+    for p in op.params:
+        value = values[p.name]
+        if value is None:
+            if not p.optional:
+                raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, "None", p.name))
+        elif p.kind == "tensor":
+            if not isinstance(value, Tensor):
+                raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, "a Tensor", type(value).__name__, p.name))
+            tensors[p.name] = value
+        elif not isinstance(value, _KINDS[p.kind]) or (p.kind in ("int", "float") and isinstance(value, bool)):
+            raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, type(value).__name__, p.name))
+        elif type(value) not in PLAIN_SCALARS and p.kind in PLAIN_KINDS and computes_itself(type(value)):
+            raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, f"a plain {p.kind}", type(value).__name__, p.name))
+        elif p.choices and value not in p.choices:
+            raise InvalidCall.of(op.name, Reason(
+                Code.LAYOUT_UNKNOWN if p.name == op.variant else Code.VALUE_OUT_OF_RANGE,
+                tuple(c for c in p.choices if c), str(value), p.name))
+        elif p.kind in ("int", "float") and isinstance(value, (int, float)):     # a symbol has no value yet
+            low, high = op.limits[p.name]
+            unread = p.kind == "float" and isinstance(value, int) and not INT64[0] <= value <= INT64[1]
+            if unread or not low <= value <= high:
+                raise InvalidCall.of(op.name, Reason(
+                    Code.VALUE_OUT_OF_RANGE, in_range(low, high), shown(value), p.name))
+    return tensors
+
+
+def computes_itself(cls: type) -> bool:
+    """Does a subclass of int, float or str say in Python what it is equal to? In a key it would be asked by others."""
+    own = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
+    return any(isinstance(vars(base).get(name), FunctionType) for base in own for name in _COMPARING)
+
+
+def in_range(low: float, high: float) -> str:
+    return "a finite float, or an int of 64 bits" if (low, high) == FINITE else f"between {low} and {high}"
+
+
+def shown(value: float) -> str:
+    """A number as text, if need be by its length: Python refuses to write out very long ones."""
+    if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
+        return f"an int of {value.bit_length()} bits"
+    return str(value)
+
+
+def check_storage(op: Op, tensors: Mapping[str, Tensor], may_be_nested: bool = False) -> None:
+    """Sizes and strides must be there to be read: sparse, nested and blocked layouts have none that a kernel knows."""
+    for name, t in tensors.items():
+        if type(t) in PLAIN_TYPES and t.layout is torch.strided and not t.is_nested:
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
+        if kind != "strided" and not (may_be_nested and kind == "nested"):
+            raise InvalidCall.of(op.name, Reason(Code.TENSOR_UNREADABLE, "a strided tensor", kind, name))
+
+
+def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],
+               facts: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by name; a size named twice must agree. Broadcast patterns are noted in `facts`."""
+    dims: dict[str, Any] = {}
+    lead: dict[str, tuple[Any, ...]] = {}
+    for name, tokens in patterns.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            if tokens[0].startswith("~"):
+                facts[f"{name}.broadcast"] = None
+            continue
+        if tokens[0].startswith("~"):
+            facts[f"{name}.broadcast"] = _broadcast(op, name, tokens, tensor, dims)
+            continue
+        shape = tuple(tensor.shape)
+        if tokens[0].startswith("*"):
+            if len(shape) < len(tokens) - 1:
+                raise InvalidCall.of(op.name, Reason(Code.WRONG_NDIM, f"at least {len(tokens) - 1}", len(shape), name))
+            head, shape = shape[:len(shape) - len(tokens) + 1], shape[len(shape) - len(tokens) + 1:]
+            label, tokens = tokens[0][1:], tokens[1:]
+            if lead.setdefault(label, head) != head:
+                raise InvalidCall.of(op.name, Reason(
+                    Code.DIM_MISMATCH, f"{lead[label]} like the other tensors", str(head), f"{name}'s leading shape"))
+            rows = 1
+            for n in head:
+                rows = rows * n
+            dims[label] = rows
+        if len(shape) != len(tokens):
+            raise InvalidCall.of(op.name, Reason(
+                Code.WRONG_NDIM, f"{len(tokens)} ({' '.join(tokens)})", len(shape), name))
+        for axis, (token, size) in enumerate(zip(tokens, shape)):
+            if token.isdigit():
+                if size != int(token):
+                    raise InvalidCall.of(op.name, Reason(Code.DIM_MISMATCH, token, size, f"{name}.shape[{axis}]"))
+            elif dims.setdefault(token, size) != size:
+                raise InvalidCall.of(op.name, Reason(
+                    Code.DIM_MISMATCH, f"{dims[token]} ({token})", f"{size} in {tuple(tensor.shape)}",
+                    f"{name}.shape[{axis - len(tokens)}]"))
+    for label in op.dims:
+        dims.setdefault(label, None)
+    return dims
+
+
+def _broadcast(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor, dims: Mapping[str, Any]) -> str:
+    """Which of the named axes the tensor is spread over, comma separated; "" when it has them all."""
+    shape = tuple(tensor.shape)
+    want = tuple(dims[t[1:]] for t in tokens)
+    spread = [t[1:] for t in tokens[:len(tokens) - len(shape)]]
+    fits = len(shape) <= len(tokens)
+    for token, size, full in zip(tokens[len(tokens) - len(shape):], shape, want[len(tokens) - len(shape):]):
+        if size == full:
+            continue
+        if size != 1:
+            fits = False
+        spread.append(token[1:])
+    if not fits:
+        raise InvalidCall.of(op.name, Reason(Code.MASK_BROADCAST_INVALID, str(want), str(shape), name))
+    return ",".join(spread)
+
+
+def _same_home(op: Op, tensors: Mapping[str, Tensor], first: Tensor) -> None:
+    for name, t in tensors.items():
+        if t.device != first.device:
+            raise InvalidCall.of(op.name, Reason(Code.MIXED_DEVICES, str(first.device), str(t.device), name))
+    for name in op.same_dtype:
+        if name in tensors and tensors[name].dtype != first.dtype:
+            raise InvalidCall.of(op.name, Reason(
+                Code.MIXED_DTYPES, dtype_name(first.dtype), dtype_name(tensors[name].dtype), name))
+
+
+def tensor_kind(tensors: Collection[Tensor]) -> str:
+    """"plain", or what stands in the way of reading the storage directly."""
+    for t in tensors:
+        if type(t) not in PLAIN_TYPES:
+            return type(t).__name__
+        if t.is_nested:
+            return "nested"
+        if t.layout != torch.strided:
+            return str(t.layout).removeprefix("torch.")
+    level = torch._C._functorch.maybe_current_level()
+    return "plain" if level is None else "functorch"
+
+
+def stride_last(t: Tensor) -> Any:
+    """1 also where no element is ever stepped over: such a tensor is contiguous whatever its strides say."""
+    if t.dim() == 0 or t.layout != torch.strided:
+        return 1
+    last = t.stride(-1)
+    return 1 if last == 1 or t.shape[-1] == 1 or t.numel() == 0 else last
+
+
+def alignment(t: Tensor) -> int | None:
+    """The largest power of two up to 128 that divides the address and every outer stride in bytes."""
+    if type(t) not in PLAIN_TYPES or t.device.type == "meta":
+        return None
+    try:
+        bits = 128 | t.data_ptr()
+    except RuntimeError:                        # a wrapper, as under vmap: there is no storage to look at
+        return None
+    if t.is_contiguous():                       # the innermost rows tell: all outer strides are multiples of them
+        bits |= t.shape[-1] * t.element_size() if t.dim() > 1 else 0
+    else:
+        for stride in t.stride()[:-1]:
+            bits |= stride * t.element_size()
+    return bits & -bits
+
+
+TENSOR_READERS: dict[str, Callable[[Tensor], Any]] = {
+    "dtype": lambda t: dtype_name(t.dtype),
+    "device": lambda t: t.device.type,
+    "stride_last": stride_last,
+    "contiguous": lambda t: t.layout == torch.strided and t.is_contiguous(),
+    "alignment": alignment,
+    "requires_grad": lambda t: torch.is_grad_enabled() and t.requires_grad,
+    "ndim": lambda t: t.dim(),
+}

@@ -1,0 +1,325 @@
+"""The native fast path: found if it was built for this torch and Python, never built in a user's call.
+
+`lz build` compiles `fastpath.cpp` and its headers against the installed torch (some 20 seconds) into the cache folder,
+under a name made of the versions and the sources' hash, and seals it. Without it, or where others could have written
+it, everything works in pure Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...machine.faults import FAULTS
+from ...select.key import KeyProgram, NumberField
+from ...select.policy import Layer
+from ...spec.errors import ConfigError, DataError, RegistrationError
+from ...spec.expr import parse
+from ...spec.kernel import Const, Direct, LastSize
+from ...spec.op import INT64, Op, Param
+from ...spec.paths import cache_dir
+from ...spec.sealed import Store
+from ...world import context
+from ...world.context import Override
+from ..cache import Entry
+from ..hotpath import signature
+
+SOURCE = Path(__file__).with_name("fastpath.cpp")
+HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
+_KINDS = ("tensor", "bool", "int", "float", "str", "generator")
+_CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
+SIZE, LITERAL, LEAD, SPREAD = range(4)
+PARAM, CONSTANT, LAST_SIZE = range(3)
+NO_WORLD = -1              # an epoch that no world has: the table refuses every entry
+MAX_TESTS = 47             # of one field: they share a word with its bucket
+
+
+def library_path() -> Path:
+    text = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    digest = hashlib.sha256(text).hexdigest()[:12]
+    tag = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}-{digest}"
+    return cache_dir() / "native" / tag / "fastpath.so"
+
+
+def wanted() -> bool:
+    """Not wanted where it is switched off, or where Python runs without a GIL (the table relies on it)."""
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)
+    return os.environ.get("LAYERZERO_NATIVE", "1").strip().lower() not in ("0", "false", "no", "off") and gil()
+
+
+@lru_cache(maxsize=None)
+def module() -> Any:
+    """The compiled module, or None."""
+    if not wanted():
+        return None
+    try:
+        store, parts = Store.of(library_path())
+        found = store.import_library("layerzero.dispatch.native.fastpath", *parts)
+    except FileNotFoundError:
+        return None
+    except DataError as e:
+        _problem.append(f"built but refused: {e}")
+        return None
+    except (ImportError, OSError, ConfigError) as e:
+        _problem.append(f"built but does not load: {type(e).__name__}: {e}")
+        return None
+    capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS,
+                raw_stream)
+    return found
+
+
+_problem: list[str] = []
+
+
+@dataclass(frozen=True)
+class Status:
+    ok: bool
+    wanted: bool
+    text: str
+    hint: str = ""
+
+
+def status() -> Status:
+    if module() is not None:
+        return Status(True, True, f"loaded for torch {torch.__version__}")
+    if not wanted():
+        return Status(False, False, "switched off; calls go through pure Python")
+    if _problem:
+        return Status(False, True, f"{_problem[0]}; calls go through pure Python", "build it again: lz build --force")
+    return Status(False, False, "not built; calls go through pure Python (about 2 us instead of 0.2)", "run: lz build")
+
+
+def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
+    """Compile the fast path for this torch and Python and our own CPU kernels, at the same time; the fast path's file.
+
+    `say` is told when a part begins and when it is done, from the thread that waits for its compiler. One that does
+    not compile keeps the other from nothing. Safe to run in several processes at once.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        fast_path, kernels = (pool.submit(part, force, say) for part in (build_fast_path, build_kernels))
+    one, other = fast_path.exception(), kernels.exception()
+    if isinstance(one, ConfigError) and isinstance(other, ConfigError):
+        raise ConfigError(f"{one}\n{other}")
+    kernels.result()                           # raises what went wrong
+    return fast_path.result()
+
+
+def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
+    """Compile the kernels of backends/native for this processor."""
+    from ...backends.native import build as kernels  # not needed unless something is built
+
+    return kernels.build(force, say)
+
+
+def build_fast_path(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
+    path = library_path()
+    store, parts = Store.of(path)
+    if not force and store.is_intact(*parts):
+        return path
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise ConfigError("building the native fast path needs a C++ compiler (g++ or clang++); none was found. "
+                          "Install one, or set CXX; LayerZero works without it")
+    try:
+        with store.drafts(*parts) as target:
+            say(f"compiling {SOURCE.name} with {Path(compiler).name} for torch {torch.__version__}")
+            began = time.perf_counter()
+            _compile(compile_command(compiler, target))
+            say(f"{SOURCE.name} took {time.perf_counter() - began:.0f} s")
+            store.adopt(target, *parts)
+    except DataError as e:
+        raise ConfigError(f"{e}; LayerZero works without the native fast path") from e
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
+                          "written; LayerZero works without the native fast path") from e
+    module.cache_clear()
+    _problem.clear()
+    return path
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as e:
+        raise ConfigError(f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
+                          "LayerZero works without the native fast path") from e
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise ConfigError("the native fast path did not compile; LayerZero works without it.\n  "
+                          + "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}")
+
+
+def compile_command(compiler: str, target: Path) -> list[str]:
+    root = Path(torch.__file__).parent
+    includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include",
+                Path(sysconfig.get_paths()["include"])]
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-fno-plt",
+             "-fno-semantic-interposition", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    if sys.platform == "darwin":
+        flags += ["-undefined", "dynamic_lookup"]
+    return [*shlex.split(compiler), *flags, *(f"-I{i}" for i in includes), str(SOURCE), "-o", str(target),
+            f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+
+
+class NativeDispatcher:
+    """Speaks to the compiled dispatcher of one op."""
+
+    def __init__(self, op: Op, compiled: Any) -> None:
+        self.op = op
+        self.compiled = compiled
+        self.call: Callable[..., Any] = compiled.call
+        self.index = {p.name: i for i, p in enumerate(op.params)}
+
+    def install(self, program: KeyProgram, epoch: int, limit: int) -> None:
+        self.compiled.install(*encode(program), epoch, limit)
+
+    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool, override: Override | None) -> bool:
+        """Tell the table what calls like these want; False if it cannot hold that.
+
+        `anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is.
+        """
+        call = entry.binding.call or Direct(entry.binding.run, tuple(self.index), {})
+        constants: list[Any] = []
+
+        def source(argument: Any) -> tuple[int, int]:
+            if isinstance(argument, Const):
+                constants.append(argument.value)
+                return CONSTANT, len(constants) - 1
+            if isinstance(argument, LastSize):
+                return LAST_SIZE, self.index[argument.param]
+            return PARAM, self.index[argument]
+
+        sources = tuple(source(a) for a in (*call.args, *call.kwargs.values()))
+        keywords = tuple(map(sys.intern, call.kwargs)) or None
+        name, arguments = entry.binding.operator or (None, ())
+        inputs = tuple(map(source, arguments))
+        return bool(self.compiled.put(
+            entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
+            -1 if call.item is None else call.item, -1 if call.first is None else call.first, anywhere, name,
+            inputs, entry.recordings, entry.run is not entry.binding.run))
+
+    def recordings(self) -> Any:
+        """A place for the recorded launches of an entry, which `put` is given with it."""
+        return module().Recordings()
+
+    def collect(self) -> None:
+        self.compiled.collect()
+
+
+def dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) -> NativeDispatcher | None:
+    """The native dispatcher of an op, or None where there is no native path for it."""
+    compiled = module()
+    if compiled is None or op.read is not None or any(p.kind == "str" and not p.choices for p in op.params):
+        return None
+    floats = {p.name for p in op.params if p.kind == "float"}
+    steps = [step for text in op.derived.values() for step in parse(text).postfix]
+    if any(value in floats if code == "fact" else isinstance(value, float) for code, value in steps):
+        return None                            # derived facts are whole numbers there
+    doc = f"{op.name}{_untyped(op)}\n--\n\n{op.reference.__doc__ or ''}"
+    return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, _weakly(op, miss), _weakly(op, recover)))
+
+
+def _weakly(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, without keeping its owner alive: the garbage collector does not see into native code."""
+    name, reference = op.name, weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise RegistrationError(f"lz.{name} was unregistered; register it again, and call what that returns")
+        return found(*args, **kwargs)
+
+    return call
+
+
+def _untyped(op: Op) -> str:
+    own = signature(op)
+    plain = [p.replace(annotation=p.empty) for p in own.parameters.values()]
+    return str(own.replace(parameters=plain, return_annotation=own.empty))
+
+
+def encode(program: KeyProgram) -> tuple[Any, ...]:
+    """The key program as the tuples that fastpath.cpp takes."""
+    op = program.op
+    index = {p.name: i for i, p in enumerate(op.params)}
+    slots = {name: i for i, name in enumerate((*op.dims, *op.derived))}
+    count = len(slots)
+    variants = list(op.patterns)
+    params = tuple(
+        (p.name, _KINDS.index(p.kind), int(p.optional), int(p.keyword_only), int(not p.required),
+         None if p.required else p.default,
+         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices),
+         *_limits(op, p))
+        for p in op.params)
+    wanted_facts: dict[str, set[str]] = {}
+    for tensor, fact in program.tensor_facts:
+        wanted_facts.setdefault(tensor, set()).add(fact)
+    order = [p for p in op.params if p.kind == "tensor" and not p.optional]
+    order += [p for p in op.params if p.kind == "tensor" and p.optional]
+    one_by_one = any("requires_grad" in wanted_facts.get(p.name, ()) for p in order if not p.optional)
+
+    def wants(p: Param) -> tuple[int, ...]:
+        facts = wanted_facts.get(p.name, set())
+        alignment = 1 if "alignment" in facts else 2 if "alignment_off_cpu" in facts else 0
+        return (bool(facts & {"contiguous", "stride_last"}), "ndim" in facts, p.optional or one_by_one, alignment,
+                not p.optional and p.name in op.same_dtype)
+
+    tensors = tuple((index[p.name], wants(p), tuple(_shape(op.patterns[v].get(p.name, ()), slots) for v in variants))
+                    for p in order)
+
+    def place(name: str) -> int:
+        return slots[name] if name in slots else count + index[name]
+
+    read = {f.fact for f in program.fields}
+    derived = tuple(
+        (slots[name], tuple((_CODES.index(code), place(value) if code == "fact" else int(value or 0))
+                            for code, value in parse(text).postfix))
+        for name, text in op.derived.items() if name in read or _feeds(op, name, read))
+    fields = tuple(
+        (*((slots[f.fact], -1) if f.fact in slots else (-1, index[f.fact])),
+         int(f.exact), int(f.bucket), *tests) for f in program.fields for tests in _tests(f))
+    return (params, tensors, derived, fields, index.get(op.variant, -1), len(variants), count,
+            index.get(op.main_tensor, -1), torch.version.cuda is not None, op.sdpa_switches)
+
+
+def _limits(op: Op, p: Param) -> tuple[float, float]:
+    """What an int or float must lie in; seeds beyond 64 signed bits are left to Python."""
+    low, high = op.limits.get(p.name, (0, 0))
+    return (low, min(high, INT64[1])) if p.kind == "int" else (low, high)
+
+
+def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]]:
+    """The tests of a field, in groups that fit a word each."""
+    size = MAX_TESTS // 3
+    for at in range(0, max(len(f.equals), len(f.above), len(f.multiples), 1), size):
+        yield tuple(f.equals[at:at + size]), tuple(f.above[at:at + size]), tuple(f.multiples[at:at + size])
+
+
+def _feeds(op: Op, name: str, read: set[str]) -> bool:
+    users = [other for other, text in op.derived.items() if name in parse(text).names]
+    return any(user in read or _feeds(op, user, read) for user in users)
+
+
+def _shape(tokens: tuple[str, ...], slots: dict[str, int]) -> tuple[tuple[int, int], ...]:
+    kinds = {"~": SPREAD, "*": LEAD}
+    return tuple((LITERAL, int(token)) if token.isdigit() else (kinds.get(token[0], SIZE), slots[token.lstrip("~*")])
+                 for token in tokens)

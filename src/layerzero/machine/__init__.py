@@ -1,0 +1,1 @@
+"""What is here: hardware, builds, loading libraries, memory, locks between processes."""

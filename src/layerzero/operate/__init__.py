@@ -1,0 +1,1 @@
+"""Asking and preparing: explain, record, warm up, capture graphs, be ready."""

@@ -1,0 +1,361 @@
+"""Is this process ready to serve? The report, and the checks of what surrounds the calls.
+
+A check says ok, warning or fail, what was wanted, what came and what to do. None of them writes anything,
+starts a device that is not asked about, or waits for another process. What can be said of the calls
+themselves (kernels, certificates, warm-up, measurements, tables) is in plan/readiness.py.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..dispatch import native
+from ..machine import hardware
+from ..machine.loading import installed_version, satisfies
+from ..machine.memory import free_bytes, headroom
+from ..select.policy import REDACTIONS, PolicyRule
+from ..spec.errors import LayerZeroError
+from ..spec.reason import Code
+from ..world import capabilities, config, measurements, perf_loading, redaction
+from ..world import snapshot as worlds
+from ..world.snapshot import World
+
+SCHEMA = "layerzero.readiness/1"
+OK, WARNING, FAIL = "ok", "warning", "fail"
+TESTED = {"python": ">=3.10,<3.14", "torch": ">=2.8,<2.14"}    # what the test suite runs on
+LITTLE_MEMORY = 0.05                           # of all there is: below this an allocation is likely to fail
+READ_SECONDS = 2.0                             # for a database that another process writes
+
+
+class Finding(NamedTuple):
+    """One thing that is not as it should be."""
+
+    state: str
+    text: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    state: str                                 # ok | warning | fail
+    want: str
+    got: str
+    hint: str = ""
+    details: tuple[str, ...] = ()              # each finding, where there are several
+
+    @classmethod
+    def of(cls, name: str, want: str, found: Iterable[Finding], otherwise: str) -> Check:
+        """The verdict over all findings; without any it is ok, and `otherwise` is what came."""
+        told = sorted(dict.fromkeys(found), key=lambda f: f.state != FAIL)
+        if not told:
+            return cls(name, OK, want, otherwise)
+        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+        return cls(name, told[0].state, want, told[0].text + more,
+                   "; ".join(dict.fromkeys(f.hint for f in told if f.hint)),
+                   tuple(f"{f.state}: {f.text}" for f in told) if more else ())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "details": list(self.details)}
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """The whole report. It is true where nothing failed."""
+
+    checks: tuple[Check, ...]
+    device: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(c for c in self.checks if c.state == FAIL)
+
+    @property
+    def warnings(self) -> tuple[Check, ...]:
+        return tuple(c for c in self.checks if c.state == WARNING)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __getitem__(self, name: str) -> Check:
+        return next(c for c in self.checks if c.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "ready": self.ok, "failed": len(self.failed), "warnings": len(self.warnings),
+                "device": self.device, "checks": [c.to_json() for c in self.checks]}
+
+    def __str__(self) -> str:
+        lines = [f"{'ready' if self.ok else 'not ready'}: {len(self.checks)} checks, {len(self.failed)} failed, "
+                 f"{len(self.warnings)} warnings"]
+        for c in self.checks:
+            lines.append(f"  {c.state:<8} {c.name:<13} {c.got}")
+            lines += [f"           wanted: {c.want}"] * (c.state != OK)
+            lines += [f"           do: {c.hint}"] * bool(c.hint)
+        return "\n".join(lines)
+
+
+# policy
+
+def policy(world: World) -> Check:
+    settings = world.policy.settings
+    found = [f for layer in world.policy.layers for rule in layer.rules for f in _rule(rule, world)]
+    if world.policy_file is not None:
+        ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
+        try:
+            config.load_policy_file(world.policy_file, ops)
+        except LayerZeroError as e:
+            found.append(Finding(FAIL, f"the policy file is broken, the one before is in force: {first_line(e)}",
+                                 "correct the policy file"))
+    if settings["disabled"]:
+        found.append(Finding(WARNING, "disabled is set: every call goes to torch's default", "unset disabled"))
+    if settings["strict_mode"] and settings["allow_adaptation"]:
+        found.append(Finding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins", "unset one"))
+    if settings["jit"] == "in_request":
+        found.append(Finding(WARNING, "jit is in_request: a request waits while a kernel is compiled for it",
+                             "set jit to background, or warm up all calls"))
+    rules = sum(len(layer.rules) for layer in world.policy.layers)
+    return Check.of("policy", "a policy that loads and whose rules name kernels that are here", found,
+                    f"policy {world.policy.hash}, {rules} rules, file: {world.policy_file or 'none'}")
+
+
+def _rule(rule: PolicyRule, world: World) -> Iterator[Finding]:
+    for pattern in rule.kernels:
+        if not any(fnmatchcase(k.id, pattern) and rule.applies_to(k.op.name) for k in world.catalog.kernels):
+            state = FAIL if rule.action == "lock" else WARNING
+            yield Finding(state, f"'{rule}' ({rule.origin}) names {pattern}, which no kernel of such an op is",
+                          "correct the rule; lz list shows the kernels")
+
+
+# capabilities
+
+def described(world: World, path: Path | str | None = None) -> Check:
+    """The capabilities in force, and a file of them where one is to be used."""
+    want = f"capabilities of schema {capabilities.SCHEMA} that fit the kernels here"
+    data = capabilities.export(world.catalog)
+    found: list[Finding] = []
+    name = capabilities.capabilities_hash(data)
+    told = f"{len(data['kernels'])} kernels, hash {name[:16]}"
+    try:
+        capabilities.validate(data, world.catalog)
+        if path is not None:
+            theirs = capabilities.capabilities_hash(capabilities.load(path, world.catalog))
+            told = f"{path} is valid, hash {theirs[:16]}; " + (
+                "it is in force" if theirs == name else f"in force are those with hash {name[:16]}")
+    except LayerZeroError as e:
+        found = [Finding(FAIL, " ".join(str(e).split()), "correct the file, or export it again from this release")]
+    return Check.of("capabilities", want, found, told)
+
+
+# database
+
+def database(world: World) -> Check:
+    """Read only: the file is opened so that nothing is written, not even beside it."""
+    want = "a database of measurements that can be read"
+    where = perf_loading.location(world.policy)
+    if where is None:
+        return Check("database", OK, want, "switched off: perfdb is off, nothing is kept")
+    if isinstance(where, str):                 # a server: what loading said of it; no second connection is made
+        status = measurements.status()
+        return Check("database", OK if status.ok else FAIL, want, status.text, "" if status.ok else status.hint)
+    if not where.exists():
+        return Check("database", OK, want, f"{where}: nothing was measured yet")
+    from ..perf import snapshot
+    from ..perf.interface import StoreError
+    try:
+        summary = snapshot.summary(where, READ_SECONDS)
+    except StoreError as e:
+        return Check("database", FAIL, want, str(e), "lz perf show says more; move the file away to begin anew")
+    found = [Finding(WARNING, f"{where}: {summary.damaged} rows are damaged and count for nothing",
+                     "run lz tune again for them")] if summary.damaged else []
+    return Check.of("database", want, found,
+                    f"{where}: schema {summary.version}, {summary.rows} measurements, {summary.bytes >> 10} KiB")
+
+
+# memory
+
+def memory(world: World, kind: str, workspace: int = 0) -> Check:
+    """`workspace`: what the kernels chosen for the calls need at most."""
+    want = f"room for {workspace:,} bytes of workspace and more than {LITTLE_MEMORY:.0%} of the memory free"
+    if kind == "cuda" and not torch.cuda.is_initialized():
+        return Check("memory", OK, want, "not asked: this process has not started the GPU")
+    total, free, room = world.device(kind).total_memory, free_bytes(kind), headroom(kind, world.policy)
+    found = []
+    if workspace > room:
+        found.append(Finding(FAIL, f"{workspace:,} bytes of workspace are needed, the headroom is {room:,}",
+                             "free memory, or raise memory_headroom"))
+    if total and free < LITTLE_MEMORY * total:
+        found.append(Finding(WARNING, f"{free:,} of {total:,} bytes are free", "free memory on the device"))
+    fixed = world.policy.setting("memory_headroom")
+    if fixed is not None and fixed > free:
+        found.append(Finding(WARNING, f"memory_headroom promises {fixed:,} bytes, {free:,} are free",
+                             "lower memory_headroom, or unset it to follow what is free"))
+    return Check.of("memory", want, found, f"{free:,} of {total:,} bytes free on {kind}, headroom {room:,}")
+
+
+# versions
+
+def versions(world: World) -> Check:
+    want = ", ".join(f"{name} {wanted}" for name, wanted in TESTED.items()) + ", libraries in their ranges"
+    here = {"python": platform.python_version(), "torch": torch.__version__}
+    found = [Finding(WARNING, f"{name} {here[name]} is outside {wanted}, which is what was tested",
+                     "run the release gate on it, or take a version of the range")
+             for name, wanted in TESTED.items() if not satisfies(here[name].partition("+")[0], wanted)]
+    found += _required()
+    for kernel, reason in {**world.availability(), **world.unloadable}.items():
+        if reason.code in (Code.VERSION_CONFLICT, Code.ABI_MISMATCH, Code.IMPORT_FAILED):
+            backend = kernel.partition(".")[0]
+            found.append(Finding(WARNING, f"{backend}: {reason.message}", "install the version its kernels take"))
+    ours = installed_version("layerzero") or "unknown"
+    return Check.of("versions", want, found, f"layerzero {ours}, python {here['python']}, torch {here['torch']}")
+
+
+def _required() -> Iterator[Finding]:
+    """What the package itself asks for, as its metadata has it."""
+    from packaging.requirements import InvalidRequirement, Requirement
+    try:
+        texts = importlib.metadata.requires("layerzero") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for text in texts:
+        try:
+            wanted = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        version = installed_version(wanted.name)
+        if version is None or not satisfies(version, str(wanted.specifier)):
+            yield Finding(FAIL, f"layerzero needs {wanted.name} {wanted.specifier}, {version or 'none'} is here",
+                          f"pip install '{wanted.name}{wanted.specifier}'")
+
+
+# health
+
+def health(world: World) -> Check:
+    """Breakers, kernels that failed to load, and the native call path."""
+    found = []
+    for group, state in sorted(world.health.items()):
+        if state.blocks is not None:
+            stuck = state.state == "disabled"
+            why = state.reason.message if state.reason else f"{state.failures} faults"
+            found.append(Finding(FAIL if stuck else WARNING, f"{group} is {state.state}: {why}",
+                                 "restart the process" if stuck else "it is tried again by itself"))
+    for kernel, reason in sorted(world.unloadable.items()):
+        found.append(Finding(WARNING, f"{kernel}: {reason.message}", reason.code.advice))
+    path = native.status()
+    if path.hint and not path.ok:
+        found.append(Finding(WARNING, f"native call path: {path.text}", path.hint))
+    return Check.of("health", "no kernel out of service, the native call path loaded", found,
+                    f"no breaker is open; native call path: {path.text}")
+
+
+# ranks
+
+def identity(world: World) -> dict[str, str]:
+    """What must be equal on all ranks for them to choose alike."""
+    table = world.table.table.id if world.table is not None else ""
+    return {"layerzero": installed_version("layerzero") or "unknown", "torch": torch.__version__,
+            "policy": world.policy.hash, "table": table,
+            "capabilities": capabilities.capabilities_hash(capabilities.export(world.catalog))[:16]}
+
+
+def ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -> Check | None:
+    """None where there is one process only.
+
+    Each rank writes its identity into the store of the process group and reads those that are there. This is no
+    collective: it cannot hang, and may run beside a model that communicates.
+    """
+    want = "the same policy, capabilities, table and versions on every rank"
+    if store is None:
+        distributed = sys.modules.get("torch.distributed")     # not imported: not initialised
+        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+            return None
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        store = distributed.distributed_c10d._get_default_store()
+    mine = _line(identity(world))
+    try:
+        store.set(_key(rank), mine)
+        told = {r: store.get(_key(r)).decode() for r in range(size) if r == rank or store.check([_key(r)])}
+    except (RuntimeError, ValueError) as e:    # DistStoreError is one: the rank that holds the store is gone
+        return Check("ranks", FAIL, want, f"the store of the process group does not answer: {first_line(e)}",
+                     "restart the process group")
+    found = [Finding(FAIL, f"rank {r}: {_difference(mine, line)}", "give every rank the same files and settings")
+             for r, line in sorted(told.items()) if line != mine]
+    silent = [r for r in range(size) if r not in told]
+    if silent:
+        found.append(Finding(WARNING, f"{len(silent)} of {size} ranks have not been checked yet: "
+                             f"{', '.join(map(str, silent[:8]))}", "check readiness on every rank"))
+    return Check.of("ranks", want, found, f"{size} ranks, all alike")
+
+
+def _key(rank: int) -> str:
+    return f"layerzero/readiness/{rank}"
+
+
+def _line(data: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in data.items())
+
+
+def _difference(mine: str, theirs: str) -> str:
+    pairs = zip(mine.split(), theirs.split())
+    return ", ".join(f"{b} instead of {a}" for a, b in pairs if a != b) or theirs
+
+
+# all that needs no calls
+
+def surroundings(world: World, kind: str, workspace: int = 0, capabilities_file: Path | str | None = None
+                 ) -> Iterator[Check]:
+    yield policy(world)
+    yield described(world, capabilities_file)
+    yield database(world)
+    yield memory(world, kind, workspace)
+    yield versions(world)
+    yield health(world)
+    if (found := ranks(world)) is not None:
+        yield found
+
+
+def without_world(error: LayerZeroError) -> Readiness:
+    """The policy itself cannot be read: nothing else can be said."""
+    return Readiness((Check("policy", FAIL, "a policy that loads", " ".join(str(error).split()),
+                            "correct the policy file or the LAYERZERO_* variables"),))
+
+
+def current_world() -> World | Readiness:
+    try:
+        return worlds.current()
+    except LayerZeroError as e:
+        redaction.use(",".join(REDACTIONS))    # what policy hides is not known: nothing is told until it is
+        return without_world(e)
+
+
+def device_kind(device: str | None) -> str:
+    """The kind asked for, if it is here; else an accelerator before the CPU."""
+    if device is None:
+        return hardware.main_kind()
+    return hardware.probe(device.partition(":")[0]).type
+
+
+def redacted(report: Readiness) -> dict[str, Any]:
+    """The report as JSON, as it may leave the machine."""
+    shown: dict[str, Any] = redaction.data(report.to_json())
+    return shown
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""What several operations are computed with. No file here is an operation."""

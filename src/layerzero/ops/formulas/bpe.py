@@ -1,0 +1,249 @@
+"""Byte-level BPE in plain Python: what a tokenizer.json with that model means, one merge after another.
+
+It covers what `BYTE_LEVEL_BPE` says, and there ids and offsets are exactly those of the tokenizers library. The
+rest needs the library: other models, normalizers, other pre-tokenizers, added tokens that look at their neighbours.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from ...spec.errors import InvalidCall
+from ...spec.reason import Code, Reason
+from ...spec.rules import absent, equals, on, one_of
+
+BYTE_LEVEL_BPE = (
+    one_of("tokenizer_kind", "tokenizers"), one_of("algorithm", "BPE"), absent("normalizer"),
+    one_of("pretokenizer", "ByteLevel"), on("plain_bpe"), equals("sampled", False, Code.NOT_DETERMINISTIC))
+BYTE_LEVEL_DECODER = (one_of("tokenizer_kind", "tokenizers"), one_of("decoder", "ByteLevel"))
+
+Span = tuple[int, int]
+WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {*map(chr, range(0x2000, 0x200B))}
+
+
+def _byte_characters() -> tuple[str, ...]:
+    """The character that stands for each byte: itself where it can be seen, else the next one from U+0100."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(0x100, 0x200))
+    return tuple(chr(b) if b in shown else chr(next(hidden)) for b in range(256))
+
+
+BYTE_CHARACTERS = _byte_characters()
+BYTES = {c: b for b, c in enumerate(BYTE_CHARACTERS)}
+
+# Letters become `a` (but for those a contraction is made of), digits `1`, white space a tab, all else `!`.
+_PIECE = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[a-z]+| ?1+| ?['!]+|[ \t]+(?![^ \t])|[ \t]+")
+
+
+@lru_cache(maxsize=4096)
+def _class(c: str) -> str:
+    if c == " " or c == "'" or c in "stremvld":
+        return c
+    if c in WHITE_SPACE:
+        return "\t"
+    category = unicodedata.category(c)
+    if category == "Cn":
+        raise InvalidCall.of("tokenize", Reason(
+            Code.FEATURE_UNSUPPORTED, f"characters of Unicode {unicodedata.unidata_version} where the tokenizers "
+            "library does not serve the call", f"U+{ord(c):04X}", "text"))
+    return {"L": "a", "N": "1"}.get(category[0], "!")
+
+
+def pieces(text: str) -> Iterator[Span]:
+    """Where GPT-2's pattern splits a text."""
+    for match in _PIECE.finditer("".join(map(_class, text))):
+        yield match.span()
+
+
+def is_plain(data: Mapping[str, Any]) -> bool:
+    """Is there nothing in this tokenizer.json, beyond what rules can say of it, that this formula does not know?"""
+    model, pre = data["model"], data.get("pre_tokenizer") or {}
+    vocab = model.get("vocab")
+    if pre.get("type") != "ByteLevel" or not isinstance(vocab, Mapping) or not vocab.keys() >= set(BYTE_CHARACTERS):
+        return False
+    odd = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if any(model.get(name) for name in odd):
+        return False
+    neighbours = ("single_word", "lstrip", "rstrip")
+    if any(token.get(flag) for token in data.get("added_tokens") or () for flag in neighbours):
+        return False
+    return all(p.get("type") in ("ByteLevel", "TemplateProcessing") and _template(p) is not None
+               for p in post_processors(data))
+
+
+def post_processors(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    post = data.get("post_processor")
+    if not post:
+        return ()
+    return tuple(post.get("processors", ())) if post.get("type") == "Sequence" else (post,)
+
+
+def _template(post: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+    """The ids before and after the text; None where the text does not come exactly once."""
+    if post.get("type") != "TemplateProcessing":
+        return [], []
+    around: tuple[list[int], list[int]] = ([], [])
+    seen = 0
+    for item in post["single"]:
+        if "Sequence" in item:
+            seen += 1
+        else:
+            around[min(seen, 1)].extend(post["special_tokens"][item["SpecialToken"]["id"]]["ids"])
+    return around if seen == 1 else None
+
+
+class BytePairs:
+    """The tables of one tokenizer.json, and what can be done with them."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        model = data["model"]
+        self.vocab: Mapping[str, int] = model.get("vocab") or {}
+        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model.get("merges") or ()]
+        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.whole_words = bool(model.get("ignore_merges"))
+        self.add_prefix_space = bool((data.get("pre_tokenizer") or {}).get("add_prefix_space"))
+        self.use_regex = (data.get("pre_tokenizer") or {}).get("use_regex", True)
+        self.post = post_processors(data)
+        added = [token for token in data.get("added_tokens") or () if token["content"]]
+        self.added = {token["content"]: token for token in added}
+        self.passes = tuple(_matcher([t["content"] for t in added if bool(t.get("normalized")) is late])
+                            for late in (False, True))
+        self.tokens = {i: t for t, i in self.vocab.items()} | {t["id"]: t["content"] for t in added}
+        self.special = {t["id"] for t in added if t.get("special")}
+
+    def encode(self, text: str, parse_special: bool) -> tuple[list[int], list[Span]]:
+        """Ids and character offsets of the text alone, with nothing put around it."""
+        ids: list[int] = []
+        spans: list[Span] = []
+        names: list[str] = []
+        for start, end, token in self._segments(text, parse_special):
+            if token is not None:
+                found = [(token["id"], token["content"], (start, end))]
+            else:
+                found = list(self._words(text[start:end], start))
+            for one, name, span in found:
+                ids.append(one)
+                names.append(name)
+                spans.append(span)
+        for post in self.post:
+            if post["type"] == "ByteLevel" and post.get("trim_offsets", True):
+                prefixed = post.get("add_prefix_space", True)
+                spans = [_trimmed(i, name, span, prefixed) for i, (name, span) in enumerate(zip(names, spans))]
+        return ids, spans
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """What is put before and after a text when special tokens are added."""
+        before: list[int] = []
+        after: list[int] = []
+        for post in self.post:
+            template = _template(post)
+            assert template is not None         # is_plain has seen to it
+            before, after = template[0] + before, after + template[1]
+        return before, after
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        kept = [self.tokens[i] for i in ids if i in self.tokens and not (skip_special_tokens and i in self.special)]
+        raw = b"".join(bytes(BYTES[c] for c in t) if all(c in BYTES for c in t) else t.encode() for t in kept)
+        return raw.decode("utf-8", "replace")
+
+    def _segments(self, text: str, parse_special: bool) -> Iterator[tuple[int, int, Any]]:
+        """The text cut at added tokens: first those that are looked for in the text as it came, then the others."""
+        whole: list[tuple[int, int, Any]] = [(0, len(text), None)]
+        for matcher in self.passes:
+            if matcher is not None:
+                whole = [part for start, end, token in whole
+                         for part in (self._cut(text, start, end, matcher, parse_special) if token is None
+                                      else ((start, end, token),))]
+        return (part for part in whole if part[1] > part[0])
+
+    def _cut(self, text: str, start: int, end: int, matcher: re.Pattern[str], parse_special: bool
+             ) -> Iterator[tuple[int, int, Any]]:
+        for match in matcher.finditer(text, start, end):
+            token = self.added[match.group()]
+            if token.get("special") and not parse_special:
+                continue
+            yield start, match.start(), None
+            yield match.start(), match.end(), token
+            start = match.end()
+        yield start, end, None
+
+    def _words(self, text: str, offset: int) -> Iterator[tuple[int, str, Span]]:
+        prefixed = self.add_prefix_space and not text.startswith(" ")
+        shown = " " + text if prefixed else text
+        for start, end in pieces(shown) if self.use_regex else ((0, len(shown)),):
+            owners = [offset + max(i - prefixed, 0) for i in range(start, end) for _ in shown[i].encode()]
+            word = "".join(BYTE_CHARACTERS[b] for b in shown[start:end].encode())
+            at = 0
+            for token in self._merged(word):
+                yield self.vocab[token], token, (owners[at], owners[at + len(token) - 1] + 1)
+                at += len(token)
+
+    def _merged(self, word: str) -> list[str]:
+        """Of all neighbours that may be merged, the best ranked, the leftmost of equals; again, until there is none."""
+        if self.whole_words and word in self.vocab:
+            return [word]
+        parts = list(word)
+        while len(parts) > 1:
+            ranked = [(self.ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in self.ranks]
+            if not ranked:
+                break
+            _, i = min(ranked)
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        return parts
+
+
+def _matcher(contents: Sequence[str]) -> re.Pattern[str] | None:
+    """The leftmost, and of those that start there the longest."""
+    longest_first = sorted(contents, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if contents else None
+
+
+def _trimmed(index: int, token: str, span: Span, add_prefix_space: bool) -> Span:
+    """Offsets without the white space a token begins and ends with; a space that was put in front is not counted."""
+    space = BYTE_CHARACTERS[0x20]
+    white = [c == space or c in WHITE_SPACE for c in token]
+    leading = white.index(False) if False in white else len(white)
+    trailing = white[::-1].index(False) if False in white else len(white)
+    start, end = span
+    if leading:
+        if add_prefix_space and (index == 0 or start == 0):
+            leading -= 1
+        start = min(start + leading, end)
+    if trailing and end >= trailing:
+        end = max(end - trailing, start)
+    return start, end
+
+
+_MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "n d", "Ġa nd", "h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or")
+
+
+def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[str] = _MERGES) -> dict[str, Any]:
+    """A tokenizer.json, small enough to read: the 256 bytes, a few merges, two special tokens and an added one."""
+    words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
+    vocab = {word: i for i, word in enumerate(words)}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    names = [("<s>", True), ("</s>", True), ("<name>", False)]
+    added = [{"id": len(vocab) + i, "content": name, **plain, "normalized": not special, "special": special}
+             for i, (name, special) in enumerate(names)]
+    ids = {token["content"]: token["id"] for token in added}
+    post: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    if template:
+        single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+                  {"SpecialToken": {"id": "</s>", "type_id": 0}}]
+        special = {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in ("<s>", "</s>")}
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        post = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": ids["</s>"],
+               "pad_type_id": 0, "pad_token": "</s>"} if pad else None
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0", "truncation": None, "padding": padding, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": post, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": vocab, "merges": list(merges)}}

@@ -1,0 +1,194 @@
+"""What a page table means, in plain torch: no op of its own, and no kernel.
+
+A cache is a pool of pages, each with room for `page_size` tokens. Row i of `block_table` lists the pages of sequence
+i in order, and `context_lens[i]` says how many tokens it has; what lies beyond, in the table or in a page, may be
+anything and is never read. The queries of sequence i are rows cu_seqlens_q[i]:cu_seqlens_q[i+1], the last of them at
+the sequence's last token; without cu_seqlens_q every sequence has one query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...spec.errors import InvalidCall
+from ...spec.reason import Code, Reason
+from ...spec.rules import Condition, any_of, at_least, equals, one_of, present
+
+INTEGERS = ("int32", "int64")
+
+
+Part = tuple[Tensor, Tensor]                   # attention over some of the keys: the output, and its log-sum-exp
+
+
+class Span(NamedTuple):
+    """One sequence: its query rows [first, last) and how many keys it has."""
+
+    first: int
+    last: int
+    length: int
+
+
+def spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor | None,
+          page_size: int, max_seqlen_q: int | None) -> list[Span]:
+    """The sequences of a call, read on the host and checked."""
+    lengths: list[int] = context_lens.tolist()
+    starts: list[int] = list(range(tokens + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    capacity = block_table.shape[1] * page_size
+    if lengths and (min(lengths) < 0 or max(lengths) > capacity):
+        i = next(i for i, n in enumerate(lengths) if not 0 <= n <= capacity)
+        raise InvalidCall.of(op, Reason(
+            Code.KV_METADATA_INVALID, f"from 0 to {capacity} ({block_table.shape[1]} pages of {page_size})", lengths[i],
+            f"context_lens[{i}]"))
+    found = [Span(a, b, n) for a, b, n in zip(starts, starts[1:], lengths)]
+    longest = max((s.last - s.first for s in found), default=0)
+    if cu_seqlens_q is not None and (len(starts) != len(lengths) + 1 or starts[0] != 0 or starts[-1] != tokens
+                                     or any(s.last < s.first for s in found)):
+        raise InvalidCall.of(op, Reason(
+            Code.KV_METADATA_INVALID, f"{len(lengths) + 1} numbers from 0 to the {tokens} query tokens, never falling",
+            str(starts), "cu_seqlens_q"))
+    if max_seqlen_q is not None and longest > max_seqlen_q:
+        raise InvalidCall.of(op, Reason(
+            Code.VALUE_OUT_OF_RANGE, f">= {longest}, the longest query", max_seqlen_q, "max_seqlen_q"))
+    return found
+
+
+def check_pages(op: str, pages: int, block_table: Tensor, sequences: list[Span], page_size: int) -> None:
+    """Every entry of the table that is in use must name a page of the pool."""
+    for i, s in enumerate(sequences):
+        row = block_table[i, :-(-s.length // page_size)]
+        if not row.numel():
+            continue
+        low, high = (int(t) for t in torch.aminmax(row))
+        if low < 0 or high >= pages:
+            j = int(((row < 0) | (row >= pages)).nonzero()[0])
+            raise InvalidCall.of(op, Reason(
+                Code.BLOCK_TABLE_INVALID, f"from 0 to {pages - 1} (the pool has {pages} pages)", int(row[j]),
+                f"block_table[{i}, {j}]"))
+
+
+def check_metadata(op: str, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """The whole page table, where it can be read: not while a graph is captured or traced."""
+    if facts["tensor_kind"] != "plain" or facts["graph"] or facts["device"] == "meta":
+        return
+    table = values["block_table"]
+    found = spans(op, facts["tokens"], table, values["context_lens"], values["cu_seqlens_q"], facts["page_size"],
+                  values["max_seqlen_q"])
+    check_pages(op, facts["pages"], table, found, facts["page_size"])
+
+
+def check_shapes(op: str, values: Mapping[str, Any], layout: str, first: str, second: str) -> None:
+    """What would otherwise be a wrong number of dimensions, in the words of a cache: two pools and their page table."""
+    for name in (first, second):
+        if values[name].dim() != layout.count(",") + 1:
+            raise InvalidCall.of(op, Reason(
+                Code.KV_CACHE_LAYOUT_MISMATCH, f"{layout} for {name}", f"shape {tuple(values[name].shape)}", name))
+    one, other = tuple(values[first].shape), tuple(values[second].shape)
+    if one[:-1] != other[:-1]:
+        raise InvalidCall.of(op, Reason(
+            Code.KV_CACHE_LAYOUT_MISMATCH, f"that of {first}, {one} but for dim", f"{other} for {second}", second))
+    table, lengths, starts = values["block_table"], values["context_lens"], values["cu_seqlens_q"]
+    if table.dim() != 2:
+        raise InvalidCall.of(op, Reason(
+            Code.BLOCK_TABLE_INVALID, "of shape (batch, max_pages)", str(tuple(table.shape)), "block_table"))
+    if lengths.dim() != 1 or lengths.shape[0] != table.shape[0]:
+        raise InvalidCall.of(op, Reason(
+            Code.KV_METADATA_INVALID, f"of shape ({table.shape[0]},), one length for each row of block_table",
+            str(tuple(lengths.shape)), "context_lens"))
+    if starts is not None and starts.dim() != 1:
+        raise InvalidCall.of(op, Reason(
+            Code.KV_METADATA_INVALID, f"of shape ({table.shape[0] + 1},)", str(tuple(starts.shape)), "cu_seqlens_q"))
+
+
+# Sizes that say how the query is divided; their names are what an error shows.
+DERIVED = {
+    "seq_q": "tokens // max(batch, 1)",        # on average: the true lengths are data
+    "seq_k": "max_pages * page_size",          # the room there is
+    "query_tokens_minus_batch": "tokens - batch",
+    "cu_seqlens_q_length_minus_batch": "boundaries - batch",
+}
+
+METADATA_RULES: tuple[Condition, ...] = (
+    one_of("block_table.dtype", *INTEGERS, code=Code.BLOCK_TABLE_INVALID),
+    one_of("context_lens.dtype", *INTEGERS, code=Code.KV_METADATA_INVALID),
+    one_of("cu_seqlens_q.dtype", None, *INTEGERS, code=Code.KV_METADATA_INVALID),
+    any_of(present("cu_seqlens_q.dtype"), equals("query_tokens_minus_batch", 0, Code.KV_METADATA_INVALID)),
+    equals("cu_seqlens_q_length_minus_batch", 1, Code.KV_METADATA_INVALID),
+    at_least("max_seqlen_q", 0, Code.VALUE_OUT_OF_RANGE),
+    at_least("page_size", 1, Code.PAGE_SIZE_UNSUPPORTED),
+)
+
+
+def gather(cache: Tensor, row: Tensor, length: int) -> Tensor:
+    """The first `length` tokens on the pages of `row`: (pages, page_size, ...) to (length, ...)."""
+    pages = -(-length // cache.shape[1])
+    return cache.index_select(0, row[:pages]).flatten(0, 1)[:length]
+
+
+def grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """(tokens, heads, dim) as (kv_heads, group, tokens, dim): KV heads as batch, so that torch need not know groups."""
+    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def ungrouped(t: Tensor) -> Tensor:
+    return t.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Attention over all keys from attention over each part of them."""
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    total = torch.logsumexp(lses, 0)
+    out = torch.zeros_like(parts[0][0], dtype=lses.dtype)
+    for (part, _), weight in zip(parts, torch.exp(lses - total)):
+        out.addcmul_(part.to(lses.dtype), weight[..., None])
+    return out, total
+
+
+def page_table_from_csr(indptr: Tensor, indices: Tensor, last_page_len: Tensor | None = None,
+                        page_size: int = 1) -> tuple[Tensor, Tensor]:
+    """(block_table, context_lens) of a page table in CSR form, as FlashInfer has it.
+
+    The pages of sequence i are indices[indptr[i]:indptr[i+1]]; its last page holds last_page_len[i] tokens, or is full.
+    Reads the sizes on the host. Ragged keys (tokens, heads, dim) are such a cache too, with pages of one token:
+    `page_table_from_csr(indptr, torch.arange(tokens))` and `key[:, None]`.
+    """
+    counts = indptr.diff()
+    width = int(counts.max()) if counts.numel() else 0
+    column = torch.arange(width, device=indices.device)
+    used = column < counts[:, None]
+    where = (indptr[:-1, None] + column).where(used, 0)
+    table = indices[where] if indices.numel() else indices.new_zeros(where.shape)
+    full = counts * page_size
+    lengths = full if last_page_len is None else (full - page_size + last_page_len).where(counts > 0, 0)
+    return table.masked_fill(~used, 0).to(indices.dtype), lengths.to(indptr.dtype)
+
+
+# Test inputs that both ops share.
+
+def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int, dtype: torch.dtype, device: str,
+                 order: str = "shuffled", spare: int = 2) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(block_table, context_lens, used slots, pages). Unused entries of the table are no pages at all.
+
+    `order`: "shuffled" pages, or "neighbours": each sequence's pages follow each other.
+    """
+    counts = [-(-n // page_size) for n in context]
+    pages = sum(counts) + spare
+    ids = torch.randperm(pages, generator=gen) if order == "shuffled" else torch.arange(pages)
+    table = torch.full((len(context), max(counts, default=0) + 1), -1, dtype=torch.int64)
+    used = torch.zeros(pages, page_size, dtype=torch.bool)
+    taken = 0
+    for i, (n, count) in enumerate(zip(context, counts)):
+        mine = ids[taken:taken + count]
+        taken += count
+        table[i, :count] = mine
+        used[mine] = (torch.arange(count * page_size) < n).view(count, page_size)
+    return table.to(device, dtype), torch.tensor(context, dtype=dtype, device=device), used, pages
+
+
+def starts_of(lengths: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)

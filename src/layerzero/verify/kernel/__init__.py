@@ -1,0 +1,1 @@
+"""Level 1: every kernel against the contract of its operation."""

@@ -1,0 +1,1 @@
+"""Definitions, workloads and solutions of others, in the FlashInfer-Trace schema."""

@@ -1,0 +1,1 @@
+"""A definition answered: by lz, by independent libraries, by its own reference."""

@@ -1,0 +1,89 @@
+"""One way to compute a definition with lz, and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....operate.inspection import dispatcher_of, which
+from ....spec.event import Fallback
+from ....world.events import subscribe
+from ..definition import Definition
+from ..readings import Unmapped
+
+Inputs = Mapping[str, Any]
+Outputs = dict[str, Any]
+QUERY = r"q|query|queries"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One way to compute a definition with lz. `reading` is how what the schema leaves open was understood."""
+
+    definition: Definition
+    ops: tuple[str, ...]
+    text: str
+    compute: Callable[[Inputs], Outputs]
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""                             # what sort of computation it is, for other libraries to do the same
+    roles: Mapping[str, Any] = field(default_factory=dict)      # which input plays which part in it
+    params: Mapping[str, str] = field(default_factory=dict)     # of the op -> inputs, where each is just passed on
+    fixed: Mapping[str, Any] = field(default_factory=dict)      # the op's other parameters
+    random: bool = False                       # the outputs are draws: only their distribution can be compared
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        """The outputs by name, in the dtypes that the definition asks for."""
+        missing = [name for name in self.definition.inputs if name not in inputs]
+        if missing:
+            raise Unmapped(f"{self.definition.name} needs the inputs {', '.join(self.definition.inputs)}; "
+                           f"{', '.join(missing)} not given")
+        with torch.no_grad():
+            made = self.compute(inputs)
+        specs = self.definition.outputs
+        return {name: made[name].to(getattr(torch, spec.dtype)) for name, spec in specs.items()}
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{k}={v}" for k, v in self.reading.items())
+        return self.text + (f" [{told}]" if told else "")
+
+
+_served: ContextVar[list[str] | None] = ContextVar("served", default=None)
+
+
+def lz(op: str, /, **given: Any) -> Any:
+    """The public function of an operation."""
+    noted = _served.get()
+    if noted is not None:
+        noted.append(which(op, **given))
+    return dispatcher_of(op).public(**given)
+
+
+@contextmanager
+def serving() -> Iterator[list[str]]:
+    """The kernels that serve the lz calls of a block; one that failed is named with the one that took its place."""
+    noted: list[str] = []
+    token = _served.set(noted)
+    stop = subscribe(lambda e: noted.append(f"{e.kernel} failed, {e.served_by} served")
+                     if isinstance(e, Fallback) else None)
+    try:
+        yield noted
+    finally:
+        stop()
+        _served.reset(token)
+
+
+def number(x: Inputs, name: str, default: Any = None) -> Any:
+    """A scalar input as a Python number; the default where the definition has none."""
+    value = x[name] if name else default
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def with_reading(compute: Callable[[Inputs, Mapping[str, Any]], Outputs], reading: Mapping[str, Any]
+                 ) -> Callable[[Inputs], Outputs]:
+    return lambda x: compute(x, reading)

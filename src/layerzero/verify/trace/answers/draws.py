@@ -1,0 +1,100 @@
+"""Tokens that were drawn cannot be compared one by one: their distribution can.
+
+The filters are computed again by torch, in float64. A drawn token must be one that they leave; where they leave one,
+it is that. And lz.sample, given evenly spaced random numbers, must draw each token as often as its probability says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comparison import Metrics, Place, Verdict
+from .answer import Answer, Inputs, lz
+
+DRAWS = 64                                     # evenly spaced numbers for one row
+COLUMNS = 1024                                 # of the vocabulary, for the frequencies
+ROUNDING = 1e-5                                # of the mass: whether a token on the edge of top-p stays is rounding
+
+
+def column(value: Any, rows: int, default: float) -> Tensor:
+    """A filter as one number for each row."""
+    if value is None:
+        return torch.full((rows, 1), default, dtype=torch.float64)
+    found = torch.as_tensor(value).detach().cpu().double().reshape(-1, 1)
+    return found.expand(rows, 1)
+
+
+def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any, probs: bool, slack: float) -> Tensor:
+    """What is left of each row, not normalised: the top_k first, then what makes up top_p of these, then min_p."""
+    n, vocab = rows.shape
+    weights = rows.detach().cpu().double()
+    if not probs:
+        warm = column(temperature, n, 1.0)
+        weights = (weights / torch.where(warm > 0, warm, 1e-6)).softmax(-1)
+    order = weights.sort(dim=-1, descending=True, stable=True).indices
+    ranked = weights.gather(1, order)
+    k = column(top_k, n, 0.0)
+    k = torch.where((k > 0) & (k < vocab), k, float(vocab))
+    ranked = torch.where(torch.arange(vocab) < k, ranked, 0.0)
+    p, total = column(top_p, n, 1.0), ranked.sum(-1, keepdim=True)
+    before = ranked.cumsum(-1) - ranked
+    first = torch.arange(vocab) == 0
+    ranked = torch.where((before < (p + slack) * total) & ((p > 0) | first) | first, ranked, 0.0)
+    ranked = torch.where(ranked >= column(min_p, n, 0.0) * ranked[:, :1] * (1 - slack), ranked, 0.0)
+    return torch.zeros_like(ranked).scatter_(1, order, ranked)
+
+
+def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
+    """What the filters of a call leave of the row of each token."""
+    r = answer.roles
+    given = {name: x[r[name]] if name in r else None for name in ("top_k", "top_p", "min_p", "temperature")}
+    drawn_from = x[r["rows"]][x[r["picked"]].long()] if r["picked"] else x[r["rows"]]
+    return filtered(drawn_from, probs=r["probs"], slack=slack, **given)
+
+
+def possible(answer: Answer, x: Inputs, tokens: Tensor) -> Verdict:
+    """Is every token one that the filters leave?"""
+    out = answer.roles["out"]
+    left = of(answer, x, ROUNDING)
+    tokens = tokens.detach().cpu().long()
+    if tokens.shape != left.shape[:1]:
+        return Verdict(out, "INCORRECT_SHAPE", detail=f"shape {tuple(tokens.shape)}, wanted {tuple(left.shape[:1])}")
+    inside = (tokens >= 0) & (tokens < left.shape[1])
+    good = inside & (left.gather(1, tokens.clamp(0, left.shape[1] - 1)[:, None])[:, 0] > 0)
+    bad = (~good).nonzero().flatten().tolist()
+    likeliest = left.argmax(-1)
+    worst = tuple(Place((i,), float(tokens[i]), float(likeliest[i])) for i in bad[:5])
+    share = float(good.double().mean()) if len(good) else 1.0
+    if bad:
+        return Verdict(out, "INCORRECT_NUMERICAL", Metrics(hit_ratio=share, worst=worst),
+                       f"{len(bad)} of {len(good)} tokens are none that the filters leave, first in row {bad[0]}: "
+                       f"{int(tokens[bad[0]])}")
+    single = int((left > 0).sum(-1).eq(1).sum())
+    return Verdict(out, "passed", Metrics(hit_ratio=share), f"{len(good)} tokens possible, {single} of them certain")
+
+
+def frequencies(answer: Answer, x: Inputs) -> Verdict:
+    """lz.sample over evenly spaced numbers, on the first columns of each row."""
+    r = answer.roles
+    rows = x[r["rows"]][:, :COLUMNS].contiguous()
+    worst, at = 0.0, 0
+    for i in range(len(rows)):
+        one = {name: torch.as_tensor(x[r[name]]).reshape(-1)[i % torch.as_tensor(x[r[name]]).numel()].item()
+               for name in ("top_k", "top_p", "min_p", "temperature") if name in r}
+        one["top_k"] = int(one.get("top_k", 0)) if int(one.get("top_k", 0)) < rows.shape[1] else 0
+        spaced = (torch.arange(DRAWS, device=rows.device, dtype=torch.float64) + 0.5) / DRAWS
+        drawn = lz("sample", logits=rows[i].expand(DRAWS, -1).contiguous(), from_probs=r["probs"], uniforms=spaced,
+                   **one)
+        exact = filtered(rows[i:i + 1], one["top_k"], one.get("top_p"), one.get("min_p"), one.get("temperature"),
+                         r["probs"], 0.0)[0]
+        counted = torch.bincount(drawn.cpu(), minlength=rows.shape[1]).double() / DRAWS
+        gap = float((counted.cumsum(0) - (exact / exact.sum()).cumsum(0)).abs().max())
+        worst, at = (gap, i) if gap > worst else (worst, at)
+    metrics, allowed = Metrics(max_abs=worst), 1.0 / DRAWS + 1e-3
+    if worst > allowed:
+        return Verdict(r["out"], "INCORRECT_NUMERICAL", metrics, f"cumulative frequencies in row {at} are {worst:.3g} "
+                       f"from the probabilities, allowed are {allowed:.3g}")
+    return Verdict(r["out"], "passed", metrics, f"frequencies within {worst:.3g} of the probabilities")

@@ -1,0 +1,67 @@
+"""From a definition to the lz call that answers it.
+
+A definition is recognised by its op_type and by the names, shapes and dtypes of its inputs and outputs; its own name
+decides nothing. One that no call answers raises `Unmapped`, which names the part without a counterpart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ....operate.inspection import dispatcher_of
+from ..definition import Definition
+from ..exports import fixed_arguments
+from ..readings import Unmapped
+from . import attention, layers, moe
+from .answer import Answer, Inputs, Outputs, lz
+
+
+def answers(definition: Definition) -> tuple[Answer, ...]:
+    """Every reading of the definition as an lz call, the likeliest first; Unmapped where there is none."""
+    own = definition.tag("lz_op")
+    if own:
+        return (_own_op(definition, own),)
+    kind = definition.op_type.lower()
+    builders: tuple[tuple[str, Callable[[Definition], list[Answer]]], ...] = (
+        (r"(gqa|mha|mqa|attention)_paged.*|paged_(attention|gqa|mha)", attention.paged),
+        (r"mla_paged.*|paged_mla", attention.mla), (r"dsa_paged.*|sparse_mla.*", attention.sparse),
+        (r"(gqa|mha|mqa|mla|attention)_ragged.*|varlen_attention", attention.ragged),
+        (r".*rms_?norm.*", layers.rms_norm), (r"gemm.*|matmul|linear|bmm.*", layers.gemm),
+        (r".*rope.*|rotary.*", layers.rope), (r".*sampling.*|sample", layers.sampling), (r".*moe.*", moe.moe))
+    for pattern, build in builders:
+        if re.fullmatch(pattern, kind):
+            return tuple(build(definition))
+    known = "gqa_paged, gqa_ragged, mla_paged, mla_ragged, dsa_paged, rmsnorm, gemm, rope, sampling, moe"
+    raise Unmapped(f"{definition.name}: lz has no operation of the type {definition.op_type!r}; answered are {known}")
+
+
+def answer(definition: Definition) -> Answer:
+    """The likeliest one."""
+    return answers(definition)[0]
+
+
+def can_answer(definition: Definition) -> str:
+    """Nothing, or why not."""
+    try:
+        answers(definition)
+    except Unmapped as e:
+        return str(e)
+    return ""
+
+
+def _own_op(definition: Definition, name: str) -> Answer:
+    """A definition exported from one of our operations: its inputs are the operation's parameters."""
+    params = {p.name for p in dispatcher_of(name).op.params}
+    strangers = [n for n in definition.inputs if n not in params]
+    if strangers:
+        raise Unmapped(f"{definition.name}: lz.{name} has no parameter {strangers[0]!r}")
+    fixed = fixed_arguments(definition)
+
+    def compute(x: Inputs) -> Outputs:
+        made = lz(name, **{n: x[n] for n in definition.inputs}, **fixed)
+        return dict(zip(definition.outputs, made if isinstance(made, (tuple, list)) else (made,)))
+
+    return Answer(definition, (name,), f"lz.{name}({', '.join(definition.inputs)})", compute, kind="own",
+                  params={n: n for n in definition.inputs}, fixed=fixed,
+                  random=name == "sample" and "uniforms" not in definition.inputs)

@@ -1,0 +1,161 @@
+"""References of definitions, run apart: in another process, for a limited time, and only where the user trusts them.
+
+A reference is code from a file. It is run if the file lies in a folder that was named as trusted, and never because it
+happens to be there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....machine.faults import tells_of_memory
+from ..definition import Definition
+
+WORKER = Path(__file__).with_name("reference_worker.py")
+START_S = 120.0                                # importing torch on a slow disk
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of a reference: outputs and how long it took, or why there are none."""
+
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    ms: float = 0.0
+    status: str = "ran"                        # ran | untrusted | timeout | memory | failed
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ran"
+
+
+class References:
+    """A process that runs references; killed and replaced when one takes too long. Use it as a context manager."""
+
+    def __init__(self, trusted: Sequence[str | Path] = (), timeout_s: float = 60.0, memory: int | None = None) -> None:
+        self.trusted = tuple(Path(folder).resolve() for folder in trusted)
+        self.timeout_s = timeout_s
+        self.memory = _available() if memory is None else memory
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._folder = tempfile.TemporaryDirectory(prefix="lz-references-")
+
+    def __enter__(self) -> References:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def refusal(self, definition: Definition) -> str:
+        """Why its reference may not be run; nothing if it may."""
+        if definition.origin is None:
+            return "its reference is not run: it was not read from a file, so no folder vouches for it"
+        home = definition.origin.resolve()
+        if any(home.is_relative_to(folder) for folder in self.trusted):
+            return ""
+        return (f"its reference is not run: {definition.origin} lies in no folder that you trust; "
+                f"name it (--trust {home.parent}) if you have read what it does")
+
+    def run(self, definition: Definition, inputs: Mapping[str, Any], device: str = "cpu") -> Ran:
+        refused = self.refusal(definition)
+        if refused:
+            return Ran(status="untrusted", why=refused)
+        given, made = (Path(self._folder.name) / name for name in ("inputs.pt", "outputs.pt"))
+        torch.save({n: v.cpu() if isinstance(v, Tensor) else v for n, v in inputs.items()}, given)
+        job = {"reference": definition.reference, "inputs": str(given), "to": str(made), "device": device,
+               "outputs": list(definition.outputs)}
+        answer = self._ask(json.dumps(job), device)
+        given.unlink(missing_ok=True)
+        if isinstance(answer, Ran):
+            return answer
+        if not answer["ok"]:
+            place = f" ({answer['place']})" if answer["place"] else ""
+            if answer["memory"] or tells_of_memory(answer["error"]):
+                return Ran(status="memory", why="its reference needs more memory than is here: "
+                                                f"{answer['error']}{place}")
+            return Ran(status="failed", why=f"its reference failed: {answer['error']}{place}")
+        outputs: dict[str, Tensor] = torch.load(made, weights_only=True)
+        made.unlink()
+        return Ran(outputs, answer["ms"])
+
+    def _ask(self, line: str, device: str) -> Any:
+        fresh = self._process is None
+        if self._process is None:
+            self._start(device)
+        process = self._process
+        assert process is not None and process.stdin is not None
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            reply = self._lines.get(timeout=self.timeout_s + (START_S if fresh else 0.0))
+        except queue.Empty:
+            self._stop()
+            return Ran(status="timeout", why=f"its reference did not end within {self.timeout_s:g} s")
+        except OSError:
+            reply = None
+        if reply is None:
+            code = process.wait()
+            self._stop()
+            killed = code in (-9, 137)
+            return Ran(status="memory" if killed else "failed", why="the process of its reference ended with "
+                       f"{code}" + (", as it does when memory runs out" if killed else ""))
+        return json.loads(reply)
+
+    def _start(self, device: str) -> None:
+        home = str(Path(__file__).resolve().parents[2])        # an exported op's reference imports this library
+        path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH", ""))))
+        limit = self.memory if device == "cpu" else 0          # a GPU's driver maps more than there is
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(limit)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, cwd=self._folder.name, env={**os.environ, "PYTHONPATH": path})
+        self._lines = queue.Queue()
+        threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):        # what was not yet written to a dead process
+                    pipe.close()
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    with suppress(ValueError):                 # closed under the reader
+        for line in process.stdout:
+            lines.put(line)
+    lines.put(None)
+
+
+def _available() -> int:
+    """Nine tenths of the memory that is free now; 0 where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0
+    line = next((row for row in text.splitlines() if row.startswith("MemAvailable:")), "")
+    return int(line.split()[1]) * 1024 * 9 // 10 if line else 0

@@ -1,0 +1,372 @@
+"""Inputs for a definition that make sense: offsets that add up, pages that exist, probabilities that are some.
+
+What an input means is told by its name, shape and dtype. A workload's own sizes are kept; sizes that nobody chose come
+from "small", "medium" or "large". Weights of many experts are overlapping windows of one buffer: every expert is
+different, and all of them fit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...spec.errors import DataError
+from .constraints import solved, total_axis, violated
+from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload, dataset_root, inside
+
+LARGE = 1 << 28                                # bytes from which the experts of a weight share their storage
+PERIOD = 4194301                               # a prime: random numbers may repeat, rows of a tensor shall not
+
+
+@dataclass(frozen=True)
+class Size:
+    sequences: int
+    queries: int                               # the longest, per sequence
+    keys: int
+    rows: int                                  # of what is not divided into sequences
+
+
+SIZES = {"small": Size(3, 4, 21, 5), "medium": Size(8, 32, 256, 64), "large": Size(16, 256, 2048, 1024)}
+_FREE = {"num_qo_heads": 4, "num_q_heads": 4, "num_heads": 4, "num_kv_heads": 2, "num_k_heads": 2, "head_size": 64,
+         "head_dim": 64, "max_seq_len": 128, "max_position": 128, "vocab_size": 1000}
+_INDPTR = re.compile(r"indptr|cu_?seq|seq_starts|offsets$")
+_PAGES = re.compile(r"(kv|page|block).*(indices|ids)$|^indices$")
+_TABLE = re.compile(r"block_tables?|page_tables?")
+_LENGTHS = re.compile(r"seq_?lens|context_lens|kv_lens?|cache_seqlens|sequence_lengths")
+_QUERY = re.compile(r"(^|_)(q|qo|query)(_|$)")
+
+
+@dataclass
+class _Plan:
+    """The sequences of a call: how many, and how long each is."""
+
+    queries: list[int]
+    keys: list[int]
+    pages: list[int]
+
+
+def generate(definition: Definition, size: str = "small", axes: Mapping[str, int] | None = None, seed: int = 0,
+             device: str = "cpu", workload: Workload | None = None) -> dict[str, Any]:
+    """Every input by name. `axes` fixes some variable axes; a workload fixes all and may bring its own tensors."""
+    if size not in SIZES:
+        raise DataError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
+    own = definition.tag("lz_case")
+    if own and workload is None and not axes:
+        from .exports import case_inputs
+        return case_inputs(definition, seed, device)
+    given = {**(workload.axes if workload else {}), **(axes or {})}
+    unknown = [name for name in given if name not in definition.var_axes]
+    if unknown:
+        raise DataError(f"{definition.name} has no variable axis {unknown[0]!r}; it has "
+                        f"{', '.join(definition.var_axes) or 'none'}")
+    maker = _Maker(definition, SIZES[size], given, torch.Generator().manual_seed(seed))
+    made = maker.make()
+    if workload is not None:
+        made |= _brought(definition, workload)
+    broken = violated(definition.constraints, {**maker.sizes, **definition.const_axes, **made})
+    if broken:
+        raise DataError(f"{definition.name}: no inputs were found that keep {broken[0]!r}; the axes are {maker.sizes}")
+    return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in made.items()}
+
+
+def _brought(definition: Definition, workload: Workload) -> dict[str, Any]:
+    """What the workload itself says of its inputs. A stored tensor that is not here is made anew, and so not here."""
+    brought: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items() if isinstance(spec, ScalarInput)}
+    root = dataset_root(definition)
+    for name, spec in workload.inputs.items():
+        if isinstance(spec, StoredInput) and root is not None and (path := inside(root, spec.path)).is_file():
+            brought[name] = _stored(path, spec.key)
+    return brought
+
+
+def _stored(path: Path, key: str) -> Tensor:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as e:
+        raise DataError(f"{path}: reading it needs the package safetensors; pip install safetensors") from e
+    tensors: dict[str, Tensor] = load_file(str(path))
+    if key not in tensors:
+        raise DataError(f"{path}: has no tensor {key!r}; it has {', '.join(tensors)}")
+    return tensors[key]
+
+
+class _Maker:
+    """One set of inputs in the making: first the sizes, then the values."""
+
+    def __init__(self, definition: Definition, size: Size, given: Mapping[str, int], gen: torch.Generator) -> None:
+        self.d, self.size, self.gen = definition, size, gen
+        self.const = definition.const_axes
+        self.sizes: dict[str, int] = dict(given)
+        self.ints = {n: s for n, s in definition.inputs.items() if s.shape and s.dtype in ("int32", "int64")}
+        self.indptrs = [n for n, s in self.ints.items() if _INDPTR.search(n) and len(s.shape or ()) == 1]
+        self.page_ids = next((n for n, s in self.ints.items() if _PAGES.search(n) and len(s.shape or ()) == 1), "")
+        self.table = next((n for n, s in self.ints.items() if _TABLE.search(n) and len(s.shape or ()) == 2), "")
+        self.page_size = self.const.get("page_size", self.const.get("block_size", 1))
+
+    def make(self) -> dict[str, Any]:
+        plan = self._sequences() if self.indptrs or self.table else None
+        self._solve()
+        for axis in self.d.var_axes:
+            self.sizes.setdefault(axis, _FREE.get(axis, self.size.rows))
+        self._solve()
+        return {name: self._value(name, spec, plan) for name, spec in self.d.inputs.items()}
+
+    def _solve(self) -> None:
+        free = [a for a in self.d.var_axes if a not in self.sizes]
+        self.sizes |= solved(self.d.constraints, free, {**self.const, **self.sizes})
+
+    # sizes of sequences
+
+    def _sequences(self) -> _Plan:
+        length = self._axis_of(self.indptrs[0]) if self.indptrs else ""
+        rows = self._axis_of(self.table) if self.table else ""
+        names = [a for a in self.d.var_axes if a in ("batch_size", "num_seqs", "batch", rows) and a != ""]
+        known = [self.sizes[a] for a in names if a in self.sizes]
+        known += [self.sizes[length] - 1] if length in self.sizes else []
+        n = max(known[0] if known else self.size.sequences, 0)
+        for axis in names:
+            self.sizes.setdefault(axis, n)
+        for name in self.indptrs:
+            self.sizes.setdefault(self._axis_of(name), n + 1)
+        by_query = [i for i in self.indptrs if _QUERY.search(i)]
+        by_key = [i for i in self.indptrs if i not in by_query]
+        total_q = self._total(by_query[0], "q") if by_query else ""
+        total_k = self._total(by_key[0], "k") if by_key else ""
+        queries = self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query else [1] * n
+        paged = bool(self.page_ids or self.table)
+        least = [math.ceil(q / self.page_size) if paged else q for q in queries]
+        most = max(math.ceil(self.size.keys / self.page_size), 2) if paged else self.size.keys
+        if not by_query and by_key and not paged and _is_alone(by_key):    # one cu_seqlens for queries and keys
+            counts = queries = self._cut(self.sizes.get(total_k), n, self.size.keys, 1)
+        else:
+            counts = self._beyond(least, self.sizes.get(total_k), most)
+        pages = counts if paged else []
+        keys = [self._length(c, q) for c, q in zip(counts, queries)] if paged else list(counts)
+        for axis, amount in ((total_q, sum(queries)), (total_k, sum(counts))):
+            if axis in self.d.var_axes:
+                self.sizes.setdefault(axis, amount)
+        if self.table:
+            self.sizes.setdefault((self.ints[self.table].shape or ("", ""))[1], max(counts, default=0))
+        if paged:
+            pool = self._pool_axis()
+            if pool:
+                self.sizes.setdefault(pool, sum(counts) + 2)
+        return _Plan(queries, keys, pages)
+
+    def _axis_of(self, name: str) -> str:
+        return (self.d.inputs[name].shape or ("",))[0]
+
+    def _total(self, indptr: str, kind: str) -> str:
+        said = total_axis(self.d.constraints, indptr)
+        if said:
+            return said
+        if kind == "k" and self.page_ids:
+            return self._axis_of(self.page_ids)
+        tensor = next((n for n, s in self.d.inputs.items() if s.floating and len(s.shape or ()) >= 2
+                       and (_QUERY.search(n) is not None) == (kind == "q")), "")
+        return self._axis_of(tensor) if tensor else ""
+
+    def _pool_axis(self) -> str:
+        spec = next((s for s in self.d.inputs.values() if s.shape and {"page_size", "block_size"} & set(s.shape)), None)
+        return spec.shape[0] if spec is not None and spec.shape and spec.shape[0] in self.d.var_axes else ""
+
+    def _cut(self, total: int | None, n: int, most: int, least: int) -> list[int]:
+        """`n` lengths, random or with this sum."""
+        if total is None:
+            return [int(torch.randint(least, most + 1, (), generator=self.gen)) for _ in range(n)]
+        if n == 0:
+            return []
+        cuts = sorted(torch.randint(0, total + 1, (n - 1,), generator=self.gen).tolist())
+        return [b - a for a, b in zip([0, *cuts], [*cuts, total])]
+
+    def _beyond(self, least: list[int], total: int | None, most: int) -> list[int]:
+        """A length >= least[i] for each, if the sum allows it."""
+        if total is None:
+            return [max(a, b) for a, b in zip(least, self._cut(None, len(least), most, 1))]
+        rest = total - sum(least)
+        if rest < 0:
+            return self._cut(total, len(least), most, 0)
+        return [a + b for a, b in zip(least, self._cut(rest, len(least), most, 0))]
+
+    def _length(self, pages: int, queries: int) -> int:
+        """Keys of a sequence with so many pages; its last page is rarely full."""
+        if not pages:
+            return 0
+        full = pages * self.page_size
+        low = min(max(full - self.page_size + 1, queries), full)
+        return int(torch.randint(low, full + 1, (), generator=self.gen)) if "last_page_len" in " ".join(self.ints) \
+            or self.table else full
+
+    # values
+
+    def _value(self, name: str, spec: TensorSpec, plan: _Plan | None) -> Any:
+        if spec.shape is None:
+            return self._scalar(name, spec)
+        shape = self.d.shape_of(spec, self.sizes)
+        if spec.floating:
+            return self._floats(name, spec, shape)
+        if spec.dtype == "bool":
+            return torch.rand(shape, generator=self.gen) < 0.5
+        return self._integers(name, spec, shape, plan).to(getattr(torch, spec.dtype))
+
+    def _scalar(self, name: str, spec: TensorSpec) -> Any:
+        low = name.lower()
+        if spec.dtype == "bool":
+            return True
+        if not spec.floating:
+            if "offset" in low:
+                spare = self.const.get("num_experts", 0) - self.const.get("num_local_experts", 0)
+                return min(self.const.get("num_local_experts", 0), max(spare, 0))
+            return {"window_left": 7, "top_k": self.const.get("top_k", 2)}.get(low, self.const.get(low, 1))
+        if "eps" in low:
+            return 1e-6
+        if "routed_scaling" in low:
+            return 2.5
+        if "cap" in low or "theta" in low:
+            return 30.0 if "cap" in low else 1e4
+        if "scale" in low and not re.search(r"(^|_)[kv]_?scale", low):
+            dims = [self.d.shape_of(s, self.sizes)[-1] for n, s in self.d.inputs.items()
+                    if s.floating and s.shape and _QUERY.search(n)]
+            return 1.0 / math.sqrt(sum(dims) or 1)
+        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.0)
+
+    def _floats(self, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+        low, dtype = name.lower(), spec.dtype
+        if dtype == "float4_e2m1":
+            raise DataError(f"{self.d.name}: {name} is {dtype}, for which torch has no arithmetic; its codes must come "
+                            "from a stored workload")
+        if low == "probs" or low.endswith("_probs"):
+            return (self._random(shape) * 2).softmax(-1)
+        if "top_p" in low:
+            return self._rows(shape, (0.0, 0.9, 0.5, 1.0, 0.3))
+        if "min_p" in low or "temperature" in low:
+            return self._rows(shape, (0.1, 0.5, 0.02))
+        if "cos_sin" in low or low in ("cos", "sin", "cos_cache", "sin_cache"):
+            return self._angles(low, shape).to(getattr(torch, dtype))
+        if "logits" in low:
+            return self._distinct(shape).to(getattr(torch, dtype))
+        if "scale" in low:
+            return (torch.rand(shape, generator=self.gen) + 0.5) * self._unit(low)
+        if len(shape) == 1:
+            drawn = torch.rand(shape, generator=self.gen)
+            return ((drawn - 0.5) * 0.2 if "bias" in low else drawn + 0.5).to(getattr(torch, dtype))
+        fixed = all(axis in self.const for axis in spec.shape or ())
+        by = 1 / math.sqrt(max(shape[-1], 1)) if fixed and not dtype.startswith("float8") else 1.0
+        if "topk_weights" in low or "routing_weights" in low:
+            return torch.rand(shape, generator=self.gen).to(getattr(torch, dtype))
+        return self._weight(shape, getattr(torch, dtype), by, fixed)
+
+    def _unit(self, low: str) -> float:
+        """What keeps results near 1: the scale of a weight undoes the sum over its inputs."""
+        base = next((n for n in self.d.inputs if low.startswith(n.lower()) and n.lower() != low), "")
+        number = re.search(r"\d", low)
+        if not base and number and re.match(r"output", low):
+            base = next((n for n in self.d.inputs if number[0] in n and "weight" in n and "scale" not in n), "")
+        spec = self.d.inputs.get(base)
+        if spec is None or not spec.shape or any(axis not in self.const for axis in spec.shape):
+            return 1.0
+        return 1 / math.sqrt(max(self.const[spec.shape[-1]], 1))
+
+    def _weight(self, shape: tuple[int, ...], dtype: torch.dtype, by: float, fixed: bool) -> Tensor:
+        if not fixed or len(shape) < 3 or math.prod(shape) * dtype.itemsize < LARGE:
+            return (self._random(shape) * by).to(dtype)
+        count, rows, width = shape[0], math.prod(shape[1:-1]), shape[-1]
+        buffer = (self._random((rows + count, width)) * by).to(dtype)
+        return buffer.as_strided((count, rows, width), (width, width, 1)).unflatten(1, shape[1:-1])
+
+    def _random(self, shape: tuple[int, ...]) -> Tensor:
+        n = math.prod(shape)
+        if n <= PERIOD:
+            return torch.randn(shape, generator=self.gen)
+        return torch.randn(PERIOD, generator=self.gen).repeat(-(-n // PERIOD))[:n].view(shape)
+
+    def _distinct(self, shape: tuple[int, ...]) -> Tensor:
+        """Rows without equal values, also when rounded: which of two equal ones is greater is nobody's contract."""
+        reach = max(3.0, shape[-1] * 0.01)
+        line = torch.linspace(-reach, reach, shape[-1])
+        rows = [line[torch.randperm(shape[-1], generator=self.gen)] for _ in range(math.prod(shape[:-1]))]
+        return torch.stack(rows).view(shape) if rows else torch.empty(shape)
+
+    def _rows(self, shape: tuple[int, ...], values: tuple[float, ...]) -> Tensor:
+        return torch.tensor([values[i % len(values)] for i in range(math.prod(shape))]).view(shape)
+
+    def _angles(self, low: str, shape: tuple[int, ...]) -> Tensor:
+        half = shape[-1] // 2 if "cos_sin" in low else shape[-1]
+        speeds = 1e4 ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
+        angles = (torch.arange(math.prod(shape[:-1]), dtype=torch.float64)[:, None] * speeds).float()
+        parts = (angles.cos(), angles.sin()) if "cos_sin" in low else \
+            (angles.cos() if "cos" in low else angles.sin(),)
+        return torch.cat(parts, -1).view(shape)
+
+    def _integers(self, name: str, spec: TensorSpec, shape: tuple[int, ...], plan: _Plan | None) -> Tensor:
+        low = name.lower()
+        if name in self.indptrs and plan is not None:
+            lengths = plan.queries if _QUERY.search(name) else plan.pages or plan.keys
+            return torch.tensor([0, *lengths]).cumsum(0)
+        if plan is not None and (name == self.page_ids or name == self.table):
+            return self._pages(name, shape, plan)
+        if plan is not None and "last_page_len" in low:
+            last = [(k - 1) % self.page_size + 1 if k else 0 for k in plan.keys]
+            return torch.tensor(last + [0] * (shape[0] - len(last)))
+        if plan is not None and _LENGTHS.search(low):
+            return torch.tensor(plan.keys)
+        if "top_k" in low or low == "k":
+            return self._rows(shape, (1, 20, 0, 5, 40))
+        if "topk_ids" in low or "expert_ids" in low:
+            return self._experts(name, shape)
+        if "position" in low or low.startswith("pos"):
+            return torch.randint(0, self._bound(("max_seq_len", "max_position"), 16), shape, generator=self.gen)
+        if low.endswith(("indices", "ids")):
+            return self._picked(shape)
+        raise DataError(f"{self.d.name}: nothing is known of the input {name!r} ({spec.dtype}, axes "
+                        f"{', '.join(spec.shape or ())}) to make values for it; give it in a workload")
+
+    def _bound(self, names: tuple[str, ...], default: int) -> int:
+        known = {**self.sizes, **self.const}
+        return next((known[n] for n in names if n in known), default)
+
+    def _pages(self, name: str, shape: tuple[int, ...], plan: _Plan) -> Tensor:
+        pool = self.sizes.get(self._pool_axis(), self.const.get("num_pages", sum(plan.pages)))
+        used = sum(plan.pages)
+        ids = torch.randperm(pool, generator=self.gen)[:used] if pool >= used else \
+            torch.randint(0, max(pool, 1), (used,), generator=self.gen)
+        if name == self.page_ids:
+            return ids.view(shape)
+        table, start = torch.zeros(shape, dtype=torch.int64), 0
+        for i, count in enumerate(plan.pages):
+            table[i, :count] = ids[start:start + count]
+            start += count
+        return table
+
+    def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Different experts for each token; their weights are in the low half where no other input has them."""
+        experts = self._bound(("num_experts", "num_local_experts", "num_experts_global"), 8)
+        rows = [torch.randperm(experts, generator=self.gen)[:shape[-1]] for _ in range(math.prod(shape[:-1]))]
+        ids = torch.stack(rows).view(shape) if rows else torch.empty(shape, dtype=torch.int64)
+        if any("weight" in n and "topk" in n for n in self.d.inputs) or self.d.inputs[name].dtype != "int32":
+            return ids
+        weights = torch.rand(shape, generator=self.gen).add(0.1).to(torch.bfloat16)
+        return ids << 16 | (weights.view(torch.int16).to(torch.int64) & 0xFFFF)
+
+    def _picked(self, shape: tuple[int, ...]) -> Tensor:
+        """Rows of different tokens of the cache, padded with -1 where there are not enough."""
+        pool_axis = self._pool_axis()
+        pool = self.sizes.get(pool_axis, self._bound(("pool_size",), 16)) * (self.page_size if pool_axis else 1)
+        if len(shape) == 1:
+            return torch.randint(0, self._bound(("pool_size", "batch_size"), pool), shape, generator=self.gen)
+        rows = torch.full((math.prod(shape[:-1]), shape[-1]), -1, dtype=torch.int64)
+        for i in range(len(rows)):
+            n = int(torch.randint(1, min(shape[-1], pool) + 1, (), generator=self.gen))
+            rows[i, :n] = torch.randperm(pool, generator=self.gen)[:n]
+        return rows.view(shape)
+
+
+def _is_alone(indptrs: list[str]) -> bool:
+    return len(indptrs) == 1 and not re.search(r"(^|_)(k|kv)(_|$)", indptrs[0])

@@ -1,0 +1,153 @@
+"""What a definition says beside its schema, and how its inputs are recognised.
+
+The schema has no place for an epsilon, a causal mask or which half of a weight is the gate: the reference's code, the
+tags and the description tell. Where they do not, there is more than one reading, the likeliest first; running the
+reference decides between them.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...spec.errors import DataError
+from .definition import Definition, TensorSpec
+
+
+class Unmapped(DataError):
+    """No lz call answers this definition; the message says which part of it has no counterpart."""
+
+
+class Parts:
+    """The inputs and outputs of a definition, taken one by one; what is left over is not understood."""
+
+    def __init__(self, definition: Definition, op: str) -> None:
+        self.definition, self.op = definition, op
+        self.left = dict.fromkeys(definition.inputs)
+
+    def maybe(self, pattern: str, ndim: int | None = None) -> str:
+        """The first input whose whole name matches, or nothing."""
+        for name in self.left:
+            if re.fullmatch(pattern, name.lower()) and (ndim is None or len(self.shape(name)) == ndim):
+                del self.left[name]
+                return name
+        return ""
+
+    def take(self, pattern: str, what: str, ndim: int | None = None) -> str:
+        found = self.maybe(pattern, ndim)
+        if not found:
+            rank = "" if ndim is None else f" of {ndim} dimensions"
+            raise self.unmapped(f"lz.{self.op} needs {what}{rank}; none of the inputs "
+                                f"{', '.join(self.definition.inputs)} is that")
+        return found
+
+    def done(self) -> None:
+        if self.left:
+            raise self.unmapped(f"lz.{self.op} has no counterpart of the input"
+                                f"{'s' if len(self.left) > 1 else ''} {', '.join(self.left)}")
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.definition.inputs[name]
+
+    def shape(self, name: str) -> tuple[str, ...]:
+        return self.spec(name).shape or ()
+
+    def outputs(self, *wanted: tuple[str, str]) -> tuple[str, ...]:
+        """The outputs in the order of `wanted`, (pattern, what it is); "" for one that the definition lacks.
+
+        The first is found by position where no name matches.
+        """
+        left = dict.fromkeys(self.definition.outputs)
+        found = []
+        for pattern, _ in wanted:
+            name = next((n for n in left if re.fullmatch(pattern, n.lower())), "")
+            left.pop(name, None)
+            found.append(name)
+        if not found[0] and left:
+            found[0] = next(iter(left))
+            del left[found[0]]
+        if left or not found[0]:
+            raise self.unmapped(f"lz.{self.op} gives {', '.join(what for _, what in wanted)}; the output"
+                                f"{'s' if len(left) > 1 else ''} {', '.join(left)} is none of these")
+        return tuple(found)
+
+    def unmapped(self, why: str) -> Unmapped:
+        return Unmapped(f"{self.definition.name} ({self.definition.op_type}): {why}")
+
+
+def readings(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination, those that follow the first choices most closely first."""
+    ranked = [range(len(values)) for values in options.values()]
+    combinations = sorted(itertools.product(*ranked), key=lambda picks: (sum(picks), picks))
+    return [{name: values[i] for (name, values), i in zip(options.items(), picks)} for picks in combinations]
+
+
+def likely(value: Any, *others: Any) -> tuple[Any, ...]:
+    """The value, then what else it might be."""
+    return (value, *(o for o in others if o != value))
+
+
+# What the text tells.
+
+def text_of(definition: Definition) -> str:
+    """All of its words, in small letters."""
+    told = [s.description for s in (*definition.inputs.values(), *definition.outputs.values())]
+    return " ".join([definition.name, definition.description, *definition.tags, *told, definition.reference]).lower()
+
+
+def lse_bases(definition: Definition) -> tuple[str, ...]:
+    """2 where the log-sum-exp is divided by log 2 or taken with log2, as FlashInfer does; else e."""
+    binary = re.search(r"log2|log\(2|1\.44269|2-base|base.2", text_of(definition)) is not None
+    return ("2", "e") if binary else ("e", "2")
+
+
+def is_causal(definition: Definition) -> tuple[bool, ...]:
+    """Told by the word, or by a mask in the reference."""
+    text = text_of(definition)
+    if re.search(r"non.?causal|not causal|no causal|causal\s*=\s*false", text):
+        return False, True
+    masked = re.search(r"causal|masked_fill|triu|tril|\bmask\b", text) is not None
+    return (True, False) if masked else (False, True)
+
+
+def small_numbers(definition: Definition) -> tuple[float, ...]:
+    """Epsilons in the reference: numbers of 1e-12 to 1e-3, those with such a name first."""
+    named: list[float] = []
+    others: list[float] = []
+    for node in ast.walk(ast.parse(definition.reference)):
+        targets: Iterable[ast.expr] = ()
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = (node.target,)
+        for target in targets:
+            if isinstance(target, ast.Name) and "eps" in target.id.lower() and isinstance(node, (ast.Assign,
+                                                                                              ast.AnnAssign)):
+                named += _numbers(node.value)
+        if isinstance(node, ast.FunctionDef):
+            with_default = node.args.args[len(node.args.args) - len(node.args.defaults):]
+            for arg, default in zip(with_default, node.args.defaults):
+                named += _numbers(default) if "eps" in arg.arg.lower() else []
+        others += _numbers(node)
+    told = [float(n) for n in re.findall(r"\b1e-0?\d+\b", text_of(definition))]
+    return tuple(dict.fromkeys(n for n in (*named, *others, *told) if 1e-12 <= n <= 1e-3))
+
+
+def _numbers(node: ast.AST | None) -> list[float]:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+
+def constant(definition: Definition, pattern: str) -> int | None:
+    """The whole number that the reference gives a name such as TOP_K, or a const axis of that name."""
+    for axis, value in definition.const_axes.items():
+        if re.fullmatch(pattern, axis.lower()):
+            return value
+    for node in ast.walk(ast.parse(definition.reference)):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is int:
+            if any(isinstance(t, ast.Name) and re.fullmatch(pattern, t.id.lower()) for t in node.targets):
+                return node.value.value
+    return None

@@ -1,0 +1,211 @@
+"""A definition, verified: lz against the reference and against every independent answer, and these with each other.
+
+Where the schema leaves open what is meant, the reference decides: if the likeliest reading disagrees with it and
+another agrees, that one is used and the report says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...machine.faults import FAULTS
+from ...spec.errors import DataError
+from ..comparison import Tolerance, Verdict, compare, overall, tolerance_of
+from .answers import draws
+from .answers.answer import Answer, serving
+from .answers.lookup import answers
+from .answers.references import Ran, References
+from .answers.truths import truths
+from .definition import Definition, RandomInput, ScalarInput, Workload
+from .inputs import generate
+from .readings import Unmapped
+from .scaling import CannotScale, scaled, too_large
+
+REPEATS = 3                                    # runs to time, after the first
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`got` against `want`, output by output."""
+
+    got: str
+    want: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def status(self) -> str:
+        return overall(self.verdicts)
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"got": self.got, "want": self.want, "status": self.status, "outputs": {
+            v.output: {"status": v.status, "detail": v.detail, **v.metrics.to_json()} for v in self.verdicts}}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of one definition at one size.
+
+    passed: lz agrees with all that ran. failed: it disagrees, or raised. disputed: it agrees with the reference, but
+    another answer does not. unproven: nothing ran to compare it with. unmapped: no lz call answers it.
+    """
+
+    definition: Definition
+    status: str
+    comparisons: tuple[Comparison, ...] = ()
+    workload: Workload | None = None
+    answer: str = ""
+    kernels: tuple[str, ...] = ()
+    scaled: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)     # who did not answer -> why
+    detail: str = ""
+    reading: int = 0                           # which of answers() it is
+    latency_ms: float = 0.0
+    reference_ms: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+    def __str__(self) -> str:
+        detail = self.detail.removeprefix(f"{self.definition.name}: ")
+        lines = [f"{self.definition.name}: {self.status}" + (f": {detail}" if detail else "")]
+        if self.answer:
+            lines.append(f"  {self.answer}")
+        if self.scaled:
+            lines.append("  smaller than defined: " + ", ".join(f"{a} {b} instead of {c}"
+                                                                for a, (c, b) in self.scaled.items()))
+        lines += [f"  {c.got} against {c.want}: {v}" for c in self.comparisons for v in c.verdicts]
+        return "\n".join([*lines, *(f"  {who}: {why}" for who, why in self.absent.items())])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"definition": self.definition.name, "op_type": self.definition.op_type, "status": self.status,
+                "detail": self.detail, "answer": self.answer, "kernels": list(self.kernels),
+                "axes": dict(self.workload.axes) if self.workload else {},
+                "scaled": {a: {"from": old, "to": new} for a, (old, new) in self.scaled.items()},
+                "comparisons": [c.to_json() for c in self.comparisons], "absent": dict(self.absent),
+                "latency_ms": self.latency_ms, "reference_ms": self.reference_ms}
+
+
+def verify(definition: Definition, references: References, size: str = "small", *, device: str = "cpu", seed: int = 0,
+           tolerance: float | None = None, workload: Workload | None = None, as_is: bool = False) -> Report:
+    """One definition at one size, or for one workload. as_is: never make it smaller, however large it is."""
+    try:
+        found = answers(definition)
+    except Unmapped as e:
+        return Report(definition, "unmapped", detail=str(e))
+    changes: Mapping[str, tuple[int, int]] = {}
+    absent: dict[str, str] = {}
+    used = definition
+    if size == "small" and workload is None and not as_is and too_large(definition):
+        try:
+            used, changes = scaled(definition)
+            found = answers(used)
+        except CannotScale as e:
+            absent["scaling"] = f"the definition is large and was left as it is: {e}"
+    try:
+        inputs = generate(used, size, seed=seed, device=device, workload=workload)
+    except DataError as e:
+        return Report(definition, "unproven", answer=str(found[0]), detail=str(e), absent=absent)
+    ran = references.run(used, inputs, device)
+    if not ran.ok:
+        absent["reference"] = ran.why
+    limits = tolerance_of((s.dtype for s in (*used.inputs.values(), *used.outputs.values())), tolerance)
+    report = _judge(definition, found, inputs, ran, limits, device)
+    case = workload or stated(used, inputs, seed, size)
+    return replace(report, workload=case, scaled=changes, absent={**absent, **report.absent})
+
+
+def stated(definition: Definition, inputs: Mapping[str, Any], seed: int, size: str) -> Workload:
+    """The workload that these inputs are of."""
+    specs = {n: RandomInput() if isinstance(v, Tensor) else ScalarInput(v) for n, v in inputs.items()}
+    axes = definition.sizes_of(inputs)
+    told = "-".join(f"{a}{n}" for a, n in axes.items())
+    return Workload(axes, specs, f"layerzero-{size}-seed{seed}-{told}" if told else f"layerzero-{size}-seed{seed}")
+
+
+def _judge(definition: Definition, found: Sequence[Answer], inputs: Mapping[str, Any], ran: Ran, limits: Tolerance,
+           device: str) -> Report:
+    first: Report | None = None
+    for i, answer in enumerate(found):
+        report = _one(definition, answer, inputs, ran, limits, device)
+        if report.status in ("passed", "disputed", "unproven") or not ran.ok:
+            told = "read otherwise than its text suggests, as the reference computes" if first is not None else ""
+            return replace(report, detail=report.detail + told, reading=i)
+        first = first or report
+    assert first is not None                   # answers() gave at least one
+    return first
+
+
+def _one(definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran: Ran, limits: Tolerance,
+         device: str) -> Report:
+    try:
+        with serving() as kernels:
+            made = answer(inputs)
+        latency = timed(answer, inputs)
+    except FAULTS as e:
+        return Report(definition, "failed", answer=str(answer), detail=f"lz raised {type(e).__name__}: {e}")
+    others: dict[str, Mapping[str, Tensor]] = {"reference": ran.outputs} if ran.ok else {}
+    absent: dict[str, str] = {}
+    for truth in truths(answer, device) if not answer.random else ():
+        if truth.compute is None:
+            absent[truth.source] = truth.why_not
+            continue
+        try:
+            others[truth.source] = truth(answer, inputs)
+        except FAULTS as e:
+            absent[truth.source] = f"raised {type(e).__name__}: {e}"
+    if answer.random:
+        comparisons = _drawn(answer, inputs, made, ran)
+    else:
+        comparisons = [_compared("lz", made, name, other, limits) for name, other in others.items()]
+        names = list(others)
+        comparisons += [_compared(a, others[a], b, others[b], limits)
+                        for i, b in enumerate(names) for a in names[i + 1:]]
+    ours = [c for c in comparisons if c.got == "lz"]
+    status = ("unproven" if not ours else "failed" if not all(c.passed for c in ours)
+              else "passed" if all(c.passed for c in comparisons) else "disputed")
+    return Report(definition, status, tuple(comparisons), answer=str(answer), kernels=tuple(dict.fromkeys(kernels)),
+                  absent=absent, latency_ms=latency, reference_ms=ran.ms)
+
+
+def _compared(name: str, got: Mapping[str, Tensor], against: str, want: Mapping[str, Tensor],
+              limits: Tolerance) -> Comparison:
+    shared = [output for output in want if output in got]
+    return Comparison(name, against, tuple(compare(o, got[o], want[o], limits) for o in shared))
+
+
+def _drawn(answer: Answer, inputs: Mapping[str, Any], made: Mapping[str, Tensor], ran: Ran) -> list[Comparison]:
+    if answer.kind != "sampling":
+        return []
+    out = answer.roles["out"]
+    found = [Comparison("lz", "torch's filters", (draws.possible(answer, inputs, made[out]),
+                                                  draws.frequencies(answer, inputs)))]
+    if ran.ok:
+        shaped = compare(out, torch.zeros_like(made[out].cpu()), torch.zeros_like(ran.outputs[out]), Tolerance(0, 0))
+        found.append(Comparison("lz", "reference (shape and dtype)", (shaped,)))
+        found.append(Comparison("reference", "torch's filters", (draws.possible(answer, inputs, ran.outputs[out]),)))
+    return found
+
+
+def timed(answer: Answer, inputs: Mapping[str, Any]) -> float:
+    """Milliseconds of the best of a few runs; the first was before."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        out = answer(inputs)
+        if any(v.is_cuda for v in out.values()):
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+        if best > 0.1:
+            break
+    return best * 1e3

@@ -1,0 +1,1 @@
+"""The one immutable snapshot that every call reads, and what changes it."""

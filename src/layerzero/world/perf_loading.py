@@ -1,0 +1,247 @@
+"""Measurements on their way into the world: where they are, what is read of them, what came with
+the package.
+
+A store is read when a world is made and when a setting or a kernel changes; never by a call that
+finds its choice in the cache. Reading changes nothing: what is damaged is set aside when something
+is to be written (measurements.py). A store that cannot be used costs its measurements and nothing
+else: that is an event, and `lz doctor` says it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..machine.builds import build_of
+from ..machine.loading import installed_version, is_version_range, satisfies
+from ..perf import shipped as files
+from ..perf.batch import Batch
+from ..perf.fleet import FleetStore
+from ..perf.interface import CorruptStore, Store, StoreError
+from ..perf.record import PerfView
+from ..perf.shipped import Table
+from ..select.engine import Shipped
+from ..select.policy import Policy
+from ..spec.device import Device
+from ..spec.errors import ConfigError, DataError, LayerZeroError
+from ..spec.event import Event, StoreTrouble
+from ..spec.kernel import Kernel
+from . import config, events
+from .catalog import Catalog
+
+FILE = "perf.sqlite"
+OFF = "off"
+DAY = 86400.0
+# to wait for another process; the first call waits for the reading
+READ_SECONDS, WRITE_SECONDS = 2.0, 10.0
+RETRY_SECONDS = 60.0                           # after which a store that failed is asked again
+
+
+@dataclass
+class StoreState:
+    """What this process knows of its store. Each value is replaced as a whole; nobody waits to read
+    one."""
+
+    reading: StoreTrouble | None = None        # the last trouble, until reading works again
+    writing: StoreTrouble | None = None        # the same of writing
+    retry_at: float = 0.0
+    damaged: CorruptStore | None = None  # found while reading; whoever writes next looks closer
+    unsaved: Batch = field(default_factory=Batch)                  # measured, and in no store yet
+
+    @property
+    def trouble(self) -> StoreTrouble | None:
+        return self.writing or self.reading
+
+    newest: float = 0.0  # the latest time that a measurement of this process may have
+
+    def reset(self) -> None:
+        """As if the process had just begun; what is unsaved is given up."""
+        vars(self).update(vars(StoreState()))
+
+    def now(self) -> float:
+        """The time, which does not go back: with a clock that does, the later measurement is still
+        the newer one."""
+        self.newest = max(self.newest, time.time())
+        return self.newest
+
+
+state = StoreState()
+
+
+def location(policy: Policy) -> Path | str | None:
+    """Where measurements are: a file, the address of a server, or None where they are kept in
+    memory only."""
+    text = str(policy.setting("perfdb")).strip()
+    if not text:
+        return config.cache_dir() / FILE
+    if text.lower() == OFF:
+        return None
+    if text.startswith(("postgresql://", "postgresql+")):
+        return text
+    if "://" in text:
+        raise ConfigError(f"perfdb: wanted a path, {OFF!r}, or postgresql://..., got "
+                          f"{text.partition('://')[0]}://...")
+    if "\0" in text:
+        raise ConfigError(f"perfdb: wanted a path, got {text!r}, which no file system takes")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as e:
+        raise ConfigError(f"perfdb: cannot expand {text!r}: {e}; write an absolute path") from e
+
+
+def opened(where: Path | str, timeout: float | None = None, read_only: bool = False) -> Store:
+    """The store at a path or an address. With `read_only` nothing is made, changed or left
+    there."""
+    timeout = WRITE_SECONDS if timeout is None else timeout
+    if isinstance(where, Path):
+        from ..perf.store import SqliteStore  # SQLite is not loaded before there is a file
+        return SqliteStore(where, timeout, read_only)
+    return FleetStore(where, timeout, read_only)
+
+
+def shown(where: Path | str) -> str:
+    """For messages: an address without its password."""
+    scheme, sign, rest = str(where).partition("://")
+    return f"{scheme}{sign}{rest.rpartition('@')[2]}"
+
+
+def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Event]]:
+    """What the store has of these kernels as they are built today, what is not in it yet, and what
+    went wrong."""
+    days = policy.setting("perfdb_ttl")
+    builds, since = {k.id: build_of(k) for k in kernels}, state.now() - days * DAY if days else 0.0
+    view, trouble = _read(policy, builds, since)
+    state.reading = trouble
+    unsaved = state.unsaved
+    rows = [m for m in unsaved.rows.values() if m.build == builds.get(m.kernel) and m.at >= since]
+    if rows or unsaved.rates:
+        view = view.including(rows, {place: rates for place, (rates, _) in unsaved.rates.items()})
+    return view, [trouble] if trouble is not None else []
+
+
+def _read(policy: Policy, builds: Mapping[str, str],
+          since: float) -> tuple[PerfView, StoreTrouble | None]:
+    try:
+        where = location(policy)
+        if where is None or (isinstance(where, Path) and not where.exists()):
+            return PerfView(), None
+    except (LayerZeroError, OSError) as e:
+        name = shown(policy.setting("perfdb"))
+        return PerfView(), _failed(name, e, "choices are made without measurements")
+
+    damaged = DamagedRows(where)
+    try:
+        with opened(where, READ_SECONDS, read_only=True) as store:
+            return store.view(builds, since, damaged), damaged.loaded()
+    except CorruptStore as e:
+        state.damaged = e
+        return PerfView(), _failed(shown(where), e, AS_DAMAGED)
+    except StoreError as e:
+        return PerfView(), _failed(shown(where), e, "choices are made without measurements")
+
+
+class DamagedRows:
+    """Damage that a view meets: while it is loaded, or later while a call is choosing, which goes
+    on without."""
+
+    def __init__(self, where: Path | str) -> None:
+        self.where = where
+        self.loading = True
+        self.trouble: StoreTrouble | None = None
+
+    def __call__(self, problem: str) -> None:
+        if isinstance(self.where, Path):
+            state.damaged = CorruptStore(self.where, problem, None)
+            self.trouble = _failed(shown(self.where), state.damaged, AS_DAMAGED)
+        else:
+            error = StoreError(problem)
+            self.trouble = _failed(shown(self.where), error, "choices are made without such rows")
+        if not self.loading:
+            state.reading = self.trouble
+            events.emit(self.trouble)
+
+    def loaded(self) -> StoreTrouble | None:
+        self.loading = False
+        return self.trouble
+
+
+AS_DAMAGED = ("choices are made without its measurements; it is set aside when something is to be "
+              "written, or by lz perf prune")
+
+
+def _failed(name: str, error: Exception, action: str) -> StoreTrouble:
+    state.retry_at = time.monotonic() + RETRY_SECONDS
+    return StoreTrouble(store=name, problem=str(error), action=action)
+
+
+class Loaded(Protocol):
+    """The part of a world that measurements are loaded for."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    @property
+    def perf(self) -> PerfView: ...
+
+
+def follow(old: Loaded, new: Loaded) -> tuple[PerfView, list[Event]]:
+    """The measurements that the settings and the kernels of `new` call for: its own where nothing
+    changed."""
+    names = ("perfdb", "perfdb_ttl")
+    if any(old.policy.setting(name) != new.policy.setting(name) for name in names):
+        return load(new.policy, new.catalog.kernels)
+    if new.catalog is old.catalog:
+        return new.perf, []
+    added = [k for k in new.catalog.kernels if old.catalog.by_id.get(k.id) is not k]
+    if not added or (state.reading is not None and time.monotonic() < state.retry_at):
+        return new.perf, []
+    perf, told = load(new.policy, added)
+    if not perf and not new.perf:
+        return new.perf, told
+    return new.perf.including(perf, builds={k.id: build_of(k) for k in added}), told
+
+
+# what came with the package
+
+def shipped(catalog: Catalog, device: Device, place: str) -> Shipped:
+    """The measurements that came with the package for this model of device, where its versions are
+    those here."""
+    table, refused = applicable(catalog, device)
+    if table is None or refused:
+        return Shipped()
+    outside = {distribution for distribution, wanted in table.libraries().items()
+               if not satisfies(installed_version(distribution) or "", wanted)}
+    kernels = {k.id for k in catalog.kernels if (k.distribution or k.package) not in outside}
+    return Shipped(table.view(place, kernels), table.title)
+
+
+def applicable(catalog: Catalog, device: Device) -> tuple[Table | None, str]:
+    """The table of this model of device, and why it does not count here ("" where it does)."""
+    threads = torch.get_num_threads()
+    found = [table for table in tables(catalog) if table.is_for(device)]
+    refusals = [(table, table.refusal(device, threads, satisfies)) for table in found]
+    return min(refusals, key=lambda pair: bool(pair[1]), default=(None, ""))
+
+
+def tables(catalog: Catalog) -> tuple[Table, ...]:
+    """Every table of the package. One that cannot be read is an event, and costs itself."""
+    found = []
+    for path in sorted(files.FOLDER.glob("*.json")):
+        try:
+            table = files.read(path, catalog.ops)
+            if wrong := [text for text in table.versions.values() if not is_version_range(text)]:
+                raise DataError(f"{path.name}: versions must be like '>=2.9,<2.14', got "
+                                f"{', '.join(wrong)}")
+            found.append(table)
+        except DataError as e:
+            events.emit(StoreTrouble(store=path.name, problem=str(e),
+                                     action="it is left out; reinstall layerzero"))
+    return tuple(found)

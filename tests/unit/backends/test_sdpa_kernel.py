@@ -1,0 +1,212 @@
+"""torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp say which kernels may serve attention."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers import ATTENTION, Fake, path_of, qkv, register
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import layerzero as lz
+from layerzero.machine import faults
+from layerzero.operate import recording
+from layerzero.operate.inspection import dispatcher_of
+from layerzero.spec.errors import NamedKernelRefused, NoKernel, RegistrationError
+from layerzero.spec.kernel import SDPA, SDPA_BACKENDS
+from layerzero.spec.reason import Code
+from layerzero.world import snapshot as worlds
+
+MATH, FLASH = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
+EFFICIENT, CUDNN = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+VARLEN = lz.op("varlen_attention")
+SWITCHES = {"FLASH_ATTENTION": torch.backends.cuda.enable_flash_sdp,
+            "EFFICIENT_ATTENTION": torch.backends.cuda.enable_mem_efficient_sdp,
+            "MATH": torch.backends.cuda.enable_math_sdp, "CUDNN_ATTENTION": torch.backends.cuda.enable_cudnn_sdp}
+
+
+@pytest.fixture(autouse=True)
+def _all_on(world):
+    assert faults.sdpa_backends() is None, "a test left an implementation switched off"
+    yield
+    for switch in SWITCHES.values():
+        switch(True)
+
+
+@contextmanager
+def off(*names: str):
+    for name in names:
+        SWITCHES[name](False)
+    try:
+        yield
+    finally:
+        for name in names:
+            SWITCHES[name](True)
+
+
+def implementation(op: str, id: str) -> str:
+    return next(k for k in worlds.current().kernels(op) if k.id == id).sdpa_backend
+
+
+def kernels_that_may(op: str, *args, **kwargs) -> set[str]:
+    return {implementation(op, step.kernel) for step in lz.explain(op, *args, **kwargs).steps}
+
+
+def packed():
+    return tuple(VARLEN.inputs(lengths_q=(3, 5), hq=2, hkv=2, d=8).values())[:7]
+
+
+def test_every_kernel_of_torch_and_of_flash_attention_says_which_implementation_it_is():
+    for op in ("attention", "varlen_attention"):
+        for kernel in worlds.current().kernels(op):
+            if kernel.backend in ("flash_attn", "reference") or kernel.id.startswith("torch.sdpa"):
+                assert kernel.sdpa_backend in (SDPA, *SDPA_BACKENDS), kernel.id
+            if kernel.backend in ("native", "cuda", "triton", "flashinfer"):
+                assert kernel.sdpa_backend == "", kernel.id
+
+
+@pytest.mark.parametrize("allowed", [(MATH,), (FLASH,), (FLASH, MATH), (EFFICIENT, MATH), (CUDNN, FLASH)])
+def test_only_what_is_allowed_is_in_the_plan(allowed):
+    names = {a.name for a in allowed}
+    for op, args in (("attention", qkv()), ("attention", qkv(1, 40, heads=4, kv_heads=2)),
+                     ("varlen_attention", packed())):
+        free, before = kernels_that_may(op, *args), lz.explain(op, *args)
+        with sdpa_kernel(list(allowed)):
+            left = kernels_that_may(op, *args)
+            plan = lz.explain(op, *args)
+        assert left <= names | {SDPA} and left >= free & (names | {SDPA})
+        for step in before.steps:
+            refused = implementation(op, step.kernel) not in (SDPA, *names)
+            codes = [r.code for r in plan.why_not(step.kernel)]
+            assert codes == [Code.SDPA_BACKEND_DISABLED] * refused, (step.kernel, codes)
+        assert kernels_that_may(op, *args) == free     # restored after the block
+
+
+def test_the_reason_names_what_is_allowed():
+    with sdpa_kernel(MATH):
+        told = str(lz.explain("attention", *qkv()))
+    assert "is FLASH_ATTENTION; torch.nn.attention.sdpa_kernel allows only MATH" in told
+    assert "is none of torch's implementations; torch.nn.attention.sdpa_kernel allows only MATH" in told
+    with off(*SWITCHES), pytest.raises(NoKernel, match="allows only none"):
+        lz.attention(*qkv())
+
+
+def test_a_remembered_choice_does_not_leave_its_block(path):
+    ours = Fake("fake.one", ATTENTION)                 # none of torch's: serves only while nothing is switched off
+    math = Fake("fake.math", ATTENTION, prior=1e5, sdpa_backend="MATH")
+    flash = Fake("fake.flash", ATTENTION, prior=1e4, sdpa_backend="FLASH_ATTENTION")
+    register(ours, math, flash)
+    attention, args = path_of(ATTENTION, path), qkv()
+
+    def served():
+        before = [f.calls for f in (ours, math, flash)]
+        torch.testing.assert_close(attention(*args), ATTENTION.reference(*args))
+        return [b - a for a, b in zip(before, [f.calls for f in (ours, math, flash)])].index(1)
+
+    for _ in range(2):                                 # the second time everything is remembered
+        assert served() == 0
+        with sdpa_kernel(MATH):
+            assert served() == 1
+            with sdpa_kernel(FLASH):
+                assert served() == 2
+                with sdpa_kernel([FLASH, MATH]):
+                    assert served() == 1
+                assert served() == 2
+            assert served() == 1
+        with off("CUDNN_ATTENTION"):
+            assert served() == 1
+        with off("MATH"):
+            assert served() == 2
+        with sdpa_kernel([FLASH, MATH, EFFICIENT, CUDNN]):
+            assert served() == 0                       # everything is allowed, so ours are too
+
+
+def test_keys_differ_by_every_switch_and_only_for_ops_that_ask():
+    found, norm = dispatcher_of("attention"), dispatcher_of("rms_norm")
+    values, x = found.bound(tuple(qkv()), {}), torch.randn(2, 8)
+    lz.attention(*qkv()), lz.rms_norm(x)
+    named = norm.bound((x,), {})
+
+    def keys():
+        keyed = [found.key_of(*values)]
+        if found.native is not None:
+            keyed.append(found.native.compiled.key(*values[:8]))
+        return keyed, norm.key_of(*named)
+
+    seen = [keys()]
+    for names in (("MATH",), ("FLASH_ATTENTION",), ("EFFICIENT_ATTENTION",), ("CUDNN_ATTENTION",), tuple(SWITCHES)):
+        with off(*names):
+            seen.append(keys())
+    for place in range(len(seen[0][0])):
+        assert len({keyed[place] for keyed, _ in seen}) == len(seen)
+    assert len({key for _, key in seen}) == 1
+
+
+def test_threads_see_the_switches_of_the_process():
+    """torch keeps them for the process, not for a thread; so do we."""
+    math = Fake("fake.math", ATTENTION, sdpa_backend="MATH")
+    register(math)
+    results = []
+    with sdpa_kernel(FLASH):
+        worker = threading.Thread(target=lambda: results.append(lz.which("attention", *qkv())))
+        worker.start()
+        worker.join()
+    assert implementation("attention", results[0]) in ("FLASH_ATTENTION", SDPA)
+    assert lz.which("attention", *qkv()) == "fake.math"
+
+
+@pytest.mark.parametrize("case", [
+    (EFFICIENT, {}), (CUDNN, {}), (FLASH, {"dropout_p": 0.5}), (FLASH, {"softcap": 2.0}),
+    (MATH, {"backend": "torch.sdpa_flash"}), (FLASH, {"dropout_p": 0.5, "backend": "torch.sdpa"})], ids=str)
+@pytest.mark.filterwarnings("ignore::UserWarning")     # torch says why each implementation cannot
+def test_what_nothing_allowed_can_serve_is_refused_and_nobody_is_blamed(path, case):
+    allowed, extra = case
+    attention, args = path_of(ATTENTION, path), qkv()
+    before = lz.which("attention", *args)
+    with sdpa_kernel(allowed):
+        for _ in range(5):
+            with pytest.raises(NamedKernelRefused if "backend" in extra else NoKernel) as caught:
+                attention(*args, **extra)
+            assert Code.SDPA_BACKEND_DISABLED in caught.value.codes
+    assert not worlds.current().health
+    assert lz.which("attention", *args) == before
+    torch.testing.assert_close(attention(*args), ATTENTION.reference(*args))
+
+
+def test_the_results_are_those_of_torch_inside_the_block(path):
+    for args in (qkv(), qkv(5, 9), qkv(1, 30, heads=4, kv_heads=2)):
+        for allowed in (MATH, FLASH):
+            with sdpa_kernel(allowed):
+                got = path_of(ATTENTION, path)(*args)
+                want = torch.nn.functional.scaled_dot_product_attention(*args, enable_gqa=True)
+            torch.testing.assert_close(got, want)
+
+
+def test_gradients_inside_the_block():
+    q, k, v = (t.requires_grad_() for t in qkv())
+    with sdpa_kernel(MATH):
+        lz.attention(q, k, v).sum().backward()
+    assert all(t.grad is not None for t in (q, k, v))
+
+
+def test_other_ops_do_not_ask():
+    x = torch.randn(2, 8)
+    with off(*SWITCHES):
+        torch.testing.assert_close(lz.rms_norm(x), lz.op("rms_norm").reference(x))
+
+
+def test_a_recorded_call_is_the_same_inside_and_outside_of_the_block(tmp_path):
+    """What was allowed is, like a policy, no part of the call."""
+    with recording.recording(tmp_path / "outside.jsonl"):
+        lz.attention(*qkv(), backend="torch.sdpa")
+    with sdpa_kernel(MATH), recording.recording(tmp_path / "inside.jsonl"):
+        lz.attention(*qkv(), backend="torch.sdpa")
+    outside, inside = ((tmp_path / f"{name}.jsonl").read_text() for name in ("outside", "inside"))
+    assert outside == inside and outside
+
+
+def test_an_unknown_implementation_is_refused_when_it_is_declared():
+    with pytest.raises(RegistrationError, match="sdpa_backend must be one of FLASH_ATTENTION"):
+        lz.Kernel("ours.one", ATTENTION, lambda: ATTENTION.reference, sdpa_backend="flash")

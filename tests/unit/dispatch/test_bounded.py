@@ -1,0 +1,222 @@
+"""Ever new policies, names, sizes and settings: what is remembered of them is bounded, and so is what a call costs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from helpers import ATTENTION, Fake, normed, of, path_of, qkv, register, rows
+
+import layerzero as lz
+from layerzero.dispatch.background import learning
+from layerzero.dispatch.dispatcher import dispatchers
+from layerzero.select.policy import Layer
+from layerzero.spec.event import WorldPublished
+from layerzero.world import context, events, incidents
+from layerzero.world import snapshot as worlds
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def remembered() -> int:
+    """Entries of every table that calls can add to."""
+    world = worlds.current()
+    return len(world.memo) + len(context._of_calls) + len(context._interned) + len(world.extra_leaves) + sum(
+        len(d.cache.table) + len(d._bindings) + len(d.ledger._open) for d in dispatchers.values())
+
+
+def objects() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The same limits, small enough to be reached in a test."""
+    monkeypatch.setattr(context, "_MAX_CALLS", 32)
+    monkeypatch.setattr(context, "_MAX_INTERNED", 64)
+    monkeypatch.setattr(worlds, "_MAX_MEMO", 64)
+    context._of_calls.clear(), context._interned.clear()
+    lz.configure(cache_size=64)
+    yield
+    context._of_calls.clear(), context._interned.clear()
+
+
+def grows(call, rounds: int = 3, calls: int = 150) -> list[int]:
+    """How many objects there are after each round of ever new numbers; the first rounds fill the tables."""
+    numbers = iter(range(10**9))
+    found = []
+    for _ in range(rounds):
+        for _ in range(calls):
+            call(next(numbers))
+        found.append(objects())
+    return found
+
+
+def assert_bounded(call) -> None:
+    grows(call, 2)
+    before = remembered()
+    found = grows(lambda n: call(10**6 + n))
+    assert remembered() <= before + 100
+    assert found[-1] - found[0] < 2000, found  # a leak of one object a call is 300, and of an override some thousands
+
+
+def test_policies_with_ever_new_numbers(small, path):
+    run, x = path_of("rms_norm", path), rows()
+    assert_bounded(lambda n: run(x, policy={"cache_ttl": 10.0 + n}))
+    torch.testing.assert_close(run(x), normed(x))
+
+
+def test_policies_with_ever_new_rules(small, path, happened):
+    run, x = path_of("rms_norm", path), rows()
+    register(Fake())
+
+    def call(n: int) -> None:
+        deny = lz.PolicyRule.of("deny", "fake.one", "rms_norm", {"hidden": f"> {n}"})
+        run(x, policy=Layer("call", {}, (deny,)))
+
+    grows(call, 1, 100)                        # beyond what is put into the keys
+    program = worlds.current().program(lz.op("rms_norm"))
+    happened.clear()
+    assert_bounded(call)
+    assert len(worlds.current().extra_leaves) <= incidents.MOST_TESTS
+    assert worlds.current().program(lz.op("rms_norm")) is program
+    assert of(WorldPublished, happened) == []  # so that nobody else's choices are forgotten
+
+
+def test_rules_beyond_the_bound_are_obeyed(path):
+    run = path_of("attention", path)
+    register(Fake("fake.attention", ATTENTION))
+    for n in range(2 * incidents.MOST_TESTS):
+        with lz.prefer("fake.attention", op="attention", when={"seq_k": f"> {1000 + n}"}):
+            run(*qkv(2, 4))
+    short, long = qkv(2, 700), qkv(2, 701)
+    deny = Layer("call", {}, (lz.PolicyRule.of("deny", "fake.attention", "attention", {"seq_k": "> 700"}),))
+    for q, served in ((short, 1), (long, 0), (short, 1), (long, 0)):
+        before = lz.stats().calls["attention"].get("fake.attention", 0)
+        torch.testing.assert_close(run(*q, policy=deny), ATTENTION.reference(*q))
+        assert lz.stats().calls["attention"].get("fake.attention", 0) - before == served
+    lz.clear_cache()
+    assert not worlds.current().extra_leaves   # and there is room again
+
+
+def test_backends_with_many_names(small):
+    x = rows()
+
+    def call(n: int) -> None:
+        with pytest.raises(lz.NamedKernelRefused):
+            lz.rms_norm(x, backend=f"nobody.number{n}")
+
+    assert_bounded(call)
+
+
+def test_contexts_of_many_threads(small):
+    x = rows()
+
+    def call(n: int) -> None:
+        def work() -> None:
+            with lz.prefer("reference.*", cache_ttl=10.0 + n):
+                lz.rms_norm(x)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    assert_bounded(call)
+
+
+def test_a_policy_that_is_used_all_the_time_stays(small):
+    x, regular = rows(), {"cache_ttl": 77.0}
+    first = context.for_call(None, regular)
+    for n in range(500):
+        lz.rms_norm(x, policy={"cache_ttl": 1000.0 + n})
+        lz.rms_norm(x, policy=regular)
+    assert context.for_call(None, regular) is first
+
+
+def test_many_shapes_and_dtypes(small):
+    def call(n: int) -> None:
+        dtype = (torch.float32, torch.float64, torch.bfloat16, torch.float16)[n % 4]
+        lz.rms_norm(rows(1, 1 + n % 997).to(dtype))
+
+    assert_bounded(call)
+
+
+def test_many_numbers_of_threads(small, tmp_path):
+    before = torch.get_num_threads()
+    learning.reset()
+    lz.configure(learn=True, perfdb=str(tmp_path / "perf.sqlite"))
+    try:
+        def call(n: int) -> None:
+            torch.set_num_threads(1 + n % 32)
+            lz.clear_cache() if n % 32 == 0 else None
+            lz.rms_norm(rows(hidden=8 + n % 5))
+
+        assert_bounded(call)
+    finally:
+        torch.set_num_threads(before)
+        lz.configure(learn=False)
+        learning.reset()
+
+
+def test_events_of_many_kinds_are_bounded():
+    from layerzero.spec.event import Fallback
+    events.reset()
+    for n in range(events.MOST_KINDS + 100):
+        events.emit(Fallback("op", f"kernel{n}", "other"))
+    assert len(events._lines) <= events.MOST_KINDS and len(events._counts) <= events.MOST_KINDS + 100
+    assert sum(n for (name, op, _), n in events.counts().items() if (name, op) == ("fallback", "op")) \
+        == events.MOST_KINDS + 100
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_fork_in_the_middle_of_all_that(small):
+    """Threads call with ever new policies, register, fail and configure; children are forked meanwhile."""
+    x, end, trouble = rows(), threading.Event(), []
+    register(Fake("fake.flaky", fault=RuntimeError("boom")), Fake("fake.good", prior=1e5))
+    lz.configure(breaker_cooldown=0.01, breaker_threshold=2)
+
+    def attack(which: int) -> None:
+        n = 0
+        try:
+            while not end.is_set():
+                n += 1
+                if which == 0:
+                    lz.rms_norm(x, policy={"cache_ttl": 10.0 + n})
+                elif which == 1:
+                    fake = Fake(f"fake.number{n}", prior=1.0)
+                    register(fake)
+                    lz.rms_norm(x)
+                    lz.unregister(fake.id)
+                elif which == 2:
+                    lz.rms_norm(x, policy=Layer("call", {}, (lz.PolicyRule.of(
+                        "deny", "fake.good", "rms_norm", {"hidden": f"> {n}"}),)))
+                else:
+                    lz.configure(strict_mode=bool(n % 2))
+        except BaseException as e:
+            trouble.append(e)
+
+    threads = [threading.Thread(target=attack, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(8):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    for n in range(5):
+                        lz.configure(strict_mode=bool(n % 2))
+                        good = torch.allclose(lz.rms_norm(x, policy={"cache_ttl": 5.0 + n}), normed(x), atol=1e-5)
+                        code = 0 if good else 2
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join(30)
+    assert not trouble

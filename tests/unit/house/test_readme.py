@@ -1,0 +1,69 @@
+"""README.md says nothing that does not run: its Python, its commands (and those of docs/cli.md), its names."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.cli import main
+from layerzero.world import snapshot as worlds
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+CLI = (ROOT / "docs" / "cli.md").read_text()
+COMMANDS = [line.split() for line in re.findall(r"^\$ (lz .*)$", README + CLI, re.MULTILINE)]
+
+
+def test_the_python_blocks_run_as_typed(tmp_path):
+    """In one process of its own and in order, as a reader would type them."""
+    code = "\n".join(blocks("python"))
+    assert len(blocks("python")) >= 2
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("lz.attention -> ")
+    assert "flash_attn.v2 was asked for by backend=" in done.stdout
+
+
+def test_explain_looks_as_shown():
+    """All but the times and reasons, which depend on the machine; kernels may have come since."""
+    shown = blocks("text")[0].splitlines()
+    q, (k, v) = torch.zeros(1, 32, 1, 128), torch.zeros(2, 1, 8, 4096, 128)
+    real = str(lz.explain("attention", q, k, v)).splitlines()
+    assert shown[0] == real[0]
+    assert {_kernel(line) for line in shown[1:]} <= {_kernel(line) for line in real[1:]}
+
+
+def _kernel(line: str) -> str:
+    return next(word for word in line.split() if "." in word)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_the_commands_run_as_typed(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words[1:])
+    assert stop.value.code in (0, None)
+    assert capsys.readouterr().out
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 6
+
+
+def test_the_table_names_every_function_that_is_no_op():
+    named = set(re.findall(r"`lz\.(\w+)", README[README.index("## Public functions"):README.index("## How it")]))
+    ops = set(worlds.current().catalog.ops)    # these have a reference page of their own
+    functions = {name for name in lz.__all__ if not name[0].isupper() and name != "direct"} - ops
+    assert functions - named == set()
+    assert {name for name in named if not hasattr(lz, name)} == set()

@@ -1,0 +1,222 @@
+"""lz bundle: complete, checked by its manifest, redacted, and never a secret in it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import time
+
+import pytest
+from helpers import Fake, register, rows
+
+import layerzero as lz
+from layerzero.cli import main
+from layerzero.integrations.bundle import read_bundle
+from layerzero.perf.record import Measurement
+from layerzero.perf.store import SqliteStore
+from layerzero.spec.call import Call, TensorSpec
+from layerzero.world import capabilities, redaction
+from layerzero.world import snapshot as worlds
+
+pytestmark = pytest.mark.usefixtures("world")
+CALL = Call("rms_norm", {"x": TensorSpec((4, 4096), "float32")}, name="mine")
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "table.json"
+    lz.solve([CALL], path=path, device="cpu")
+    return path
+
+
+@pytest.fixture
+def perfdb(tmp_path):
+    path = tmp_path / "perf.sqlite"
+    with SqliteStore(path) as store:
+        store.put([Measurement("torch.rms_norm", "rms_norm", "float32 hidden=4096", "here", 5.0, samples=9,
+                               build="b", at=time.time())])
+    lz.configure(perfdb=str(path))
+    return path
+
+
+def everything(path) -> bytes:
+    """What the archive says, unpacked."""
+    return gzip.decompress(path.read_bytes())
+
+
+def test_it_has_everything_and_the_manifest_checks_it(table, perfdb, tmp_path):
+    lock, out = tmp_path / "layerzero.lock", tmp_path / "b.tar.gz"
+    lz.configure(strict_mode=False)
+    lz.solve([CALL], path=table, device="cpu")                      # under the policy of now
+    lz.write_lockfile(table, lock)
+    lz.rms_norm(rows())
+    manifest = lz.write_bundle(out, table=table, lock=lock, device="cpu")
+    files = read_bundle(out)
+    assert set(files) == {"manifest.json", "capabilities.json", "dispatch_table.json",
+                          "dispatch_table.validation.json", "environment.json", "events.jsonl", "layerzero.lock",
+                          "lockfile.validation.json", "perf.sqlite", "readiness.json"}
+    assert manifest["left_out"] == {} and json.loads(files["manifest.json"]) == manifest
+    exported = json.loads(files["capabilities.json"])
+    assert capabilities.capabilities_hash(exported) == manifest["capabilities_hash"]
+    capabilities.validate(exported)
+    assert lz.Table.from_json(json.loads(files["dispatch_table.json"])).id == lz.Table.load(table).id
+    assert json.loads(files["dispatch_table.validation.json"])["state"] == "ok"
+    assert json.loads(files["lockfile.validation.json"]) == {"ok": True, "violations": []}
+    assert json.loads(files["readiness.json"])["ready"] is manifest["ready"] is True
+    told = json.loads(files["environment.json"])
+    assert told["config"]["source"]["perfdb"] == "programmatic" and told["versions"]["torch"]
+    assert any(json.loads(line)["event"] == "selected" for line in files["events.jsonl"].splitlines())
+    copy = tmp_path / "copy.sqlite"
+    copy.write_bytes(files["perf.sqlite"])
+    with SqliteStore(copy) as store:
+        assert [m.kernel for m in store.rows()] == ["torch.rms_norm"]
+    assert out.stat().st_mode & 0o077 == 0
+
+
+def test_a_database_being_written_is_copied_whole_and_left_as_it_is(perfdb, tmp_path):
+    writer = sqlite3.connect(perfdb, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    writer.execute("DELETE FROM measurements")
+    try:
+        lz.write_bundle(tmp_path / "b.tar.gz", device="cpu")
+    finally:
+        writer.execute("ROLLBACK")
+        writer.close()
+    copy = tmp_path / "copy.sqlite"
+    copy.write_bytes(read_bundle(tmp_path / "b.tar.gz")["perf.sqlite"])
+    with SqliteStore(copy) as store:
+        assert len(list(store.rows())) == 1                         # what is not committed is not in it
+
+
+def test_the_order_is_fixed_and_so_are_the_bytes(tmp_path):
+    for name in ("a", "b"):
+        lz.write_bundle(tmp_path / f"{name}.tar.gz", device="cpu")
+    with tarfile.open(tmp_path / "a.tar.gz") as archive:
+        members = archive.getmembers()
+    names = [m.name for m in members]
+    assert names[0] == "manifest.json" and names[1:] == sorted(names[1:])
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in members} == {(0, 0, 0, "", "", 0o600)}
+    one, two = (read_bundle(tmp_path / f"{name}.tar.gz") for name in ("a", "b"))
+    assert one["capabilities.json"] == two["capabilities.json"] and one["environment.json"] == two["environment.json"]
+
+
+def test_what_was_changed_is_found(tmp_path):
+    out = tmp_path / "b.tar.gz"
+    lz.write_bundle(out, device="cpu")
+    with tarfile.open(tmp_path / "forged.tar.gz", "w:gz") as forged:
+        for name, content in read_bundle(out).items():
+            path = tmp_path / name
+            path.write_bytes(content.replace(b'"ready": true', b'"ready": false'))
+            if name != "manifest.json":
+                forged.add(path, name)
+            else:
+                path.write_bytes(content)
+                forged.add(path, name)
+    with pytest.raises(lz.DataError, match=r"readiness\.json"):
+        read_bundle(tmp_path / "forged.tar.gz")
+    out.write_bytes(out.read_bytes()[:500])
+    with pytest.raises(lz.DataError, match="wanted a bundle"):
+        read_bundle(out)
+
+
+# secrets and redaction
+
+def test_no_secret_is_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_SEAL_KEY", "hunter2-seal")
+    monkeypatch.setenv("LAYERZERO_PERFDB", "postgresql://me:hunter2@127.0.0.1:1/perf")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2-aws")
+    log = tmp_path / "app.log"
+    log.write_text("connecting to postgresql://me:hunter2@db/x\ntoken=hunter2hunter2\nfine\n")
+    env = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
+    out = tmp_path / "b.tar.gz"
+    done = subprocess.run([sys.executable, "-m", "layerzero", "bundle", "--out", str(out), "--device", "cpu", "--log",
+                           str(log)], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    content = everything(out)
+    assert b"hunter2" not in content and b"AWS" not in content and b"PATH" not in content.replace(b"<path>", b"")
+    files = read_bundle(out)
+    assert files["log.txt"].decode().splitlines()[2] == "fine"
+    told = json.loads(files["environment.json"])
+    assert told["environment"]["LAYERZERO_SEAL_KEY"] == "***"
+    assert told["environment"]["LAYERZERO_PERFDB"] == "postgresql://127.0.0.1:1/perf"
+
+
+def test_what_policy_hides_is_not_in_it(table, perfdb, tmp_path):
+    register(Fake("fake.first", fault=RuntimeError("bad file /home/me/prompt.txt: 'tell me'")),
+             Fake("fake.second", prior=1e5))
+    lz.rms_norm(rows())                                            # told in full, and hidden from the bundle after all
+    lz.configure(redact=["paths", "shapes", "texts"])
+    lz.rms_norm(rows())
+    log, out = tmp_path / "app.log", tmp_path / "b.tar.gz"
+    log.write_text(f"read {tmp_path}/x of shape (7, 987654)\n")
+    manifest = lz.write_bundle(out, table=table, device="cpu", log=log, calls=[CALL])
+    files = read_bundle(out)
+    assert manifest["redacted"] == ["paths", "shapes", "texts"]
+    assert manifest["left_out"]["perf.sqlite"] == manifest["left_out"]["dispatch_table.json"] == "policy hides shapes"
+    assert "perf.sqlite" not in files and "dispatch_table.validation.json" in files
+    content = everything(out)
+    assert not any(word in content for word in (str(tmp_path).encode(), b"tell me", b"/home", b"987654"))
+    declared = ("capabilities.json", "environment.json")            # limits of kernels, and the settings
+    assert b"4096" not in b"".join(content for name, content in files.items() if name not in declared)
+    capabilities.validate(json.loads(files["capabilities.json"]))   # declarations are not redacted
+
+
+def test_a_policy_that_cannot_be_read_hides_everything(tmp_path):
+    env = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path / "cache"), "LAYERZERO_POLICY": str(tmp_path / "no.yaml")}
+    out = tmp_path / "b.tar.gz"
+    done = subprocess.run([sys.executable, "-m", "layerzero", "bundle", "--out", str(out), "--device", "cpu", "--json"],
+                          env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads(done.stdout)
+    assert not manifest["ready"] and "capabilities.json" in manifest["left_out"]
+    assert manifest["redacted"] == ["paths", "shapes", "texts"] and str(tmp_path).encode() not in everything(out)
+
+
+# where it goes
+
+def test_a_file_that_is_there_stays(tmp_path):
+    out = tmp_path / "b.tar.gz"
+    out.write_text("mine")
+    with pytest.raises(lz.ConfigError, match="there already"):
+        lz.write_bundle(out, device="cpu")
+    assert out.read_text() == "mine"
+    lz.write_bundle(out, device="cpu", force=True)
+    assert "manifest.json" in read_bundle(out)
+
+
+def test_a_link_is_replaced_not_followed(tmp_path):
+    out, other = tmp_path / "b.tar.gz", tmp_path / "other"
+    other.write_text("theirs")
+    out.symlink_to(other)
+    lz.write_bundle(out, device="cpu", force=True)
+    assert other.read_text() == "theirs" and not out.is_symlink()
+
+
+@pytest.mark.parametrize("out", ["no/such/folder/b.tar.gz"])
+def test_where_it_cannot_be_written_is_said_and_nothing_is_left(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(lz.ConfigError, match="cannot be written"):
+        lz.write_bundle(out, device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_table_or_lockfile_is_said_and_left_out(tmp_path):
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{")
+    manifest = lz.write_bundle(tmp_path / "b.tar.gz", table=wrong, lock=wrong, device="cpu")
+    assert not manifest["ready"] and {"dispatch_table.json", "layerzero.lock"} <= manifest["left_out"].keys()
+    found = json.loads(read_bundle(tmp_path / "b.tar.gz")["dispatch_table.validation.json"])
+    assert found["state"] == "fail"
+
+
+def test_the_command_prints_what_is_in_it(tmp_path, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as stop:
+        main(("bundle", "--out", str(tmp_path / "b.tar.gz"), "--device", "cpu"))
+    out = capsys.readouterr().out
+    assert int(stop.value.code or 0) == 0 and "capabilities.json" in out and "left out: layerzero.lock" in out
+    assert worlds.current() and redaction.active() == frozenset()

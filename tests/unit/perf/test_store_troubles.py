@@ -1,0 +1,402 @@
+"""A store that cannot be written for a while: disk full, read-only, a later schema, a clock that
+goes back. What was measured decides in this process, waits in memory, is said to wait, and is
+written when the store works again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import sqlite3
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers import of, python, rows
+
+import layerzero as lz
+from layerzero.perf.batch import Batch
+from layerzero.perf.record import Measurement, Rates
+from layerzero.perf.store import SqliteStore
+from layerzero.spec.event import StoreRecovered, StoreTrouble
+from layerzero.world import measurements, perf_loading
+from layerzero.world import snapshot as worlds
+from layerzero.world.perf_loading import state
+
+
+def measured(i: int = 0, **changes) -> Measurement:
+    row = Measurement(
+        "torch.k",
+        "rms_norm",
+        f"float32 rows={i} hidden=64",
+        "0123456789abcdef-4t",
+        10.0 + i / 3,
+        0.02,
+        50,
+        "float32",
+        f"rows={i} hidden=64",
+        1e6 / 7,
+        1e4,
+        12.5,
+        13.0,
+        0.0,
+        "v1",
+        1.7e9 + i,
+        "",
+    )
+    return row._replace(**changes)
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch, world):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
+    found = tmp_path / "perf.sqlite"
+    lz.configure(perfdb=str(found))
+    return found
+
+
+def kept(path: Path) -> list[Measurement]:
+    with SqliteStore(path, read_only=True) as store:
+        return sorted(store.rows())
+
+
+def waits(happened: list, count: int, word: str) -> None:
+    """The last trouble is about `word`, and says that so many wait; they decide all the same."""
+    event = of(StoreTrouble, happened)[-1]
+    assert word in event.problem and f"{count} measurements are kept in memory" in event.action, (
+        event
+    )
+    assert len(state.unsaved) == count and not measurements.status().ok
+    perf = worlds.current().perf
+    assert all(perf.get(m.kernel, m.bucket, m.place) == m for m in state.unsaved.rows.values())
+
+
+def works_again(happened: list, path: Path, want: list[Measurement], written: int) -> None:
+    measurements.try_again()
+    assert kept(path) == sorted(want) and not state.unsaved
+    assert [e.written for e in of(StoreRecovered, happened)] == [written]
+    assert measurements.status().ok
+    measurements.try_again()  # nothing is left to do
+    assert len(of(StoreRecovered, happened)) == 1
+
+
+# what may stand in the way, and goes away
+
+
+def test_a_later_schema(path, happened):
+    measurements.record([measured(0)])
+    with sqlite3.connect(path) as other:
+        other.execute("PRAGMA user_version = 99")
+    other.close()
+    measurements.record([measured(1)])
+    measurements.record([measured(2)])
+    waits(happened, 2, "schema 99")
+    told = len(happened)
+    measurements.try_again()  # the same trouble is not told again
+    assert len(happened) == told
+    with sqlite3.connect(path) as other:
+        other.execute("PRAGMA user_version = 3")
+    other.close()
+    works_again(happened, path, [measured(0), measured(1), measured(2)], 2)
+
+
+def test_a_lock_that_does_not_end(path, happened, monkeypatch):
+    measurements.record([measured(0)])
+    monkeypatch.setattr(perf_loading, "WRITE_SECONDS", 0.05)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    measurements.record([measured(1)], {"here": Rates(3.0, 4.0)})
+    waits(happened, 2, "locked")
+    other.execute("ROLLBACK")
+    other.close()
+    works_again(happened, path, [measured(0), measured(1)], 2)
+    with SqliteStore(path, read_only=True) as store:
+        assert store.rates() == {"here": Rates(3.0, 4.0)}
+
+
+def test_pages_run_out(path, happened, monkeypatch):
+    """SQLite's own "database or disk is full"."""
+    connect = SqliteStore._connect
+
+    def small(self, how):
+        found = connect(self, how)
+        found.execute(
+            f"PRAGMA max_page_count = {found.execute('PRAGMA page_count').fetchone()[0] or 12}"
+        )
+        return found
+
+    measurements.record([measured(0)])
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteStore, "_connect", small)
+        measurements.record([measured(i) for i in range(1, 200)])
+        waits(happened, 199, "full")
+    works_again(happened, path, [measured(i) for i in range(200)], 199)
+
+
+def fill(path: Path) -> None:
+    """Write until no byte more fits."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        with pytest.raises(OSError):
+            while True:
+                os.write(file, bytes(4096))
+    finally:
+        os.close(file)
+
+
+def test_a_full_disk(path, happened, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("needs to be allowed to mount a tmpfs")
+    try:
+        lz.configure(perfdb=str(disk / "perf.sqlite"))
+        measurements.record([measured(0)])
+        fill(disk / "filler")
+        lz.rms_norm(rows())
+        measurements.reload_measurements()
+        measurements.record([measured(i) for i in range(1, 300)])
+        waits(happened, 299, "")
+        (disk / "filler").unlink()
+        works_again(happened, disk / "perf.sqlite", [measured(i) for i in range(300)], 299)
+        fill(disk / "filler")
+        lz.configure(perfdb=str(disk / "new.sqlite"))  # nor can a new one be made
+        measurements.record([measured(1000)])
+        waits(happened, 1, "")
+    finally:
+        lz.configure(perfdb="off")
+        subprocess.run(["umount", "-l", disk], capture_output=True)
+
+
+def test_a_limit_on_the_size_of_files(path, happened):
+    measurements.record([measured(0)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+    try:
+        measurements.record([measured(i) for i in range(1, 300)])
+        waits(happened, 299, "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    works_again(happened, path, [measured(i) for i in range(300)], 299)
+
+
+def test_a_folder_that_is_a_file_for_a_while(path, happened):
+    lz.configure(perfdb=str(path / "deep" / "perf.sqlite"))
+    path.write_text("in the way")
+    measurements.record([measured(0)])
+    waits(happened, 1, "perf.sqlite")
+    assert path.read_text() == "in the way"
+    path.unlink()
+    works_again(happened, path / "deep" / "perf.sqlite", [measured(0)], 1)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_may_not_be_written_for_a_while(kind, tmp_path):
+    """By a user who is not root, who may always: in a process of its own, which ends only after it
+    was allowed."""
+    code = """
+        import os, sys, layerzero as lz
+        from layerzero.world import measurements, snapshot as world
+        from layerzero.perf.record import Measurement
+        from layerzero.perf.store import SqliteStore
+        from layerzero.world.perf_loading import state
+        import layerzero.world.settings
+        world.current(), lz.doctor(), measurements.environment("cpu")
+        folder, kind = os.environ["FOLDER"], os.environ["KIND"]
+        file = folder + "/perf.sqlite"
+        if os.geteuid() == 0:
+            os.chown(folder, 65534, 65534), os.chown(file, 65534, 65534)
+            os.setgid(65534), os.setuid(65534)
+        os.chmod(file, 0o444 if kind == "file" else 0o644)
+        os.chmod(folder, 0o755 if kind == "file" else 0o555)
+        seen = []
+        lz.subscribe(seen.append)
+        lz.configure(perfdb=file)
+        measurements.record([Measurement("torch.k", "rms_norm", "b", "p", 1.0, build="v1", at=1.0)])
+        print(len(state.unsaved), [e.action for e in seen if e.name == "store_trouble"])
+        os.chmod(folder, 0o755), os.chmod(file, 0o644)
+        measurements.try_again()
+        print(len(state.unsaved), [e.written for e in seen if e.name == "store_recovered"],
+              len(list(SqliteStore(file, read_only=True).rows())))
+    """
+    with tempfile.TemporaryDirectory() as folder:  # another user cannot look into tmp_path
+        with SqliteStore(Path(folder) / "perf.sqlite") as store:
+            store.put([measured(1)])
+        lines = python(
+            code, FOLDER=folder, KIND=kind, LAYERZERO_CACHE_DIR=str(tmp_path)
+        ).splitlines()
+    assert lines[-2].startswith("1 ['1 measurements are kept in memory")
+    assert lines[-1] == "0 [1] 2"
+
+
+def test_a_file_system_without_shared_memory(path, happened, monkeypatch):
+    """No log then: SQLite keeps its journal, and everything else is as ever."""
+    connect = SqliteStore._connect
+    monkeypatch.setattr(
+        SqliteStore, "_connect", lambda self, how: connect(self, f"{how}&vfs=unix-dotfile")
+    )
+    for i in range(5):
+        measurements.record([measured(i)])
+    assert kept(path) == [measured(i) for i in range(5)] and of(StoreTrouble, happened) == []
+    with SqliteStore(path) as store:
+        assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def test_after_a_while_it_is_tried_again_by_itself(path, happened, monkeypatch):
+    monkeypatch.setattr(perf_loading, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(measurements, "_retry", None)  # another test's
+    path.write_text("in the way")
+    measurements.record([measured(0)])
+    assert state.unsaved
+    path.unlink()
+    end = time.monotonic() + 30
+    while not of(StoreRecovered, happened) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert kept(path) == [measured(0)] and not state.unsaved
+
+
+def test_what_waits_survives_another_setting_and_a_reload(path, happened):
+    """The world is loaded anew; what is in no store yet is part of it."""
+    kernel = worlds.current().catalog.by_id["reference.rms_norm"]
+    path.write_text("in the way")
+    row = measured(0, kernel=kernel.id, build="")
+    measurements.record([row])
+    for change in (
+        measurements.reload_measurements,
+        lambda: lz.configure(perfdb_ttl=10**6),
+        lambda: lz.configure(perfdb=str(path) + ".other"),
+    ):
+        change()
+        assert worlds.current().perf.get(row.kernel, row.bucket, row.place) is not None
+    assert len(state.unsaved) == 1
+
+
+def test_what_waits_does_not_grow_with_what_is_measured_again(path):
+    path.write_text("in the way")
+    for i in range(50):
+        measurements.record([measured(i % 3, at=1.7e9 + i, median_us=1.0 + i)])
+    assert len(state.unsaved) == 3 and {m.median_us for m in state.unsaved.rows.values()} == {
+        48.0,
+        49.0,
+        50.0,
+    }
+
+
+def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, happened):
+    """One thread takes the store away and gives it back; four record."""
+    measurements.record([measured(9999)])
+    done = threading.Event()
+
+    def spoil() -> None:
+        for version in itertools.cycle((99, 3)):
+            if done.is_set() and version == 99:
+                return
+            other = sqlite3.connect(path, timeout=30)
+            with other:
+                other.execute(f"PRAGMA user_version = {version}")
+            other.close()
+            time.sleep(0.003)
+
+    def work(who: int) -> None:
+        for i in range(15):
+            measurements.record([measured(100 * who + i)])
+
+    spoiler = threading.Thread(target=spoil)
+    workers = [threading.Thread(target=work, args=(who,)) for who in range(4)]
+    for thread in (spoiler, *workers):
+        thread.start()
+    for thread in workers:
+        thread.join(120)
+    done.set()
+    spoiler.join(30)
+    measurements.try_again()
+    assert {m.sizes for m in kept(path)} == {
+        f"rows={n} hidden=64"
+        for n in (9999, *(100 * who + i for who in range(4) for i in range(15)))
+    }
+
+
+EXIT = """
+    import os, sys, layerzero as lz
+    from layerzero.world import measurements
+    from layerzero.perf.record import Measurement
+    file = os.environ["FILE"]
+    open(file, "w").write("in the way")
+    lz.configure(perfdb=file)
+    measurements.record([Measurement("torch.k", "rms_norm", "b", "p", 1.0, build="v1", at=1.0)])
+    if os.environ["HEALED"]:
+        os.unlink(file)
+    lz.subscribe(lambda e: print(e.name, getattr(e, "action", "")))
+"""
+
+
+@pytest.mark.parametrize("healed", [True, False])
+def test_at_the_end_of_the_process_it_is_tried_once_more_and_a_loss_is_said(tmp_path, healed):
+    said = python(
+        EXIT,
+        FILE=str(tmp_path / "perf.sqlite"),
+        HEALED="1" * healed,
+        LAYERZERO_CACHE_DIR=str(tmp_path),
+    )
+    if healed:
+        assert said.startswith("store_recovered") and len(kept(tmp_path / "perf.sqlite")) == 1
+    else:
+        assert said == "store_trouble 1 measurements are lost with this process"
+
+
+# clocks
+
+
+def test_a_clock_that_is_set_back_costs_no_measurement(path, monkeypatch):
+    """Measured, the clock goes back a year, measured again: the later one counts, in memory and in
+    the store."""
+    real = time.time
+    measurements.record([measured(0, at=0.0, median_us=1.0)], {"here": Rates(1.0, 1.0)})
+    monkeypatch.setattr(time, "time", lambda: real() - 365 * 86400)
+    measurements.record([measured(0, at=0.0, median_us=2.0)], {"here": Rates(2.0, 2.0)})
+    row = measured(0)
+    assert worlds.current().perf.get(row.kernel, row.bucket, row.place).median_us == 2.0
+    (stored,) = kept(path)
+    assert stored.median_us == 2.0 and stored.at <= real() - 364 * 86400
+    with SqliteStore(path, read_only=True) as store:
+        assert store.rates() == {"here": Rates(2.0, 2.0)}
+    monkeypatch.undo()
+    with SqliteStore(path) as store:
+        store.put([measured(0, median_us=3.0, at=time.time())])
+    assert kept(path)[0].median_us == 3.0
+
+
+def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypatch):
+    """Another process had a clock that was ahead; a view takes its rows as of today."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 10 * 365 * 86400)
+    with SqliteStore(path) as store:
+        store.put([measured(0, at=0.0, median_us=1.0)])
+        store.put_rates({"here": Rates(1.0, 1.0)})
+    monkeypatch.setattr(time, "time", real)
+    with SqliteStore(path, read_only=True) as store:
+        (seen,) = store.view({"torch.k": "v1"})
+    assert seen.at <= real() and kept(path)[0].at > real()
+    with SqliteStore(path) as store:
+        # an hour ago, and kept in memory until now
+        store.put([measured(0, at=real() - 3600, median_us=2.0)])
+        store.put_rates({"here": Rates(2.0, 2.0)})
+        assert [m.median_us for m in store.rows()] == [2.0] and store.rates() == {
+            "here": Rates(2.0, 2.0)
+        }
+
+
+def test_a_batch_keeps_the_better_of_two():
+    batch = Batch().including([measured(0, median_us=1.0), measured(1)], {"a": {}}, {})
+    batch = batch.including(
+        [measured(0, median_us=2.0, at=1.8e9), measured(1, spread=0.9, at=1.9e9)], {"b": {}}, {}
+    )
+    assert [m.median_us for m in batch.rows.values()] == [2.0, measured(1).median_us] and len(
+        batch
+    ) == 2
+    assert sorted(batch.environments) == ["a", "b"]

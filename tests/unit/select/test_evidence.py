@@ -1,0 +1,149 @@
+"""A guess never overrules torch: what may come before the default, by what evidence, and in which mode it counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import ATTENTION, call_facts, nvidia, policy, qkv
+
+import layerzero as lz
+from layerzero.perf.record import CAPTURED, COMPILED, EAGER, MODES, Measurement, PerfView, kind_of, mode_of
+from layerzero.select.engine import Shipped, Surroundings, roster, select
+from layerzero.select.policy import PolicyRule
+from layerzero.select.score import rates_of
+from layerzero.spec.rules import at_least
+from layerzero.world import catalog
+
+HOPPER = nvidia(90)
+RATES = rates_of("cuda")
+
+
+def kernel(id, **declared):
+    return lz.Kernel(id, ATTENTION, lambda: ATTENTION.reference, **declared)
+
+
+OWN = kernel("torch.own", baseline=True, prior=1.0)
+PRAISED = kernel("lib.praised", prior=1e6)
+CLEVER = kernel("lib.clever", prior=5.0, less_work="reads each key once", less_work_when=(at_least("group", 2),))
+
+
+def facts(mode=EAGER, **sizes):
+    found = call_facts(ATTENTION, *qkv(**{"dtype": torch.float16, **sizes}))
+    return {**found, "graph": mode == CAPTURED, "compiled": mode == COMPILED}
+
+
+def plan_of(kernels, given=None, **around):
+    around.setdefault("policy", policy())
+    scene = Surroundings(device=HOPPER.facts(), place=HOPPER.signature, rates=RATES, **around)
+    return select(ATTENTION, roster(kernels, scene), {**(given or facts()), **HOPPER.facts()}, scene)
+
+
+def times(given, **us):
+    """PerfView of these microseconds; the names have _ for a dot."""
+    kind = kind_of(ATTENTION, given)
+    return PerfView([Measurement(name.replace("_", ".", 1), "attention", kind.bucket, HOPPER.signature, n,
+                                 family=kind.family, sizes=kind.sizes_text, flops=1e6, bytes=1e6, samples=50,
+                                 mode=mode_of(given)) for name, n in us.items()])
+
+
+def order(plan):
+    return [s.kernel for s in plan.steps]
+
+
+def sources(plan):
+    return {s.kernel: s.score.source for s in plan.steps}
+
+
+def test_no_prior_however_great_comes_before_torchs_own():
+    plan = plan_of([PRAISED, OWN])
+    assert order(plan) == ["torch.own", "lib.praised"]
+    assert sources(plan) == {"torch.own": "default", "lib.praised": "prior"}
+
+
+def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why():
+    found, _ = catalog.discover()
+    for where in (HOPPER, nvidia(80)):
+        for sizes in ({"seq_q": 1, "seq_k": 4096, "heads": 32, "kv_heads": 8, "dim": 128},
+                      {"seq_q": 512, "seq_k": 512, "heads": 8, "kv_heads": 8, "dim": 64}):
+            scene = Surroundings(policy=policy(jit="in_request", allow_untested=True), device=where.facts(),
+                                 place=where.signature, rates=RATES)
+            given = {**facts(**sizes), "device": "cuda", **where.facts()}
+            plan = select(ATTENTION, roster(found.kernels_of("attention"), scene), given, scene)
+            before = plan.steps[:order(plan).index("torch.sdpa")]
+            assert all(s.score.source == "less work" and s.score.evidence for s in before)
+
+
+def test_less_work_by_construction_counts_where_it_is_claimed():
+    grouped, single = facts(heads=8, kv_heads=2), facts(heads=8, kv_heads=8)
+    plan = plan_of([OWN, CLEVER], grouped)
+    assert plan.kernel == "lib.clever" and plan.steps[0].score.origin == "less work: reads each key once"
+    assert "less work: reads each key once" in str(plan)
+    assert order(plan_of([OWN, CLEVER], single)) == ["torch.own", "lib.clever"]
+
+
+def test_less_work_does_not_stand_against_a_measurement_of_torchs_own():
+    given = facts(heads=8, kv_heads=2)
+    assert plan_of([OWN, CLEVER], given, perf=times(given, torch_own=1.0)).kernel == "torch.own"
+
+
+def test_a_measurement_says_something_only_beside_one_of_the_default():
+    given = facts()
+    assert plan_of([PRAISED, OWN], given, perf=times(given, lib_praised=1e-3)).kernel == "torch.own"
+    both = plan_of([PRAISED, OWN], given, perf=times(given, lib_praised=5.0, torch_own=9.0))
+    assert order(both) == ["lib.praised", "torch.own"] and set(sources(both).values()) == {"measured"}
+
+
+def test_what_the_user_prefers_needs_no_other_evidence():
+    wished = policy(PolicyRule.of("boost", "lib.praised", factor=2.0))
+    plan = plan_of([PRAISED, OWN], policy=wished)
+    assert plan.kernel == "lib.praised" and plan.steps[0].score.source == "policy"
+
+
+def test_without_anything_of_torchs_own_the_guess_decides():
+    assert order(plan_of([CLEVER, PRAISED])) == ["lib.praised", "lib.clever"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_measurement_counts_in_its_own_mode_alone(mode):
+    perf = times(facts(mode), lib_praised=5.0, torch_own=9.0)
+    for other in MODES:
+        plan = plan_of([PRAISED, OWN], facts(other), perf=perf)
+        assert plan.kernel == ("lib.praised" if other == mode else "torch.own"), (mode, other)
+
+
+def test_neighbours_of_another_mode_say_nothing():
+    perf = times(facts(CAPTURED, seq_k=1024), lib_praised=5.0, torch_own=50.0)
+    near = plan_of([PRAISED, OWN], facts(CAPTURED, seq_k=2048), perf=perf)
+    assert near.kernel == "lib.praised" and near.steps[0].score.source == "interpolated"
+    assert plan_of([PRAISED, OWN], facts(EAGER, seq_k=2048), perf=perf).kernel == "torch.own"
+
+
+@pytest.mark.parametrize(("gain", "kernel"), [(1.02, "torch.own"), (1.5, "lib.praised")])
+def test_a_neighbour_must_be_ahead_by_more_than_it_may_be_wrong(gain, kernel):
+    perf = times(facts(seq_k=1024), lib_praised=10.0, torch_own=10.0 * gain)
+    assert plan_of([PRAISED, OWN], facts(seq_k=2048), perf=perf).kernel == kernel
+
+
+def test_what_is_known_only_where_it_is_fast_does_not_look_fast_everywhere():
+    """At the farther neighbour it is as fast as torch's own; nobody kept how slow it was at the nearer one."""
+    near, far = facts(seq_k=1024), facts(seq_k=8192)
+    perf = times(near, torch_own=10.0).including(times(far, torch_own=400.0, lib_praised=100.0))
+    assert plan_of([PRAISED, OWN], facts(seq_k=1536), perf=perf).kernel == "torch.own"
+
+
+def test_what_came_with_the_package_counts_until_something_was_measured_here():
+    given = facts()
+    came = Shipped(times(given, lib_praised=5.0, torch_own=9.0), "a GPU, today")
+    plan = plan_of([PRAISED, OWN], given, shipped=came)
+    assert plan.kernel == "lib.praised" and plan.steps[0].score.origin == "shipped: a GPU, today"
+    here = plan_of([PRAISED, OWN], given, shipped=came, perf=times(given, lib_praised=9.0, torch_own=5.0))
+    assert here.kernel == "torch.own" and here.steps[0].score.source == "measured"
+    # A measurement of something else, made here, is no reason to forget what came with the package.
+    other = times(facts(CAPTURED), torch_own=5.0)
+    assert plan_of([PRAISED, OWN], given, shipped=came, perf=other).kernel == "lib.praised"
+
+
+def test_shipped_times_of_a_kind_are_not_mixed_with_those_of_this_machine():
+    given = facts()
+    came = Shipped(times(given, lib_praised=5.0, torch_own=9.0), "a GPU, today")
+    assert plan_of([PRAISED, OWN], given, shipped=came, perf=times(given, torch_own=6.0)).kernel == "torch.own"

@@ -1,0 +1,148 @@
+"""Certificates: what voids one, what is refused, and that selection asks for them where policy says so."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import Fake, register
+
+import layerzero as lz
+from layerzero.machine import hardware
+from layerzero.machine.builds import build_of
+from layerzero.ops.rms_norm import OP as RMS_NORM
+from layerzero.spec.event import CertificateRefused
+from layerzero.world import certificates
+from layerzero.world import snapshot as worlds
+from layerzero.world.certificates import Certificate, contract_of
+
+HERE = hardware.probe("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch, world):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+
+
+def certificate(kernel, **changes):
+    made = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op), HERE.signature, HERE.name,
+                       10, 2, ("float32",), "abc")
+    return replace(made, **changes)
+
+
+def torch_rms_norm():
+    return worlds.current().catalog.by_id["torch.rms_norm"]
+
+
+def test_round_trip_and_standing():
+    kernel = torch_rms_norm()
+    assert certificates.standing([kernel], HERE)[kernel.id].code is lz.Code.UNCERTIFIED
+    made = certificate(kernel)
+    assert certificates.read(certificates.write(made, HERE)) == made
+    assert certificates.standing([kernel], HERE)[kernel.id] == made
+    assert certificates.certified([kernel], HERE) == {kernel.id}
+
+
+@pytest.mark.parametrize("field", ["build", "contract", "device"])
+def test_a_change_voids_it(field):
+    kernel = torch_rms_norm()
+    certificates.write(certificate(kernel, **{field: "what it was"}), HERE)
+    found = certificates.standing([kernel], HERE)[kernel.id]
+    assert found.code is lz.Code.CERTIFICATE_VOID and "what it was" in found.message
+
+
+def test_another_driver_is_another_device():
+    kernel = torch_rms_norm()
+    certificates.write(certificate(kernel), HERE)
+    assert not certificates.certified([kernel], replace(HERE, driver_version="999"))
+
+
+@pytest.mark.parametrize("edit", [
+    lambda d: d["certificate"].update(worst=0.0001), lambda d: d["certificate"].update(build="other"),
+    lambda d: d.update(seal="0" * 64), lambda d: d.pop("seal"), lambda d: d["certificate"].update(kernel="a.b")])
+def test_a_tampered_file_is_refused_and_told(edit, happened):
+    kernel = torch_rms_norm()
+    path = certificates.write(certificate(kernel, worst=0.9), HERE)
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+    found = certificates.standing([kernel], HERE)[kernel.id]
+    assert found.code is lz.Code.CERTIFICATE_REFUSED
+    assert [e.kernel for e in happened if isinstance(e, CertificateRefused)] == [kernel.id]
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "null", '{"certificate": 3}', '{"certificate": {}, "seal": ""}', "\x00"])
+def test_what_is_no_certificate_is_a_typed_error(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(lz.DataError, match=r"x\.json"):
+        certificates.read(path)
+
+
+def test_one_kernels_certificate_does_not_serve_another():
+    a, b = torch_rms_norm(), worlds.current().catalog.by_id["torch.layer_norm"]
+    path = certificates.write(certificate(a), HERE)
+    path.rename(path.with_name(f"{b.id}.json"))
+    assert certificates.standing([b], HERE)[b.id].code is lz.Code.CERTIFICATE_REFUSED
+
+
+def test_a_shared_key_lets_a_fleet_share_them(tmp_path, monkeypatch):
+    kernel = torch_rms_norm()
+    monkeypatch.setenv("LAYERZERO_SEAL_KEY", "ours")
+    path = certificates.write(certificate(kernel), HERE)
+    assert certificates.read(path).kernel == kernel.id
+    monkeypatch.setenv("LAYERZERO_SEAL_KEY", "theirs")
+    with pytest.raises(lz.DataError, match="seal"):
+        certificates.read(path)
+
+
+def _key_of(folder):
+    os.environ["LAYERZERO_CACHE_DIR"] = folder
+    return certificates._store().key(create=True)
+
+
+def test_processes_that_start_together_agree_on_the_key(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        keys = pool.map(_key_of, [str(tmp_path / "together")] * 8)
+    assert len(set(keys)) == 1 and len(keys[0]) == 32
+    assert (tmp_path / "together" / "certificates" / "seal.key").stat().st_mode & 0o077 == 0
+
+
+def test_policy_demands_them():
+    trusted, other = Fake("fake.trusted", prior=1e6), Fake("fake.other", prior=1e7)
+    register(trusted, other)
+    x = torch.randn(4, 64)
+    assert lz.which("rms_norm", x) == "fake.other"
+    lz.configure(require_certificates=True)
+    assert lz.which("rms_norm", x) == "reference.rms_norm"         # nothing is proven: the formula itself serves
+    certificates.write(certificate(worlds.current().catalog.by_id["fake.trusted"]), HERE)
+    lz.clear_cache()
+    plan = lz.explain("rms_norm", x)
+    assert plan.kernel == "fake.trusted" and plan.why_not("fake.other")[0].code is lz.Code.UNCERTIFIED
+    with pytest.raises(lz.NamedKernelRefused, match="certificate"):
+        lz.rms_norm(x, backend="fake.other")
+
+
+def test_readiness_asks_for_them_where_policy_does():
+    assert lz.readiness_check(device="cpu")["certificates"].got == "not demanded"
+    lz.configure(require_certificates=True)
+    found = lz.readiness_check(device="cpu")
+    assert not found and found["certificates"].state == "fail" and "lz verify" in found["certificates"].hint
+    assert any("torch.rms_norm" in line for line in found["certificates"].details)
+    for kernel in worlds.current().catalog.kernels:
+        certificates.write(certificate(kernel), HERE)
+    lz.clear_cache()
+    assert lz.readiness_check(device="cpu")["certificates"].state == "ok"
+
+
+def test_the_contract_tells_ops_apart_and_is_stable():
+    ops = worlds.current().catalog.ops.values()
+    assert len({contract_of(op) for op in ops}) == len(tuple(ops))
+    assert contract_of(RMS_NORM) == contract_of(RMS_NORM)
+    looser = replace(RMS_NORM, tolerance=lz.Tolerance({"float32": (1.0, 1.0)}))
+    assert contract_of(looser) != contract_of(RMS_NORM)

@@ -284,6 +284,21 @@ def unregister(name: str) -> None:
     """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by name."""
 
 
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-06, *,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), over the last dimension."""
+
+
+def alibi(
+    slopes: Tensor, seq_q: int, seq_k: int, *,
+    causal_align: Literal["top_left", "bottom_right"] | None = None, is_causal: bool = False,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """The bias (heads, seq_q, seq_k) to add to attention scores, from one slope for each head."""
+
+
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -341,14 +356,151 @@ def attention(
     """
 
 
-def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
-    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
-    window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean", backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """-log softmax(logits)[target], averaged or summed over the rows, or one for each."""
+
+
+def dequantize(
+    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *,
+    format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"],
+    block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
+    size: int | None = None, out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """Attention over packed sequences; see lz.attention for the shared arguments."""
+    """The values of what lz.quantize returned, with the same format, block_size and block_rows."""
+
+
+def detokenize(
+    ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> str | list[str]:
+    """The text of a sequence of ids, or of each of several."""
+
+
+def embedding(
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0, *,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """weight[ids] * scale, of shape (*ids.shape, width)."""
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-05, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and all pixels."""
+
+
+def grouped_gemm(
+    x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """For each group g, x[rows of g] @ weights[g]."""
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05, *,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension."""
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] | None = None, *,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """activation(x @ weight.T + bias), over the last dimension."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean", backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """The cross entropy of the logits hidden @ weight.T + bias; weight is (vocab, width)."""
+
+
+@overload
+def mla_paged_attention(
+    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
+    scale: float, max_seqlen_q: int | None = None, return_lse: Literal[False] = False,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
+
+    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
+    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    """
+
+
+@overload
+def mla_paged_attention(
+    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
+    scale: float, max_seqlen_q: int | None = None, return_lse: Literal[True],
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
+
+    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
+    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    """
+
+
+@overload
+def mla_paged_attention(
+    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
+    scale: float, max_seqlen_q: int | None = None, return_lse: bool = False,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
+
+    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
+    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    """
+
+
+def mlp(
+    x: Tensor, weight_in: Tensor, weight_down: Tensor,
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu"] = "swiglu",
+    *, weight_up: Tensor | None = None, bias_in: Tensor | None = None,
+    bias_up: Tensor | None = None, bias_down: Tensor | None = None, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) for a plain activation."""
+
+
+def moe(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
+    scoring: Literal["softmax", "sigmoid"] = "softmax", normalize: bool = True,
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu"] = "swiglu",
+    gate_first: bool = True, expert_offset: int = 0, capacity: int = 0,
+    weight_on: Literal["output", "input"] = "output", backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Each token through its experts, one after the other."""
+
+
+def moe_gate(
+    logits: Tensor, top_k: int, scoring: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True, *, n_group: int = 1, topk_group: int = 1,
+    e_score_correction_bias: Tensor | None = None, routed_scaling_factor: float = 1.0,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(ids int64, weights float32), both (..., top_k), for logits (..., experts)."""
 
 
 @overload
@@ -411,49 +563,28 @@ def paged_attention(
     """
 
 
-@overload
-def mla_paged_attention(
-    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
-    scale: float, max_seqlen_q: int | None = None, return_lse: Literal[False] = False,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+def quantize(
+    x: Tensor, format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"],
+    granularity: Literal["tensor", "channel", "block"] | None = None, block_size: int = 0,
+    symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
+    zeros: Tensor | None = None, global_scale: Tensor | None = None, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Any:
+    """(codes, scales), then zeros if symmetric is False, then the global scale of nvfp4.
+
+    granularity: one scale for the tensor, for each row ("channel"), or for each block of a row; None for what is
+    usual: blocks for four-bit formats, else rows. block_size: 0 for the format's own. block_rows: rows of a block.
+    scales, zeros, global_scale: from calibration, in the layout that would be returned; else made here.
+    """
+
+
+def quantized_linear(
+    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
+    bias: Tensor | None = None, *, format: Literal["int8", "int4", "fp8_e4m3"], group_size: int = 0,
+    activations: Literal["none", "int8"] = "none", backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
-
-    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
-    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
-    """
-
-
-@overload
-def mla_paged_attention(
-    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
-    scale: float, max_seqlen_q: int | None = None, return_lse: Literal[True],
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
-
-    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
-    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
-    """
-
-
-@overload
-def mla_paged_attention(
-    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
-    scale: float, max_seqlen_q: int | None = None, return_lse: bool = False,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
-
-    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
-    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
-    """
+    """x @ dequantize(weight_q, scales, zeros).T + bias."""
 
 
 def rms_norm(
@@ -461,28 +592,6 @@ def rms_norm(
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension."""
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-06, *,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), over the last dimension."""
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05, *,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension."""
-
-
-def group_norm(
-    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-05, *, backend: str | None = None,
-    policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and all pixels."""
 
 
 @overload
@@ -513,38 +622,6 @@ def rope(
     style: "rotate_half" pairs i with i + rotary_dim / 2, "interleaved" pairs 2i with 2i + 1.
     rotary_dim: how many elements of a head turn, all if not said.
     """
-
-
-def alibi(
-    slopes: Tensor, seq_q: int, seq_k: int, *,
-    causal_align: Literal["top_left", "bottom_right"] | None = None, is_causal: bool = False,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """The bias (heads, seq_q, seq_k) to add to attention scores, from one slope for each head."""
-
-
-def embedding(
-    ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0, *,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """weight[ids] * scale, of shape (*ids.shape, width)."""
-
-
-def cross_entropy(
-    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-    reduction: Literal["mean", "sum", "none"] = "mean", backend: str | None = None,
-    policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """-log softmax(logits)[target], averaged or summed over the rows, or one for each."""
-
-
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
-    ignore_index: int = -100, label_smoothing: float = 0.0,
-    reduction: Literal["mean", "sum", "none"] = "mean", backend: str | None = None,
-    policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """The cross entropy of the logits hidden @ weight.T + bias; weight is (vocab, width)."""
 
 
 def sample(
@@ -581,86 +658,6 @@ def speculative_verify_tree(
     """(accepted tokens, their nodes, their number, the token that follows) for each row's tree."""
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None,
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] | None = None, *,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """activation(x @ weight.T + bias), over the last dimension."""
-
-
-def quantized_linear(
-    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, format: Literal["int8", "int4", "fp8_e4m3"], group_size: int = 0,
-    activations: Literal["none", "int8"] = "none", backend: str | None = None,
-    policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """x @ dequantize(weight_q, scales, zeros).T + bias."""
-
-
-def mlp(
-    x: Tensor, weight_in: Tensor, weight_down: Tensor,
-    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu"] = "swiglu",
-    *, weight_up: Tensor | None = None, bias_in: Tensor | None = None,
-    bias_up: Tensor | None = None, bias_down: Tensor | None = None, backend: str | None = None,
-    policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) for a plain activation."""
-
-
-def grouped_gemm(
-    x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """For each group g, x[rows of g] @ weights[g]."""
-
-
-def quantize(
-    x: Tensor, format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"],
-    granularity: Literal["tensor", "channel", "block"] | None = None, block_size: int = 0,
-    symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
-    zeros: Tensor | None = None, global_scale: Tensor | None = None, backend: str | None = None,
-    policy: Mapping[str, Any] | Layer | None = None,
-) -> Any:
-    """(codes, scales), then zeros if symmetric is False, then the global scale of nvfp4.
-
-    granularity: one scale for the tensor, for each row ("channel"), or for each block of a row; None for what is
-    usual: blocks for four-bit formats, else rows. block_size: 0 for the format's own. block_rows: rows of a block.
-    scales, zeros, global_scale: from calibration, in the layout that would be returned; else made here.
-    """
-
-
-def dequantize(
-    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *,
-    format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"],
-    block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
-    size: int | None = None, out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """The values of what lz.quantize returned, with the same format, block_size and block_rows."""
-
-
-def moe_gate(
-    logits: Tensor, top_k: int, scoring: Literal["softmax", "sigmoid"] = "softmax",
-    normalize: bool = True, *, n_group: int = 1, topk_group: int = 1,
-    e_score_correction_bias: Tensor | None = None, routed_scaling_factor: float = 1.0,
-    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(ids int64, weights float32), both (..., top_k), for logits (..., experts)."""
-
-
-def moe(
-    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
-    topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
-    scoring: Literal["softmax", "sigmoid"] = "softmax", normalize: bool = True,
-    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu"] = "swiglu",
-    gate_first: bool = True, expert_offset: int = 0, capacity: int = 0,
-    weight_on: Literal["output", "input"] = "output", backend: str | None = None,
-    policy: Mapping[str, Any] | Layer | None = None,
-) -> Tensor:
-    """Each token through its experts, one after the other."""
-
-
 def tokenize(
     text: str | list[str], tokenizer: Any, *, add_special_tokens: bool = True,
     parse_special: bool | None = None, truncation: bool | None = None,
@@ -674,8 +671,11 @@ def tokenize(
     """The ids of a text, or of each of several, with their attention mask and, if asked for, their offsets."""
 
 
-def detokenize(
-    ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True, backend: str | None = None,
-    policy: Mapping[str, Any] | Layer | None = None,
-) -> str | list[str]:
-    """The text of a sequence of ids, or of each of several."""
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
+    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Attention over packed sequences; see lz.attention for the shared arguments."""

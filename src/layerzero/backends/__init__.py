@@ -1,16 +1,11 @@
-"""Who computes it: one file per library, each a tuple `KERNELS` of declarations.
+"""Who computes it: one file (or folder) per library, each a tuple `KERNELS` of declarations.
 
-Importing such a file imports no library: that happens in a kernel's `load`, on first selection.
+Every module of this folder is a backend, but for those whose name begins with an underscore. Importing one
+imports no library: that happens in a kernel's `load`, on first selection.
 """
 
 from __future__ import annotations
 
-CATALOG = (
-    "native",
-    "torch_sdpa", "torch_varlen", "torch_flex", "torch_paged", "torch_norm", "torch_positions",
-    "torch_embedding", "torch_loss", "torch_sampling", "torch_linear", "torch_upcast", "torch_quant",
-    "torch_moe", "torch_compiled",
-    "cuda", "triton", "zentorch", "ipex",
-    "hf_tokenizers", "tiktoken", "sentencepiece", "flash_attn",
-    "flashinfer", "liger", "quack", "xformers", "reference",
-)
+import pkgutil
+
+CATALOG = tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_")))

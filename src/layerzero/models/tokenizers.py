@@ -9,7 +9,7 @@ from typing import Any
 from ..ops.formulas import prefix, tokenizer_identity
 from ..ops.formulas.prefix import Counts
 from ..ops.formulas.tokenizer_identity import TokenizerHandle
-from ..ops.tokenizer_schema import LIMITS
+from ..ops.formulas.tokenizer_schema import LIMITS
 from ..spec.errors import ConfigError, DataError
 from ..spec.reading import read_bytes
 from ..spec.reason import Code, Reason, shown

@@ -1,10 +1,9 @@
-"""What is computed: one file per operation. A file in this folder that defines `OP` is an operation."""
+"""What is computed: one file per operation, and nothing else needs to know of it.
 
-CATALOG = (
-    "attention", "varlen_attention", "paged_attention", "mla_paged_attention",
-    "rms_norm", "add_rms_norm", "layer_norm", "group_norm",
-    "rope", "alibi", "embedding", "cross_entropy", "linear_cross_entropy",
-    "sample", "speculative_verify", "speculative_verify_tree",
-    "linear", "quantized_linear", "mlp", "grouped_gemm", "quantize", "dequantize", "moe_gate", "moe",
-    "tokenize", "detokenize",
-)
+Every file of this folder declares one operation, `OP`, under the name of the file. What several operations
+are computed with is in formulas/.
+"""
+
+import pkgutil
+
+CATALOG = tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.ispkg))

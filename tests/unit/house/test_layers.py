@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "select": 2, "machine": 3
         "models": 6, "operate": 6, "plan": 7, "tune": 7, "verify": 7, "integrations": 8, "report": 8, "release": 9,
         "cli": 10, "__main__": 10, "": 10}                # "" is __init__.py: the public names
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
-# No operation and no library, shared by those that are: formulas, what a tokenizer is, packed weights.
-HELPERS = {"ops": ("formulas", "tokenizer_identity", "tokenizer_schema"), "backends": ("packing",)}
+# No operation and no library, shared by those that are: formulas, packed weights.
+HELPERS = {"ops": ("formulas",), "backends": ("_packing",)}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -74,6 +75,49 @@ def parts_of(path: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: "/".join(parts_of(p)))
 def test_imports_point_down(path):
     assert faults(path.read_text(), parts_of(path)) == []
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Modules of ours that a file imports anywhere but for its types, by their names below the package."""
+    class Visitor(ast.NodeVisitor):
+        found: tuple[ast.ImportFrom, ...] = ()
+
+        def visit_If(self, node: ast.If) -> None:
+            if "TYPE_CHECKING" not in ast.dump(node.test):
+                self.generic_visit(node)
+
+        def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+            if node.level:
+                self.found = (*self.found, node)
+
+    visitor = Visitor()
+    visitor.visit(ast.parse(path.read_text()))
+    parts = parts_of(path)
+    here = parts[:-1]
+    for node in visitor.found:
+        base = here[:len(here) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
+        for alias in node.names:
+            deeper = (*base, alias.name)
+            yield ".".join(deeper if module_file(deeper) else base)
+
+
+def module_file(parts: tuple[str, ...]) -> Path | None:
+    here = PACKAGE.joinpath(*parts)
+    return next((p for p in (here.with_suffix(".py"), here / "__init__.py") if parts and p.exists()), None)
+
+
+def test_no_circle():
+    """Also none that an import inside a function would hide."""
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        parts = parts_of(path)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        graph[name] = {m for m in imported_modules(path) if m not in (name, "")}
+    order = TopologicalSorter(graph)
+    try:
+        order.prepare()
+    except CycleError as e:
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(e.args[1])}")
 
 
 def test_every_room_was_read():

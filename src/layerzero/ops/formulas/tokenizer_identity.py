@@ -25,8 +25,8 @@ from weakref import WeakValueDictionary
 from ...spec.errors import DataError, InvalidCall
 from ...spec.reading import read_bytes
 from ...spec.reason import Code, Reason
-from ..tokenizer_schema import LIMITS, parsed
 from .bpe import is_plain
+from .tokenizer_schema import LIMITS, parsed
 
 ACCEPTED = ("a tokenizers.Tokenizer, a fast tokenizer of transformers, a tiktoken.Encoding, a "
             "sentencepiece.SentencePieceProcessor, the path of a tokenizer.json, *.model or *.tiktoken file or of a "

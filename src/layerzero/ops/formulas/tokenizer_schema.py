@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..spec.errors import DataError
-from ..spec.reading import Limits, parse_json
-from ..spec.reason import shown
+from ...spec.errors import DataError
+from ...spec.reading import Limits, parse_json
+from ...spec.reason import shown
 
 LIMITS = Limits(size=256 << 20)                # of a tokenizer's file; those of large vocabularies have 40 MB
 _MOST = 2 ** 31                                # ids and lengths are below it

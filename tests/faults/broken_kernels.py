@@ -525,7 +525,7 @@ def biased_without_given_numbers(right, **v):
 
 @fault("sample", "distribution")
 def nucleus_one_token_short(right, **v):
-    from layerzero.verify.kernel.alterations import _one_fewer
+    from layerzero.ops.sample import _one_fewer
     made = _one_fewer(lz.op("sample"), dict(v))
     return right(**v) if made is None else made.given if v["return_logprobs"] else made.given[0]
 

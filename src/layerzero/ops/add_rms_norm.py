@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows, rms_normalize
+from .formulas.mistakes import NORM, changed_results, replaced, rms_eps_outside, zeros
+from .formulas.norm import NORM_STRESS
 
 
 def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -44,9 +47,16 @@ CASES: tuple[dict[str, Any], ...] = (
     {"extreme": True},
 )
 
+GRADIENT_CASES: tuple[dict[str, Any], ...] = (
+    {}, {"rows": (2, 7)}, {"affine": False}, {"stride": "padded"})
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    *NORM, changed_results("convention", "eps outside the square root", rms_eps_outside),
+    replaced("convention", "the residual left out", "residual", zeros("residual")))
 
 OP = Op(
     name="add_rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "residual": "*rows hidden", "weight": "hidden"},

@@ -16,11 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import CausalAlignmentWarning
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes
 from .formulas.common import FLOATS, position_terms
+from .formulas.mistakes import align, replaced
 
 
 def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
@@ -66,9 +68,14 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             "given: 'top_left' is used. Decoding with a KV cache wants causal_align='bottom_right'.",
             CausalAlignmentWarning, stacklevel=6)
 
+ALTERATIONS: tuple[Alteration, ...] = (
+    Alteration("alignment", "the diagonal at the other corner", align), replaced("mask", "causality ignored",
+    "is_causal", False),
+    replaced("position bias", "the other sign", "slopes", lambda v: -v["slopes"]))
 
 OP = Op(
     name="alibi", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"slopes": "heads"}, returns=("heads seq_q seq_k",),

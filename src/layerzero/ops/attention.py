@@ -15,11 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration, Values
 from ..spec.errors import AmbiguousLayoutWarning, CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, at_most, dtypes, equals, off, on, one_of
 from .formulas.common import FLOATS, attend
+from .formulas.mistakes import LSE, SCORES, SOFTCAP, WINDOW, align, replaced, without
 
 
 def reference(
@@ -246,9 +248,55 @@ def _nested(values: dict[str, Any]) -> Redirect:
         "window_left": values["window_left"], "window_right": values["window_right"], "softcap": values["softcap"],
         "dropout_p": values["dropout_p"]}, restore)
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"b": 8200, "hq": 8, "hkv": 8, "sq": 1, "sk": 2, "d": 8},
+    {"b": 8200, "hq": 8, "hkv": 4, "sq": 1, "sk": 2, "d": 8},
+    {"b": 1, "hq": 65540, "hkv": 1, "sq": 1, "sk": 2, "d": 8},
+    {"sq": 192, "sk": 192, "mask": "bool"}, {"sq": 64, "sk": 192, "mask": "float", "hkv": 1},
+    {"mask": "minus_inf", "hkv": 2}, {"mask": "lowest", "sq": 33, "sk": 65}, {"mask": "lowest", "sq": 1, "sk": 130},
+    {"sq": 320, "sk": 320, "mask": "padding", "b": 3}, {"sq": 3, "sk": 70, "causal": True, "align": "bottom_right"},
+    {"sq": 70, "sk": 3, "causal": True, "align": "top_left"}, {"hq": 6, "hkv": 3, "b": 3, "sq": 17, "sk": 33},
+    {"hq": 12, "hkv": 4, "causal": True, "sq": 1, "sk": 130, "align": "bottom_right", "b": 3},
+    {"softcap": 3.0, "scale": 0.7}, {"softcap": 3.0, "scale": 0.7, "hkv": 2, "causal": True, "lse": True},
+    {"alibi": True, "hkv": 2, "lse": True},
+    {"alibi": True, "sq": 9, "sk": 30, "align": "bottom_right", "causal": True},
+    {"window": (1, 0), "causal": True}, {"window": (0, 1)}, {"window": (3, 2), "sq": 9, "sk": 20},
+    {"window": (64, -1), "sq": 130, "sk": 130}, {"window": (-1, 3), "sq": 7, "sk": 40, "align": "bottom_right"},
+    {"extreme": True, "mask": "bool"}, {"extreme": True, "lse": True, "hkv": 2}, {"sq": 2, "sk": 4096, "b": 1},
+    {"sq": 1, "sk": 8192, "b": 1, "hq": 2, "hkv": 1}, {"mask": "dead_rows", "lse": True, "hkv": 2},
+    {"layout": "bshd", "sq": 9, "sk": 40, "causal": True, "align": "bottom_right", "hkv": 1},
+    {"layout": "bshd", "window": (16, 0), "causal": True, "sq": 64, "sk": 64, "d": 64},
+    {"b": 3, "sq": 0, "sk": 0}, {"sq": 4, "sk": 0, "lse": True}, {"stride": "sparse", "hkv": 2, "causal": True})
+
+GRADIENT_CASES: tuple[dict[str, Any], ...] = (
+    {}, {"causal": True}, {"hkv": 2, "causal": True}, {"sq": 1, "sk": 257, "hkv": 2}, {"lse": True},
+    {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
+    {"sq": 5, "sk": 9, "causal": True, "align": "top_left"},
+    {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
+    {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"d": 72}, {"d": 80, "dv": 48}, {"mask": "float"},
+    {"mask": "bool", "hkv": 2}, {"mask": "dead_rows"}, {"window": (16, 0), "causal": True},
+    {"alibi": True, "causal": True}, {"softcap": 5.0}, {"scale": 0.3}, {"layout": "bshd", "causal": True},
+    {"stride": "transposed"}, {"stride": "padded"}, {"sq": 8, "sk": 0})
+
+
+# mistakes that a kernel of it could make
+
+def _mask_inverted(op: Any, v: Values) -> Values | None:
+    mask = v["attn_mask"]
+    return {**v, "attn_mask": ~mask if mask.dtype == torch.bool else -mask} if mask is not None else None
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    Alteration("mask", "the mask ignored", without("attn_mask")), Alteration("mask", "the mask inverted",
+    _mask_inverted),
+    Alteration("alignment", "the diagonal at the other corner", align),
+    Alteration("position bias", "ALiBi left out", without("alibi_slopes")),
+    replaced("position bias", "ALiBi with the other sign", "alibi_slopes", lambda v: -v["alibi_slopes"]),
+    *SCORES, *SOFTCAP, *WINDOW, *LSE)
 
 OP = Op(
     name="attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     variant="layout",

@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration, Values
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
 from .formulas.common import FLOATS
 from .formulas.loss import LOSS_LIMITS, check_targets, random_targets, reduced, row_losses
+from .formulas.mistakes import changed_results, replaced
 
 
 def reference(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
@@ -64,8 +66,21 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     check_targets("cross_entropy", values, facts)
 
 
+# mistakes that a kernel of it could make
+
+def _mean_of_all(v: Values, out: tuple[Any, ...]) -> Any:
+    kept = (v["targets"] != v["ignore_index"]).sum() / max(v["targets"].numel(), 1)
+    return out[0] * kept if v["reduction"] == "mean" else None
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    replaced("mask", "ignore_index ignored", "ignore_index", -12345),
+    replaced("scale", "no label smoothing", "label_smoothing", 0.0),
+    changed_results("scale", "the mean over all rows, ignored ones too", _mean_of_all))
+
 OP = Op(
     name="cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     # Of every result, whatever the logits' dtype: it is at least float32.
     tolerance=Tolerance({"float16": (1e-4, 1e-5), "bfloat16": (1e-4, 1e-5), "float32": (1e-4, 1e-5),
                          "float64": (1e-10, 1e-10)}),

@@ -11,11 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, one_of, present, when
 from .formulas.common import FLOATS
+from .formulas.mistakes import QUANTIZED, nibbles
 from .formulas.quant import FORMATS, check_scales, encode, make_scales, restored, spread
 
 FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
@@ -108,9 +110,16 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 def _stored(name: str) -> str:
     return str(FORMATS[name].storage).removeprefix("torch.")
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"rows": (8,), "width": 64, "granularity": "block", "block_size": 8, "format": "int8"},
+    {"rows": (4,), "width": 64, "granularity": "block", "block_size": 16, "format": "int4"})
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", nibbles("q")))
 
 OP = Op(
     name="dequantize", family="quantization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6)}),
     shapes={"q": "*rows packed", "scales": "*scale_rows groups"}, exact=("packed", "block_size", "block_rows"),
     ranges={"block_size": INT32, "block_rows": INT32, "size": INT32},

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from ..spec.alteration import Alteration
 from ..spec.grid import bucket_top
 from ..spec.op import Op, Tolerance
 from ..spec.rules import present
 from .formulas.bpe import BytePairs, tiny_tokenizer
+from .formulas.mistakes import replaced
 from .formulas.tokenization import sequences_of
 from .formulas.tokenizer_identity import FACTS, from_json, identified, identify
 
@@ -60,8 +62,11 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"ids": 0}, {"ids": ()}, {"ids": _ALL}, {"ids": _ALL, "skip_special_tokens": False}, {"tensor": True},
     {"ids": (2, 3), "tensor": True, "skip_special_tokens": False})
 
+ALTERATIONS: tuple[Alteration, ...] = (replaced("convention", "special tokens kept", "skip_special_tokens", False),)
+
 OP = Op(
     name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read, reads=(*FACTS, "sequences", "tokens"),
     dtypes=("int64",), requires=(present("vocab_hash"),),
 )

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes
 from .formulas.common import FLOATS
+from .formulas.mistakes import replaced
 
 
 def reference(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0) -> Tensor:
@@ -69,9 +71,11 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
                 Code.VALUE_OUT_OF_RANGE, f"between 0 and {vocab - 1}, the last row of weight", f"{low} to {high}",
                 "ids"))
 
+ALTERATIONS: tuple[Alteration, ...] = (replaced("scale", "the scale left out", "scale", 1.0),)
 
 OP = Op(
     name="embedding", family="embedding", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"ids": "*tokens", "weight": "vocab width"}, returns=("*tokens width",), main="weight",

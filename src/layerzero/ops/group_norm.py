@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS
+from .formulas.mistakes import NORM, replaced, without
 
 
 def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
@@ -80,9 +82,13 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
     image = x.reshape(batch, channels, rows, size[-1] if size else 1)
     return Redirect("group_norm", {**values, "x": image}, lambda out: out.reshape(x.shape))
 
+ALTERATIONS: tuple[Alteration, ...] = (
+    *NORM, Alteration("convention", "the bias left out", without("bias")),
+    replaced("convention", "one group", "groups", 1))
 
 OP = Op(
     name="group_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "batch channels height width", "weight": "channels", "bias": "channels"},

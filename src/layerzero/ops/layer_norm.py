@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows
+from .formulas.mistakes import NORM, changed_results, without
+from .formulas.norm import NORM_STRESS
 
 
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -43,9 +47,27 @@ CASES: tuple[dict[str, Any], ...] = (
     {"extreme": True},
 )
 
+GRADIENT_CASES: tuple[dict[str, Any], ...] = (
+    {}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "padded"},
+    {"weight_dtype": "float32"})
+
+
+# mistakes that a kernel of it could make
+
+def _unbiased(v: Values, out: tuple[Any, ...]) -> Any:
+    n = v["x"].shape[-1]
+    if n < 2 or v["bias"] is not None:
+        return None
+    return out[0] * math.sqrt((n - 1) / n)
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    *NORM, Alteration("convention", "the bias left out", without("bias")),
+    changed_results("convention", "the variance divided by n - 1", _unbiased))
 
 OP = Op(
     name="layer_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight": "hidden", "bias": "hidden"}, returns=("*rows hidden",), exact=("hidden",),

@@ -8,9 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
 from .formulas.common import FLOATS, random_rows
+from .formulas.mistakes import ACTIVATIONS, replaced, without
 from .formulas.moe import activate
 
 
@@ -48,9 +50,13 @@ CASES: tuple[dict[str, Any], ...] = (
     {"transposed": True, "rows": (8,), "k": 128}, {"extreme": True}, {"extreme": True, "activation": "gelu"},
 )
 
+ALTERATIONS: tuple[Alteration, ...] = (
+    Alteration("convention", "the bias left out", without("bias")),
+    replaced("convention", "the activation left out", "activation", None), *ACTIVATIONS[:4])
 
 OP = Op(
     name="linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     # In float32 torch's own product is off by 1e-6 from some hundred inputs on; the eager error is the sharper bound.
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Condition, dtypes, equals, one_of, when
 from .formulas.common import FLOATS, position_terms
+from .formulas.mistakes import LSE, PAGES, SCORES, replaced, zeros
 from .formulas.paged import (
     DERIVED,
     METADATA_RULES,
@@ -121,8 +123,18 @@ SAME_DTYPE: tuple[Condition, ...] = tuple(
     when(equals("dtype", d), one_of(f"{cache}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
     for cache in ("ckv_cache", "kpe_cache") for d in FLOATS)
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"context": (16, 32, 48)}, {"page_size": 5, "context": (21, 4, 5)}, {"lengths_q": (3, 0, 9), "causal": False})
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    *SCORES[2:], replaced("scale", "the scale of the absorbed size", "scale", lambda v: (
+    v["q_nope"].shape[-1] + v["q_pe"].shape[-1]) ** -0.5), *PAGES, *LSE,
+    replaced("scale", "the scale left out", "scale", 1.0),
+    replaced("position bias", "the position part left out", "q_pe", zeros("q_pe")))
+
 OP = Op(
     name="mla_paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     shapes={"q_nope": "tokens heads head_dim_ckv", "q_pe": "tokens heads head_dim_kpe",

@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, at_least, dtypes, one_of, when
 from .formulas.common import FLOATS, random_rows
+from .formulas.mistakes import ACTIVATIONS, without
 from .formulas.moe import GATED, PLAIN, activate
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu"]
@@ -92,9 +94,13 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         layout = "rows of the gate, then of up" if fused else "one row for each column of weight_down"
         raise InvalidCall.of("mlp", Reason(Code.DIM_MISMATCH, f"{want} ({layout})", wide, "weight_in.shape[0]"))
 
+ALTERATIONS: tuple[Alteration, ...] = (
+    *ACTIVATIONS, *(Alteration("convention", f"{n} left out", without(n))
+    for n in ("bias_in", "bias_up", "bias_down")))
 
 OP = Op(
     name="mlp", family="mlp", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     # The limits of one linear layer; this is two, one after the other.
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
                          "float64": (1e-10, 1e-10)}),

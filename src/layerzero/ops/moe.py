@@ -19,11 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS
+from .formulas.mistakes import ACTIVATIONS, ROUTED, off_by, replaced
 from .formulas.moe import check_routing, gated, places, route
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu"]
@@ -118,9 +120,18 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         raise InvalidCall.of("moe", Reason(
             Code.DIM_MISMATCH, f"{2 * facts['inner']} (the rows of gate and up)", facts["wide"], "w_gate_up.shape[1]"))
 
+ALTERATIONS: tuple[Alteration, ...] = (
+    replaced("capacity", "the capacity ignored", "capacity", 0),
+    replaced("capacity", "one token more than the capacity", "capacity", off_by("capacity", 1)),
+    replaced("capacity", "one token fewer than the capacity", "capacity", off_by("capacity", -1)),
+    replaced("convention", "gate and up exchanged", "gate_first", lambda v: not v["gate_first"]),
+    replaced("head map", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2], *ROUTED[3:], *ACTIVATIONS[4:],
+    replaced("scale", "the weight on the other side of the expert", "weight_on", lambda v: "input"
+    if v["weight_on"] == "output" else "output"))
 
 OP = Op(
     name="moe", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
                          "float64": (1e-6, 1e-6)}),       # the weights of a routing are float32
     shapes={"x": "*rows hidden", "w_gate_up": "experts wide hidden", "w_down": "experts hidden inner",

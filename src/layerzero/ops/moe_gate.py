@@ -15,11 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows
+from .formulas.mistakes import ROUTED, replaced, without
 from .formulas.moe import route
 
 
@@ -87,9 +89,13 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         raise InvalidCall.of("moe_gate", Reason(
             Code.VALUE_OUT_OF_RANGE, f"<= {allowed}, the experts that may be chosen", top_k, "top_k"))
 
+ALTERATIONS: tuple[Alteration, ...] = (
+    *ROUTED, Alteration("distribution", "the correction bias left out", without("e_score_correction_bias")),
+    replaced("distribution", "groups ignored", "n_group", 1))
 
 OP = Op(
     name="moe_gate", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    alterations=ALTERATIONS,
     tolerance=Tolerance({"float32": (1e-5, 1e-6)}),
     shapes={"logits": "*rows experts", "e_score_correction_bias": "experts"},
     exact=("experts", "top_k", "n_group", "topk_group"),

@@ -20,12 +20,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Adaptation, Op, Redirect, Tolerance
 from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Condition, any_of, at_least, dtypes, equals, one_of, present, when
 from .formulas.common import FLOATS, attend
+from .formulas.mistakes import LSE, PAGES, SCORES, SOFTCAP, WINDOW, replaced
 from .formulas.paged import (
     DERIVED,
     METADATA_RULES,
@@ -202,8 +204,26 @@ def _stored_as(cache: str, scale: str) -> tuple[Condition, ...]:
 _SHARED = {"block_table": "batch max_pages", "context_lens": "batch", "cu_seqlens_q": "boundaries",
            "key_scale": "~kv_heads", "value_scale": "~kv_heads"}
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"context": (16, 32, 48)}, {"context": (15, 33, 1)}, {"page_size": 5, "context": (21, 4, 5)},
+    {"context": (64, 192), "page_size": 64, "hq": 6, "hkv": 3}, {"context": (33,) * 9, "order": "neighbours"},
+    {"softcap": 3.0, "scale": 0.7}, {"window": 1, "lengths_q": (3, 2, 5)}, {"window": 0},
+    {"lengths_q": (3, 0, 9), "causal": False, "hkv": 4}, {"context": (2000, 3), "page_size": 16},
+    {"layout": "HND", "hkv": 4, "page_size": 4, "lengths_q": (2, 5, 7)},
+    {"stored": "int8", "scales": "head", "layout": "HND", "hkv": 4, "hq": 8})
+
+GRADIENT_CASES: tuple[dict[str, Any], ...] = (
+    {}, {"lse": True}, {"layout": "HND"}, {"lengths_q": (17, 1, 40)}, {"window": 6}, {"softcap": 5.0},
+    {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24})
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    *SCORES, *SOFTCAP, *WINDOW[:2], *WINDOW[4:5], *PAGES, *LSE,
+    replaced("scale", "key_scale ignored", "key_scale", lambda v: torch.ones_like(v["key_scale"])),
+    replaced("scale", "value_scale ignored", "value_scale", lambda v: torch.ones_like(v["value_scale"])))
+
 OP = Op(
     name="paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     variant="kv_layout",

@@ -17,11 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, equals, one_of, present, when
 from .formulas.common import FLOATS, random_rows
+from .formulas.mistakes import QUANTIZED, nibbles, without
 from .formulas.quant import FORMATS, TINY, encode, make_scales, restored, spread
 
 FormatName = Literal["int8", "int4", "fp8_e4m3"]
@@ -103,9 +105,16 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.SCALE_LAYOUT_MISMATCH, f"scales of shape ({n}, {groups}), or with a divisor of {n} rows "
             f"(group_size {values['group_size']})", f"({rows}, {got})", "scales"))
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"n": 64, "k": 64, "group": 1, "rows": (3,)}, {"n": 32, "k": 512, "group": 16, "format": "int4"})
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", nibbles("weight_q")),
+    Alteration("convention", "the bias left out", without("bias")))
 
 OP = Op(
     name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    stress=STRESS, alterations=ALTERATIONS,
     # In float32 torch's own product is off by 1e-6 from some hundred inputs on; the eager error is the sharper bound.
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-5, 1e-5)}),       # the weight is dequantized in float32

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration, Values
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import any_of, at_least, dtypes, equals, one_of, present
 from .formulas.common import FLOATS, random_rows, rms_normalize
+from .formulas.mistakes import NORM, changed_results, rms_eps_outside
+from .formulas.norm import NORM_STRESS
 
 
 def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
@@ -44,9 +47,27 @@ CASES: tuple[dict[str, Any], ...] = (
     {"extreme": True},
 )
 
+STRESS: tuple[dict[str, Any], ...] = (
+    *NORM_STRESS, {"offset": 1.0}, {"offset": -0.5, "weight_dtype": "float32", "rows": (3, 2)})
+
+GRADIENT_CASES: tuple[dict[str, Any], ...] = (
+    {}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "transposed", "rows": (6, 4)},
+    {"weight_dtype": "float32"}, {"rows": (0,)}, {"eps": 1.0})
+
+
+# mistakes that a kernel of it could make
+
+def _centred(op: Any, v: Values) -> Values:
+    return {**v, "x": v["x"] - v["x"].mean(-1, keepdim=True)}
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    Alteration("convention", "the mean subtracted, as layer norm does", _centred), *NORM,
+    changed_results("convention", "eps outside the square root", rms_eps_outside))
 
 OP = Op(
     name="rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight": "hidden"}, returns=("*rows hidden",), exact=("hidden",),

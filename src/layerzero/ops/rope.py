@@ -17,11 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration, Values
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS
+from .formulas.mistakes import changed_results, replaced
 from .formulas.rope import per_token, rotate
 
 
@@ -134,9 +136,32 @@ def _fits_batch(name: str, lead: tuple[int, ...], batch_shape: tuple[int, ...]) 
         want = f"{batch_shape} like q's batch, (1,) or none" if batch_shape else "empty, as q has no batch"
         raise InvalidCall.of("rope", Reason(Code.DIM_MISMATCH, want, str(lead), f"{name}'s leading shape"))
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"far": True, "s": 3, "ids": "int64"}, {"b": 3, "ids": "int64", "batched": False, "layout": "bshd", "hkv": 1},
+    {"b": 5, "s": 4097, "hq": 1, "hkv": 1, "d": 2})
+
+
+# mistakes that a kernel of it could make
+
+def _no_ids(op: Any, v: Values) -> Values | None:
+    if v["position_ids"] is None:
+        return None
+    return {**v, "position_ids": torch.arange(v["position_ids"].shape[-1], device=v["q"].device).expand(
+        v["position_ids"].shape)}
+
+def _other_style(op: Any, v: Values) -> Values:
+    return {**v, "style": "interleaved" if v["style"] == "rotate_half" else "rotate_half"}
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    Alteration("convention", "the other convention of pairs (rotate_half or interleaved)", _other_style),
+    replaced("convention", "the rotation in the other direction", "sin", lambda v: -v["sin"]),
+    Alteration("alignment", "position_ids ignored", _no_ids),
+    changed_results("scale", "the keys left as they are", lambda v, out: (out[0], v["k"]) if len(out) > 1 else None))
 
 OP = Op(
     name="rope", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     variant="layout",

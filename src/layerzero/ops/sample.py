@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration, Results, Values
 from ..spec.op import INT32, SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import (
@@ -39,7 +40,8 @@ from ..spec.rules import (
     when,
 )
 from .formulas.common import FLOATS
-from .formulas.sampling import Penalties, draw, filters, penalised, per_row, random_numbers, scores_of, weights_of
+from .formulas.mistakes import off_by, replaced
+from .formulas.sampling import Penalties, draw, filters, kept, penalised, per_row, random_numbers, scores_of, weights_of
 
 INTEGERS = ("int32", "int64")
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -166,8 +168,55 @@ _OF_LOGITS: tuple[Condition, ...] = (
     absent("token_counts.dtype"), *(equals(name, off, Code.VALUE_OUT_OF_RANGE) for name, off in PENALTIES.items()),
     *(absent(f"{name}_rows.dtype") for name in PENALTIES))
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"random": "generator"}, {"random": "generator", "top_k": 5}, {"random": "generator", "top_p": 0.9},
+    {"batch": 64, "vocab": 33, "top_p": 0.5, "scale": 1.0},
+    {"batch": 64, "vocab": 33, "top_k": 3}, {"batch": 200, "vocab": 12, "scale": 1.0},
+    {"batch": 200, "vocab": 12, "scale": 1.0, "random": "generator"}, {"batch": 64, "vocab": 50, "min_p": 0.3},
+    {"batch": 64, "vocab": 33, "temperature": 2.5}, {"batch": 64, "vocab": 33, "special": "ties", "top_k": 2},
+    {"penalties": "history"}, {"penalties": "history", "temperature": 0.0},
+    {"vocab": 9001, "top_p": 0.9, "penalties": "history"})
+
+
+# mistakes that a kernel of it could make
+
+def _one_fewer(op: Any, v: Values) -> Results | None:
+    """top-p without the token that reaches p."""
+    if v["top_p"] >= 1.0 or v["top_p_rows"] is not None or v["token_counts"] is not None or v["history"] is not None:
+        return None
+    scores = scores_of(v["logits"], v["temperature"], v["temperature_rows"], v["from_probs"])
+    by = filters(scores.shape[-1], v["temperature"], v["top_k"], v["top_p"], v["min_p"], None, None, None, None,
+                          torch.float64)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    ranked = weights_of(scores, v["from_probs"]).gather(1, order)
+    keep = kept(ranked, by)
+    count = keep.sum(-1, keepdim=True)
+    keep = keep & ((torch.arange(keep.shape[1]) < count - 1) | (torch.arange(keep.shape[1]) == 0))
+    weights = torch.zeros_like(ranked).scatter(1, order, torch.where(keep, ranked, 0.0))
+    uniform = random_numbers(scores.shape[0], 1, scores.device, v["uniforms"], v["seed"], v["seed_rows"], v["offset"],
+                             v["generator"])
+    column = draw(weights, uniform)
+    chosen, total = weights.gather(1, column), weights.sum(-1, keepdim=True)
+    tokens = torch.where(total > 0, column, -1)[:, 0]
+    logs = torch.where(total > 0, chosen.log() - total.log(), -torch.inf)[:, 0].to(torch.float32)
+    return Results((tokens, logs) if v["return_logprobs"] else (tokens,))
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    replaced("distribution", "the temperature ignored", "temperature", 1.0),
+    replaced("distribution", "top_k ignored", "top_k", 0), replaced("distribution", "top_p ignored", "top_p", 1.0),
+    replaced("distribution", "min_p ignored", "min_p", 0.0),
+    replaced("distribution", "one token more in top_k", "top_k", off_by("top_k", 1)),
+    replaced("distribution", "one token fewer in top_k", "top_k", off_by("top_k", -1)),
+    Alteration("distribution", "top_p without the token that reaches it", _one_fewer),
+    replaced("distribution", "1 - u in place of u", "uniforms", lambda v: 1.0 - v["uniforms"]),
+    replaced("distribution", "the square of u in place of u", "uniforms", lambda v: v["uniforms"] ** 2),
+    replaced("distribution", "penalties ignored", "repetition_penalty", 1.0),
+    replaced("convention", "offset ignored", "offset", 0))
+
 OP = Op(
     name="sample", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    stress=STRESS, alterations=ALTERATIONS,
     # Tokens are equal or wrong; these are for the log-probabilities, which are at least float32.
     tolerance=Tolerance({"float16": (1e-5, 1e-5), "bfloat16": (1e-5, 1e-5), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),

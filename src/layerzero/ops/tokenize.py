@@ -19,18 +19,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Any, Literal
 
 import torch
 
+from ..spec.alteration import Alteration, Results, Values
 from ..spec.errors import InvalidCall
 from ..spec.grid import bucket_top
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, present
 from .formulas.bpe import BytePairs, tiny_tokenizer
+from .formulas.mistakes import replaced
 from .formulas.tokenization import Body, Request, Tokens, runner, shape_of, texts_of
 from .formulas.tokenizer_identity import FACTS, TokenizerHandle, from_json, identify
 
@@ -112,8 +115,39 @@ CASES: tuple[dict[str, Any], ...] = (
     {"text": (7, 7), "cache_prefix": True, "return_offsets": True},
 )
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"random": 40, "return_offsets": True}, {"random": 40, "parse_special": False, "return_offsets": True})
+
+
+# mistakes that a kernel of it could make
+
+def _offsets(change: Callable[[str, tuple[int, int]], tuple[int, int]]) -> Callable[[Any, Values], Results | None]:
+    def alter(op: Any, v: Values) -> Results | None:
+        out = op.reference(**v)
+        spans = getattr(out, "offsets", None)
+        if spans is None:
+            return None
+        single = isinstance(v["text"], str)
+        texts, rows = ([v["text"]], [spans]) if single else (v["text"], spans)
+        moved = [[change(t, tuple(s)) for s in row] for t, row in zip(texts, rows)]
+        return Results((replace(out, offsets=moved[0] if single else moved),))
+
+    return alter
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    Alteration("convention", "offsets one too far", _offsets(lambda t, s: (s[0] + 1, s[1] + 1))),
+    Alteration("convention", "offsets in bytes, not characters", _offsets(
+    lambda t, s: (len(t[:s[0]].encode()), len(t[:s[1]].encode())))),
+    replaced("convention", "special tokens not added", "add_special_tokens", False),
+    replaced("convention", "truncated on the other side", "truncation_side", lambda v: "left"
+    if v["truncation_side"] != "left" else "right"),
+    replaced("convention", "padded on the other side", "padding_side", lambda v: "left"
+    if v["padding_side"] != "left" else "right"))
+
 OP = Op(
     name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read,
     reads=(*FACTS, "texts", "characters", "padded", "truncated"), dtypes=("int64",),
     ranges={"max_length": INT32, "pad_id": INT32, "pad_to_multiple_of": INT32},

@@ -11,11 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..spec.alteration import Alteration, Values
 from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, at_most, dtypes, equals
 from .formulas.common import FLOATS, attend
+from .formulas.mistakes import SCORES, SOFTCAP, WINDOW, align
 
 
 def reference(
@@ -80,9 +82,32 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         warn_caller("lz.varlen_attention: causal_align is not given: 'top_left' is used. Decoding with a KV cache "
                       "wants causal_align='bottom_right'.", CausalAlignmentWarning)
 
+STRESS: tuple[dict[str, Any], ...] = (
+    {"lengths_q": (0, 0, 5)}, {"lengths_q": (5, 0), "lengths_k": (7, 3)}, {"lengths_q": (3,), "lengths_k": (0,)},
+    {"lengths_q": (64, 192), "causal": True, "align": "top_left"}, {"lengths_q": (1,) * 40, "hkv": 1},
+    {"lengths_q": (4, 9), "lengths_k": (9, 4), "causal": True, "align": "bottom_right"},
+    {"softcap": 3.0, "scale": 0.7, "hkv": 2}, {"window": (2, 1), "lengths_q": (9, 20), "lengths_k": (30, 20),
+    "align": "bottom_right"})
+
+GRADIENT_CASES: tuple[dict[str, Any], ...] = (
+    {}, {"causal": True, "align": "bottom_right", "hkv": 2}, {"lengths_q": (0, 12, 3)},
+    {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)})
+
+
+# mistakes that a kernel of it could make
+
+def _one_sequence(op: Any, v: Values) -> Values:
+    ends = {f"cu_seqlens_{x}": v[f"cu_seqlens_{x}"][[0, -1]] for x in "qk"}
+    return {**v, **ends, "max_seqlen_q": v["query"].shape[0], "max_seqlen_k": v["key"].shape[0]}
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    Alteration("alignment", "the diagonal at the other corner", align), *SCORES, *SOFTCAP, *WINDOW,
+    Alteration("mask", "all sequences taken for one", _one_sequence))
 
 OP = Op(
     name="varlen_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     shapes={"query": "tokens_q heads head_dim", "key": "tokens_k kv_heads head_dim",

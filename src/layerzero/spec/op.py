@@ -17,6 +17,7 @@ from functools import cached_property
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NamedTuple
 
+from .alteration import Alteration
 from .errors import SpecError
 from .expr import parse
 from .plan import Transform
@@ -128,6 +129,9 @@ class Op:
     reads: tuple[str, ...] = ()                # the names of those facts
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     nested: bool = False                       # `canonical` knows what to do with nested tensors
+    stress: tuple[Mapping[str, Any], ...] = ()  # cases that are long, many or far: for the longer lanes of verification
+    gradient_cases: tuple[Mapping[str, Any], ...] = ()      # for the backward; some of `cases` if not said
+    alterations: tuple[Alteration, ...] = ()   # mistakes that a kernel of it could make
     sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
     in_place: tuple[str, ...] = ()             # tensors that a kernel writes into, and whose memory it may return
 
@@ -244,7 +248,7 @@ class Op:
             "nested": self.nested, "sdpa_switches": self.sdpa_switches, "in_place": list(self.in_place),
             "ranges": {k: list(v) for k, v in self.ranges.items()},
             "tolerance": self.tolerance.to_json(),
-            "cases": [dict(c) for c in self.cases],
+            **{name: [dict(c) for c in getattr(self, name)] for name in ("cases", "stress", "gradient_cases")},
             "code": {n: import_path(getattr(self, n)) for n in _CALLABLES if getattr(self, n) is not None},
         }
 
@@ -258,7 +262,7 @@ class Op:
         returns = data["returns"]
         fields["returns"] = {k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns)
         fields.update({name: data.get(name, False) for name in ("nested", "sdpa_switches")})
-        fields["in_place"] = tuple(data.get("in_place", ()))
+        fields.update({name: tuple(data.get(name, ())) for name in ("in_place", "stress", "gradient_cases")})
         fields["ranges"] = {k: (v[0], v[1]) for k, v in data.get("ranges", {}).items()}
         fields["requires"] = tuple(condition_from_json(r) for r in data["requires"])
         fields["tolerance"] = Tolerance.from_json(data["tolerance"])

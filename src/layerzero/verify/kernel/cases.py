@@ -3,7 +3,7 @@
 - `sweep`: every whole number that the input generator takes, through sizes where kernels change their way: around
   powers of two, around tiles of 64 and 128, odd ones, one.
 - `crossed`: two or three of the op's own cases together, with a size or two changed.
-- `STRESS`: what neither would find, by op: long, many, far.
+- `Op.stress`: what neither would find: long, many, far.
 - `reaching`: for one kernel, cases that give an argument which it takes but none of the other cases it takes gives.
 
 A combination that the contract refuses, or that costs too much, is dropped: the op's own checks and reference decide.
@@ -39,66 +39,6 @@ FEW = (1, 2, 3, 5, 16, 31, 33, 96, 127, 192, 257, 320, 512, 1025)
 _UNASKED = ("enable_gqa", "dropout_p", "seed", "seed_rows", "offset")      # what torch asks for; what is random
 FLOPS, ELEMENTS = 6e7, 1.2e6                   # the largest case that sweeps and crossings may make
 
-_NORMS: tuple[dict[str, Any], ...] = (
-    {"hidden": 16384, "rows": (2,), "extreme": True}, {"rows": (3000,), "hidden": 8}, {"eps": 1.0}, {"eps": 0.0},
-    {"hidden": 65, "rows": (3, 3)}, {"rows": (70000,), "hidden": 1})
-STRESS: Mapping[str, tuple[dict[str, Any], ...]] = {
-    "attention": (
-        {"b": 8200, "hq": 8, "hkv": 8, "sq": 1, "sk": 2, "d": 8},
-        {"b": 8200, "hq": 8, "hkv": 4, "sq": 1, "sk": 2, "d": 8},
-        {"b": 1, "hq": 65540, "hkv": 1, "sq": 1, "sk": 2, "d": 8},
-        {"sq": 192, "sk": 192, "mask": "bool"}, {"sq": 64, "sk": 192, "mask": "float", "hkv": 1},
-        {"mask": "minus_inf", "hkv": 2}, {"mask": "lowest", "sq": 33, "sk": 65}, {"mask": "lowest", "sq": 1, "sk": 130},
-        {"sq": 320, "sk": 320, "mask": "padding", "b": 3}, {"sq": 3, "sk": 70, "causal": True, "align": "bottom_right"},
-        {"sq": 70, "sk": 3, "causal": True, "align": "top_left"}, {"hq": 6, "hkv": 3, "b": 3, "sq": 17, "sk": 33},
-        {"hq": 12, "hkv": 4, "causal": True, "sq": 1, "sk": 130, "align": "bottom_right", "b": 3},
-        {"softcap": 3.0, "scale": 0.7}, {"softcap": 3.0, "scale": 0.7, "hkv": 2, "causal": True, "lse": True},
-        {"alibi": True, "hkv": 2, "lse": True},
-        {"alibi": True, "sq": 9, "sk": 30, "align": "bottom_right", "causal": True},
-        {"window": (1, 0), "causal": True}, {"window": (0, 1)}, {"window": (3, 2), "sq": 9, "sk": 20},
-        {"window": (64, -1), "sq": 130, "sk": 130}, {"window": (-1, 3), "sq": 7, "sk": 40, "align": "bottom_right"},
-        {"extreme": True, "mask": "bool"}, {"extreme": True, "lse": True, "hkv": 2}, {"sq": 2, "sk": 4096, "b": 1},
-        {"sq": 1, "sk": 8192, "b": 1, "hq": 2, "hkv": 1}, {"mask": "dead_rows", "lse": True, "hkv": 2},
-        {"layout": "bshd", "sq": 9, "sk": 40, "causal": True, "align": "bottom_right", "hkv": 1},
-        {"layout": "bshd", "window": (16, 0), "causal": True, "sq": 64, "sk": 64, "d": 64},
-        {"b": 3, "sq": 0, "sk": 0}, {"sq": 4, "sk": 0, "lse": True}, {"stride": "sparse", "hkv": 2, "causal": True}),
-    "varlen_attention": (
-        {"lengths_q": (0, 0, 5)}, {"lengths_q": (5, 0), "lengths_k": (7, 3)}, {"lengths_q": (3,), "lengths_k": (0,)},
-        {"lengths_q": (64, 192), "causal": True, "align": "top_left"}, {"lengths_q": (1,) * 40, "hkv": 1},
-        {"lengths_q": (4, 9), "lengths_k": (9, 4), "causal": True, "align": "bottom_right"},
-        {"softcap": 3.0, "scale": 0.7, "hkv": 2}, {"window": (2, 1), "lengths_q": (9, 20), "lengths_k": (30, 20),
-                                                  "align": "bottom_right"}),
-    "paged_attention": (
-        {"context": (16, 32, 48)}, {"context": (15, 33, 1)}, {"page_size": 5, "context": (21, 4, 5)},
-        {"context": (64, 192), "page_size": 64, "hq": 6, "hkv": 3}, {"context": (33,) * 9, "order": "neighbours"},
-        {"softcap": 3.0, "scale": 0.7}, {"window": 1, "lengths_q": (3, 2, 5)}, {"window": 0},
-        {"lengths_q": (3, 0, 9), "causal": False, "hkv": 4}, {"context": (2000, 3), "page_size": 16},
-        {"layout": "HND", "hkv": 4, "page_size": 4, "lengths_q": (2, 5, 7)},
-        {"stored": "int8", "scales": "head", "layout": "HND", "hkv": 4, "hq": 8}),
-    "mla_paged_attention": (
-        {"context": (16, 32, 48)}, {"page_size": 5, "context": (21, 4, 5)}, {"lengths_q": (3, 0, 9), "causal": False}),
-    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), _NORMS),
-    "rms_norm": (*_NORMS, {"offset": 1.0}, {"offset": -0.5, "weight_dtype": "float32", "rows": (3, 2)}),
-    "sample": (
-        {"random": "generator"}, {"random": "generator", "top_k": 5}, {"random": "generator", "top_p": 0.9},
-        {"batch": 64, "vocab": 33, "top_p": 0.5, "scale": 1.0},
-        {"batch": 64, "vocab": 33, "top_k": 3}, {"batch": 200, "vocab": 12, "scale": 1.0},
-        {"batch": 200, "vocab": 12, "scale": 1.0, "random": "generator"}, {"batch": 64, "vocab": 50, "min_p": 0.3},
-        {"batch": 64, "vocab": 33, "temperature": 2.5}, {"batch": 64, "vocab": 33, "special": "ties", "top_k": 2},
-        {"penalties": "history"}, {"penalties": "history", "temperature": 0.0},
-        {"vocab": 9001, "top_p": 0.9, "penalties": "history"}),
-    "rope": (
-        {"far": True, "s": 3, "ids": "int64"}, {"b": 3, "ids": "int64", "batched": False, "layout": "bshd", "hkv": 1},
-        {"b": 5, "s": 4097, "hq": 1, "hkv": 1, "d": 2}),
-    "quantized_linear": (
-        {"n": 64, "k": 64, "group": 1, "rows": (3,)}, {"n": 32, "k": 512, "group": 16, "format": "int4"}),
-    "dequantize": (
-        {"rows": (8,), "width": 64, "granularity": "block", "block_size": 8, "format": "int8"},
-        {"rows": (4,), "width": 64, "granularity": "block", "block_size": 16, "format": "int4"}),
-    "tokenize": (
-        {"random": 40, "return_offsets": True}, {"random": 40, "parse_special": False, "return_offsets": True}),
-}
-
 
 def key(case: Case) -> str:
     return json.dumps(dict(case), sort_keys=True, default=str)
@@ -114,7 +54,7 @@ def _cases(op: Op, lane: str, seed: int) -> tuple[Case, ...]:
     found = {key(c): c for c in op.cases}
     rng = random.Random(f"{op.name} {seed}")
     sizes, crossings = {"quick": (FEW, 12), "full": (SIZES, 60), "stress": (SIZES, 150)}[lane]
-    more = [c for c in STRESS.get(op.name, ()) if _accepted(op, c, None)]
+    more = [c for c in op.stress if _accepted(op, c, None)]
     tried = [*more, *(c for c in _sweep(op, sizes) if _accepted(op, c)), *_crossed(op, rng, crossings, more)]
     for case in tried:
         found.setdefault(key(case), case)
@@ -226,8 +166,8 @@ def with_argument(op: Op, way: Reached, dtype: str, device: str = "cpu", seed: i
 
 
 def small_stress(op: Op) -> list[Case]:
-    """Of STRESS, what is not large."""
-    return [c for c in STRESS.get(op.name, ()) if _growth(op, c) <= 40]
+    """Of the op's stress cases, those that are not large."""
+    return [c for c in op.stress if _growth(op, c) <= 40]
 
 
 def _numbers(op: Op) -> dict[str, Any]:

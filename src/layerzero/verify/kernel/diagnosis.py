@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ...dispatch.facts import read
 from ...machine.faults import FAULTS
+from ...spec.alteration import Results
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .alterations import ALTERATIONS, Results
 from .circumstances import circumstances
 from .contract import CaseResult, Circumstance, call, case_values, formula, results_of, upcast
 from .guarded import guarded, poisoned_memory
@@ -180,7 +180,7 @@ def _altered(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> tuple
                 out, truth = results_of(call(kernel, values)), formula(kernel.op, upcast(values))
         except FAULTS:
             continue
-        for row in ALTERATIONS.get(kernel.op.name, ()):
+        for row in kernel.op.alterations:
             wrong = _alternative(kernel.op, row.alter, values)
             if wrong is None or _alike(kernel.op, r.dtype, wrong, truth):
                 continue

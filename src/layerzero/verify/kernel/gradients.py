@@ -33,35 +33,13 @@ from .contract import (
 from .guarded import changed, relaid, snapshot
 
 Errors = tuple[float, float, float]            # error, that of the eager formula, error over what was allowed
-CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
-    "attention": (
-        {}, {"causal": True}, {"hkv": 2, "causal": True}, {"sq": 1, "sk": 257, "hkv": 2}, {"lse": True},
-        {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
-        {"sq": 5, "sk": 9, "causal": True, "align": "top_left"},
-        {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
-        {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"d": 72}, {"d": 80, "dv": 48}, {"mask": "float"},
-        {"mask": "bool", "hkv": 2}, {"mask": "dead_rows"}, {"window": (16, 0), "causal": True},
-        {"alibi": True, "causal": True}, {"softcap": 5.0}, {"scale": 0.3}, {"layout": "bshd", "causal": True},
-        {"stride": "transposed"}, {"stride": "padded"}, {"sq": 8, "sk": 0}),
-    "varlen_attention": (
-        {}, {"causal": True, "align": "bottom_right", "hkv": 2}, {"lengths_q": (0, 12, 3)},
-        {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)}),
-    "paged_attention": (
-        {}, {"lse": True}, {"layout": "HND"}, {"lengths_q": (17, 1, 40)}, {"window": 6}, {"softcap": 5.0},
-        {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24}),
-    "rms_norm": ({}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "transposed", "rows": (6, 4)},
-                 {"weight_dtype": "float32"}, {"rows": (0,)}, {"eps": 1.0}),
-    "add_rms_norm": ({}, {"rows": (2, 7)}, {"affine": False}, {"stride": "padded"}),
-    "layer_norm": ({}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "padded"},
-                   {"weight_dtype": "float32"}),
-}
 
 
 def gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
-    """Those named above; else the first few of the op's own, and some from all over the rest."""
+    """Those it declares; else the first few of the op's own cases, and some from all over the rest."""
     if not op.differentiable:
         return ()
-    return CASES.get(op.name, (*op.cases[:4], *op.cases[4::max(len(op.cases) // 8, 1)]))
+    return op.gradient_cases or (*op.cases[:4], *op.cases[4::max(len(op.cases) // 8, 1)])
 
 
 def wanting_gradients(op: Op, values: Mapping[str, Any], only: str = "") -> dict[str, Any]:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...models.decoder import Note, Trace
+from ...spec.alteration import Alteration, Results
 from ...spec.errors import LayerZeroError
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...world import snapshot as worlds
-from ..kernel.alterations import ALTERATIONS, Alteration, Results
 from ..kernel.contract import ROUNDINGS, call, formula, judge, results_of, upcast, worst_indices
 from ..kernel.diagnosis import CLASSES
 from ..kernel.guarded import poisoned_memory
@@ -223,7 +223,7 @@ def _ways(op: Op, values: Given, result: int) -> Iterator[tuple[str, str, Tensor
     """Other things that could have been computed, and are not the same: class, in words, the result, and how far off
     it may be at the dtype of the call."""
     as_it_is = formula(op, upcast(values))[result]
-    for row in (*ALTERATIONS.get(op.name, ()), *_MORE.get(op.name, ())):
+    for row in (*op.alterations, *_MORE.get(op.name, ())):
         made, eager = (_altered(op, row, v, result) for v in (upcast(values), values))
         if made is not None and eager is not None:
             off = TIMES_EAGER * difference(eager, made) + 2 * ROUNDINGS * torch.finfo(eager.dtype).eps * largest(made)

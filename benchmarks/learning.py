@@ -196,13 +196,13 @@ def in_turns(traffic: Traffic, found: PerfView, seconds: float) -> dict[str, lis
         for name in order:
             perf, settings = ways[name]
             lz.configure(disabled=bool(settings))
-            worlds.publish(lambda w, perf=perf: w.but(perf=perf), "benchmark")
+            worlds.publish(lambda w, perf=perf: w.replace(perf=perf), "benchmark")
             traffic.each()                     # makes the entries
             traffic._order = traffic._shuffled()
             window, count = traffic.run(seconds / rounds / len(ways))
             took[name].append(window * 1e6 / count.total())
     lz.configure(disabled=False)
-    worlds.publish(lambda w: w.but(perf=found), "benchmark")
+    worlds.publish(lambda w: w.replace(perf=found), "benchmark")
     return took
 
 

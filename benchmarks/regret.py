@@ -50,7 +50,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def keep(found: Sequence[Measurement], rates: Mapping[str, Rates] | None) -> None:
-    worlds.publish(lambda w: w.but(perf=w.perf.including(found, rates)), "measured")
+    worlds.publish(lambda w: w.replace(perf=w.perf.including(found, rates)), "measured")
 
 
 def tuned(calls: Sequence[Call], device: str, mode: str) -> dict[str, Any]:

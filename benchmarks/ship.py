@@ -122,11 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = place_of(device, args.threads if args.device == "cpu" else 0)
     with SqliteStore(path) as store:
         known = [m._replace(build="") for m in store.rows(place=place)]        # of any build: the run goes on
-        worlds.publish(lambda w: w.but(perf=w.perf.including(known, store.rates())), "measured")
+        worlds.publish(lambda w: w.replace(perf=w.perf.including(known, store.rates())), "measured")
 
         def save(rows: Any, rates: Any) -> None:
             store.write(rows, {}, {p: (r, 1.0) for p, r in (rates or {}).items()})
-            worlds.publish(lambda w: w.but(perf=w.perf.including(rows, rates)), "measured")
+            worlds.publish(lambda w: w.replace(perf=w.perf.including(rows, rates)), "measured")
 
         jobs, _ = survey(calls(args.device), args.device)
         jobs = sorted((job for job in jobs if job.nbytes <= MOST_BYTES), key=lambda job: job.nbytes)

@@ -169,7 +169,7 @@ def test_a_fallback():
 
     def prepare():                             # so that every fallback opens the breaker
         incidents._faults.clear()
-        worlds.publish(lambda w: w.but(health={}), "test")
+        worlds.publish(lambda w: w.replace(health={}), "test")
 
     sweep(prepare, lambda _: lz.rms_norm(x), x)
 
@@ -247,7 +247,7 @@ def test_calls_that_are_learned_from_and_their_result(tmp_path):
 
         def prepare():
             learning.reset()
-            worlds.publish(lambda w: w.but(perf=type(w.perf)()), "test")
+            worlds.publish(lambda w: w.replace(perf=type(w.perf)()), "test")
             lz.rms_norm(x)
             assert learning.flush(20)
 

@@ -123,7 +123,7 @@ class Dispatcher:
         try:
             entry = self.obtain(key, values, override)
         except InvalidCall as e:
-            return self.mended(values, e, override, backend, policy)
+            return self.served_adapted(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
@@ -152,7 +152,7 @@ class Dispatcher:
         try:
             entry = cache.table.get(key) or self.obtain(key, values, override)
         except InvalidCall as e:
-            return self.mended(values, e, override, backend, policy)
+            return self.served_adapted(values, e, override, backend, policy)
         entry.tick()
         out = self.serve(entry, values)
         # Refused if the world has changed meanwhile. What is still looked at stays with Python.
@@ -367,7 +367,7 @@ class Dispatcher:
             else:
                 entry = self._by_facts(values, override, all_of_them=not learned)
         except InvalidCall as e:
-            return self.mended(values, e, override, backend, policy)
+            return self.served_adapted(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
@@ -379,7 +379,7 @@ class Dispatcher:
         key = ("facts", override, *facts.values())
         return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override, values))
 
-    def mended(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
+    def served_adapted(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
                backend: str | None = None, policy: Any = None) -> Any:
         """The same call with its dtypes made to fit, which an event says; the error, where that is not allowed."""
         found = casting.adapted(self.op, dict(zip(self.names, values)), error, override)

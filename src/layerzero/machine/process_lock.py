@@ -19,18 +19,18 @@ log = logging.getLogger("layerzero")
 _BETWEEN_TRIES = 0.02
 
 
-def lock_path(what: str) -> Path:
+def lock_path(name: str) -> Path:
     """It stays after the work is done: where it is, the work was begun on this machine once."""
-    return cache_dir() / "locks" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+    return cache_dir() / "locks" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock"
 
 
 @contextmanager
-def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Wait until no other process holds the lock named `what`, for `patience` seconds at most or until `stop()`.
+def process_lock(name: str, timeout: float, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Wait until no other process holds the lock of this name, for `timeout` seconds at most or until `stop()`.
 
     Where no lock can be had, it goes on without one: this is for work that is wasteful to do twice, not wrong.
     """
-    path = lock_path(what)
+    path = lock_path(name)
     try:
         trusted_folder(cache_dir(), "locks")
         file = os.fdopen(_open_own(path), "a")
@@ -39,7 +39,7 @@ def alone(what: str, patience: float, stop: Callable[[], bool] = lambda: False) 
         yield
         return
     with file:
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         while not _try(file, True) and time.monotonic() < end and not stop():
             time.sleep(_BETWEEN_TRIES)
         try:

@@ -178,8 +178,8 @@ def list_kernels(op: str | None = None, device: str | None = None) -> list[Kerne
     for o in world.catalog.ops.values():
         if op is not None and o.name != op:
             continue
-        crew = world.roster(o, kind, around)
-        refused = {r.kernel: r.reasons for r in crew.rejected}
+        roster = world.roster(o, kind, around)
+        refused = {r.kernel: r.reasons for r in roster.rejected}
         rows += [KernelInfo(k.id, o.name, status_of(k, refused.get(k.id, ()), world), refused.get(k.id, ()),
                             tuple(map(str, k.requires)), k.package, k.note) for k in world.kernels(o.name)]
     return rows

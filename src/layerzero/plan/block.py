@@ -6,7 +6,7 @@ must copy first, or take an input only after a copy, or have a fused form beside
 knows, in each dtype that is allowed between ops, and each of the alternatives where the block gives
 several (fused or not). What a way costs is the expected time of its kernels (measured here where
 tuning was done) plus the bytes its copies and casts move. The search is exact: ways that meet in the
-same memory order and dtype are compared, and the dearer one is dropped.
+same memory order and dtype are compared, and the more expensive one is dropped.
 
 Kernels are run once while planning, on the inputs given: only that shows how each lays out its
 result. Nothing of this happens on a call path.

@@ -29,7 +29,7 @@ def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -
     Kernels of it that compile on first use are compiled now, unless `warm=False`: then they wait for a warm-up.
     """
     if table is None:
-        worlds.publish(lambda w: w.but(table=None), "table:none")
+        worlds.publish(lambda w: w.replace(table=None), "table:none")
         return None
     found = table if isinstance(table, Table) else Table.load(table)
     check(found, worlds.current())
@@ -38,7 +38,7 @@ def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -
 
     def change(world: World) -> World:
         check(found, world)                    # again: it may have changed while kernels were compiled
-        return world.but(table=InForce(ready, world.catalog), warmed=world.warmed | warmed)
+        return world.replace(table=InForce(ready, world.catalog), warmed=world.warmed | warmed)
 
     worlds.publish(change, f"table:{found.id}")
     return found

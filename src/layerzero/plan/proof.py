@@ -22,13 +22,13 @@ Known = Mapping[str, Union[Span, Any]]         # of a fact: its value, or the sp
 
 def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
     """`known` holds the facts that are the same for all calls, and the spans of the sizes."""
-    mended = {target for kind, target in choice.transforms if kind == "contiguous"}
+    fixed = {target for kind, target in choice.transforms if kind == "contiguous"}
     cast = any(kind == "cast" for kind, _ in choice.transforms)
 
     def repaired(rule: Condition) -> bool:
         if not isinstance(rule, Rule) or not rule.repair:
             return False
-        return cast if rule.repair == "cast" else rule.fact.partition(".")[0] in mended
+        return cast if rule.repair == "cast" else rule.fact.partition(".")[0] in fixed
 
     return all(repaired(rule) or holds(rule, op, known) is True for rule in kernel.requires)
 

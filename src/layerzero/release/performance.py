@@ -219,7 +219,7 @@ def _conditions(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        worlds.publish(lambda world: world.but(policy=before), "gate")
+        worlds.publish(lambda world: world.replace(policy=before), "gate")
 
 
 # The calls: what a decoder makes, in plain torch as its authors would write it.

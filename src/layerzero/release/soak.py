@@ -305,7 +305,7 @@ def _own_world() -> Iterator[None]:
         try:
             yield
         finally:
-            worlds.publish(lambda world: world.but(policy=before), "soak")
+            worlds.publish(lambda world: world.replace(policy=before), "soak")
 
 
 @contextmanager

@@ -299,7 +299,7 @@ class Disturbances:
 
     def quiet(self) -> None:
         """The policy that was in force before the soak, with this soak's own kernels still registered."""
-        worlds.publish(lambda world: world.but(policy=self._policy), "soak")
+        worlds.publish(lambda world: world.replace(policy=self._policy), "soak")
 
     def end(self) -> None:
         self.quiet()

@@ -66,11 +66,11 @@ class Roster:
         return compile_verdicts([[r for r in self.dynamic[k.id] if not r.repair] for k in self.viable])
 
     @cached_property
-    def mendable(self) -> Mapping[str, tuple[Any, ...]]:
+    def repairable(self) -> Mapping[str, tuple[Any, ...]]:
         return {k.id: tuple(r for r in self.dynamic[k.id] if r.repair) for k in self.viable}
 
 
-def roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
+def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
     """What can be decided once per device: libraries, health, and rules that read only the device."""
     viable, dynamic, rejected = [], {}, []
     for kernel in kernels:
@@ -96,7 +96,7 @@ def _standing(kernel: Kernel, around: Surroundings) -> Sequence[Reason]:
     return list(dict.fromkeys(reason for reason in found if reason is not None))
 
 
-def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings, thorough: bool = False) -> Plan:
+def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surroundings, thorough: bool = False) -> Plan:
     """Rank the kernels that may serve. `thorough` also collects every reason of every other; no call waits for it."""
     policy = around.policy
     speaks = policy.concerns(op.name)
@@ -107,20 +107,20 @@ def select(op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
     largest: dict[str, Any] = {}               # filled when first asked for
     lacking: list[int] = []                    # workspaces that nothing but memory stood against
     if thorough:
-        for kernel in crew.viable:
+        for kernel in roster.viable:
             reasons, transforms, workspace = _judge(
-                kernel, crew.dynamic[kernel.id], op, facts, around, asked, largest)
+                kernel, roster.dynamic[kernel.id], op, facts, around, asked, largest)
             if reasons:
                 rejected.append(Rejected(kernel.id, tuple(reasons)))
             else:
                 fit.append((kernel, transforms, workspace))
-        rejected += crew.rejected
+        rejected += roster.rejected
     else:
-        for i in crew.fitting(facts):
-            kernel = crew.viable[i]
+        for i in roster.fitting(facts):
+            kernel = roster.viable[i]
             if asked.refuses(kernel) or (speaks and policy.verdict(kernel.id, op.name, facts) is not None):
                 continue
-            rules, moved = crew.mendable[kernel.id], _moved(kernel, op, facts)
+            rules, moved = roster.repairable[kernel.id], _moved(kernel, op, facts)
             if not rules and not moved and kernel.workspace == "0" == kernel.shared_memory:
                 fit.append((kernel, (), 0))
                 continue
@@ -152,13 +152,13 @@ def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, A
     return [*reasons, *more], transforms, workspace
 
 
-def _fitted(kernel: Kernel, mendable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
+def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
             around: Surroundings, largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
     """What the inputs must go through for this kernel, or why they may not; and the memory it needs."""
     policy = around.policy
     reasons: list[Reason] = []
     transforms: list[Transform] = []
-    for rule in mendable:
+    for rule in repairable:
         reason = rule.check(facts)
         if reason is None:
             continue

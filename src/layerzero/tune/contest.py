@@ -47,7 +47,7 @@ def facts_of(mode: str) -> dict[str, bool]:
 def eligible(world: World, op: Op, facts: Mapping[str, Any], compile: bool = True) -> Plan:
     """The plan if everything that compiles were compiled, which tuning does, and no table had chosen ahead."""
     compiled = frozenset(k.id for k in world.kernels(op.name) if k.jit and compile)
-    free = world.but(warmed=world.warmed | compiled, table=None)
+    free = world.replace(warmed=world.warmed | compiled, table=None)
     plan = free.plan(op, facts, context.current.get(), thorough=True)
     if mode_of(facts) != COMPILED:
         return plan

@@ -260,7 +260,7 @@ class Tuner:
         with _mode(job.call):
             compiled = frozenset().union(*(jit.entries(k, facts, values) for k in timed if k.jit))
         if not compiled <= worlds.current().warmed:
-            worlds.publish(lambda w: w.but({contest.op.name}, warmed=w.warmed | compiled), "warmed")
+            worlds.publish(lambda w: w.replace({contest.op.name}, warmed=w.warmed | compiled), "warmed")
         return found
 
     def _inputs(self, job: Job) -> tuple[Dispatcher, tuple[Any, ...]]:

@@ -103,7 +103,7 @@ def use(source: Mapping[str, Any] | str | os.PathLike[str]) -> str:
     """
     data = source if isinstance(source, Mapping) else load(source)
     name = capabilities_hash(data)
-    worlds.publish(lambda world: world.but(catalog=apply(world.catalog, data)), f"capabilities:{name[:16]}")
+    worlds.publish(lambda world: world.replace(catalog=apply(world.catalog, data)), f"capabilities:{name[:16]}")
     return name
 
 

@@ -74,7 +74,8 @@ def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason, until: floa
             return world
         kept = dict(islice(known.items(), max(len(known) + 1 - MOST_REFUSALS, 0), None))
         ends = world.refused_until if until is None else {**world.refused_until, (name, kind): until}
-        return world.but({kernel.op.name}, refused={**world.refused, name: {**kept, kind: reason}}, refused_until=ends)
+        refused = {**world.refused, name: {**kept, kind: reason}}
+        return world.replace({kernel.op.name}, refused=refused, refused_until=ends)
 
     before = worlds.current()
     if kind not in before.refused.get(name, {}) and worlds.publish(apply, f"refused:{name}") is not before:
@@ -107,7 +108,7 @@ def learn(override: Override | None) -> bool:
         return True
     if len(known | leaves) > MOST_TESTS:
         return False
-    worlds.publish(lambda w: w.but(extra_leaves=w.extra_leaves | leaves), "override")
+    worlds.publish(lambda w: w.replace(extra_leaves=w.extra_leaves | leaves), "override")
     return True
 
 
@@ -118,7 +119,7 @@ def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
     def apply(world: World) -> World:
         if kernel.id in world.unloadable:
             return world
-        new.append(world.but({kernel.op.name}, unloadable={**world.unloadable, kernel.id: reason}))
+        new.append(world.replace({kernel.op.name}, unloadable={**world.unloadable, kernel.id: reason}))
         return new[0]
 
     world = worlds.publish(apply, f"unloadable:{kernel.id}")
@@ -138,7 +139,7 @@ def change_health(group: str, change: Callable[[health.Health | None], health.He
         before = world.health.get(group)
         after = change(before)
         rest = {k: h for k, h in world.health.items() if k != group}
-        return world if after == before else world.but(
+        return world if after == before else world.replace(
             world.ops_of(group), health=rest if after is None else {**rest, group: after})
 
     worlds.publish(apply, f"health:{group}")
@@ -292,7 +293,7 @@ def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> Kern
                             f"({reason.got}); lz.validate_graph_capture says by what", [reason])
     from . import certificates  # reads files; not needed before something is captured
     certificates.note_capture(kernel, str(reason.got))
-    worlds.publish(lambda w: w.but(), f"capture:{kernel.id}")
+    worlds.publish(lambda w: w.replace(), f"capture:{kernel.id}")
     return KernelFailed(f"lz.{op}: {kernel.id} cannot be captured in a CUDA graph ({reason.got}), and the capture "
                         "under way is lost; capture again: another kernel will be chosen", [reason])
 

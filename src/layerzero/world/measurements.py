@@ -93,7 +93,7 @@ def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | Non
     timed = {place: (r, now) for place, r in rates.items()}
     for event in _keep(world.policy, rows, environments, timed):
         events.emit(event)
-    worlds.publish(lambda w: w.but(perf=w.perf.including(rows, rates)), "measured")
+    worlds.publish(lambda w: w.replace(perf=w.perf.including(rows, rates)), "measured")
 
 
 def heeded(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement], group: Collection[str],
@@ -105,7 +105,7 @@ def heeded(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measur
     """
     rows, timed = tuple(rows), {m.kernel for m in rows}
     while True:
-        after = world.but(perf=world.perf.including(rows), warmed=world.warmed | timed)
+        after = world.replace(perf=world.perf.including(rows), warmed=world.warmed | timed)
         chosen = after.plan(op, facts, override).kernel or ""
         if chosen in group or chosen not in timed or max(m.spread for m in rows) < 1e-6:
             return rows, chosen
@@ -114,13 +114,13 @@ def heeded(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measur
 
 def forget_measurements() -> None:
     """This process decides without measurements from now on. The store keeps them (`lz perf prune` removes them)."""
-    worlds.publish(lambda w: w.but(perf=PerfView()), "measured")
+    worlds.publish(lambda w: w.replace(perf=PerfView()), "measured")
 
 
 def reload_measurements() -> None:
     """Read the store anew: another process may have measured."""
     perf, told = load(worlds.current().policy, worlds.current().catalog.kernels)
-    worlds.publish(lambda w: w.but(perf=perf), "measured")
+    worlds.publish(lambda w: w.replace(perf=perf), "measured")
     for event in told:
         events.emit(event)
 

@@ -41,7 +41,7 @@ def configure(*, rules: tuple[PolicyRule, ...] = (), seconds: float | None = Non
     def change(world: World) -> World:
         old = next((layer for layer in world.policy.layers if layer.name == "programmatic"), None)
         layer = config.programmatic_layer(old, settings, _checked(*rules), expires_at=_deadline(seconds))
-        return world.but(policy=world.policy.with_layer(layer))
+        return world.replace(policy=world.policy.with_layer(layer))
 
     worlds.publish(change, "configure")
 
@@ -50,12 +50,12 @@ def load_config(path: str | os.PathLike[str] | None) -> None:
     """Put a policy file in force and keep watching it; None stops that. A broken file changes nothing."""
     def change(world: World) -> World:
         if path is None:
-            return world.but(policy=world.policy.without("file"), policy_file=None, policy_stamp=None)
+            return world.replace(policy=world.policy.without("file"), policy_file=None, policy_stamp=None)
         stamp = config.FileStamp.of(path)
         ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
         layer = config.load_policy_file(path, ops)
         from pathlib import Path
-        return world.but(policy=world.policy.with_layer(layer), policy_file=Path(path), policy_stamp=stamp)
+        return world.replace(policy=world.policy.with_layer(layer), policy_file=Path(path), policy_stamp=stamp)
 
     worlds.publish(change, "load_config")
 
@@ -80,7 +80,7 @@ def unlock(op: str | None = None) -> None:
         if old is None:
             return world
         layer = old.keeping(lambda r: r.action != "lock" or (op is not None and op not in r.ops))
-        return world.but(policy=world.policy.with_layer(layer))
+        return world.replace(policy=world.policy.with_layer(layer))
 
     worlds.publish(change, "unlock")
 
@@ -109,7 +109,7 @@ def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None, 
     if when:
         learn(Override(Layer("context", {}, rules), None))
     if deadline is not None:
-        worlds.publish(lambda w: w.but((), deadlines=w.deadlines | {deadline}), "prefer")  # no choice changes yet
+        worlds.publish(lambda w: w.replace((), deadlines=w.deadlines | {deadline}), "prefer")  # no choice changes yet
     return context.overriding(settings, rules, deadline)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from ..machine import hardware, loading, locks, memory
 from ..perf.record import PerfView, place_of
-from ..select.engine import Roster, Shipped, Surroundings, roster, select
+from ..select.engine import Roster, Shipped, Surroundings, make_roster, select
 from ..select.key import OFF_CPU, KeyProgram, compile_key
 from ..select.policy import Layer, Policy
 from ..select.score import rates_of
@@ -143,7 +143,7 @@ class World:
         key = ("roster", op.name, kind)
         found = self.memo.get(key)
         if found is None:
-            found = self.memo[key] = roster(self.kernels(op.name), around)
+            found = self.memo[key] = make_roster(self.kernels(op.name), around)
         return found  # type: ignore[no-any-return]
 
     def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False,
@@ -153,12 +153,12 @@ class World:
         if compiled:
             around = replace(around, warmed=frozenset(k.id for k in self.kernels(op.name) if k.jit))
         merged = {**around.device, **facts}
-        crew = self.roster(op, facts["device"], around)
+        roster = self.roster(op, facts["device"], around)
         if self.table is not None and override is None:        # an override is another policy than the table's
-            return self.table.plan(self.catalog, op, crew, merged, around, thorough)
-        return select(op, crew, merged, around, thorough)
+            return self.table.plan(self.catalog, op, roster, merged, around, thorough)
+        return select(op, roster, merged, around, thorough)
 
-    def but(self, ops: Collection[str] | None = None, /, **changes: Any) -> World:
+    def replace(self, ops: Collection[str] | None = None, /, **changes: Any) -> World:
         """This world with something changed: a new epoch, nothing remembered but what still holds.
 
         `ops`: those that the change concerns, where it is not all of them; the others keep what they remember.
@@ -318,7 +318,7 @@ def listen(listener: Callable[[World], None]) -> None:
 
 def forget() -> None:
     """Drop every remembered choice."""
-    publish(lambda w: w.but(born=time.monotonic(), extra_leaves=frozenset()), "forget")
+    publish(lambda w: w.replace(born=time.monotonic(), extra_leaves=frozenset()), "forget")
 
 
 def pass_time(now: float) -> None:
@@ -357,7 +357,7 @@ def pass_time(now: float) -> None:
         if not changes and not moved:
             return world
         one_kernel_s = changes.keys() <= {"health", "refused", "refused_until"}
-        return world.but(ops, **changes) if one_kernel_s else world.but(**changes)
+        return world.replace(ops, **changes) if one_kernel_s else world.replace(**changes)
 
     with locks.Section():                      # told together
         publish(change, "time")
@@ -381,7 +381,7 @@ def _reread(world: World, policy: Policy, told: list[Event]) -> dict[str, Any]:
 def register(item: Op | Kernel, origin: str = "lz.register()") -> None:
     """Add an op or a kernel; refused with the mismatch named."""
     def change(world: World) -> World:
-        return world.but(catalog=world.catalog.adding(item, origin))
+        return world.replace(catalog=world.catalog.adding(item, origin))
 
     if not isinstance(item, (Op, Kernel)):
         raise RegistrationError(f"lz.register takes an Op or a Kernel, got {type(item).__name__}")
@@ -393,7 +393,7 @@ def unregister(name: str) -> None:
     def change(world: World) -> World:
         catalog = world.catalog.without(name)
         groups = {group for k in catalog.kernels for group in (k.health, k.id)}
-        return world.but(
+        return world.replace(
             catalog=catalog, health={g: h for g, h in world.health.items() if g in groups},
             refused={k: r for k, r in world.refused.items() if k in catalog.by_id},
             refused_until={k: end for k, end in world.refused_until.items() if k[0] in catalog.by_id},

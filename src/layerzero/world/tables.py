@@ -40,7 +40,7 @@ class InForce:
     table: Choices
     catalog: Catalog
 
-    def plan(self, catalog: Catalog, op: Op, crew: Roster, facts: Mapping[str, Any], around: Surroundings,
+    def plan(self, catalog: Catalog, op: Op, roster: Roster, facts: Mapping[str, Any], around: Surroundings,
              thorough: bool) -> Plan:
         """The plan by the table; where it has no answer, by the engine, with the reason in `missed`."""
         missed = self.drift(catalog, around.policy)
@@ -48,17 +48,17 @@ class InForce:
         if missed is None and steps is None:
             missed = Reason(Code.PLAN_BUCKET_MISS, self.table.id, described(op, facts))
         lock = around.policy.lock(op.name, facts) if around.policy.concerns(op.name) else None
-        fit = self._serving(steps or (), crew, facts, around, lock is not None)
+        fit = self._serving(steps or (), roster, facts, around, lock is not None)
         if missed is None and not fit:
             out = ", ".join(s.kernel for s in steps or ())
             missed = Reason(Code.PLAN_BUCKET_MISS, self.table.id, f"{described(op, facts)} but {out}, out of service")
         if missed is not None:
-            return replace(select(op, crew, facts, around, thorough), missed=missed)
+            return replace(select(op, roster, facts, around, thorough), missed=missed)
         if not thorough:
             lacking = [s.workspace for s in steps or () if s not in fit and s.workspace > around.headroom()]
             return Plan(op.name, facts, fit, (), around.policy.hash, lock.origin if lock else "", table=self.table.id,
                         lacking=min(lacking, default=0))
-        whole = select(op, crew, facts, around, True)
+        whole = select(op, roster, facts, around, True)
         judged = {s.kernel: s for s in whole.steps}
         ours = {s.kernel for s in fit}
         told = tuple(s._replace(score=judged[s.kernel].score if s.kernel in judged else s.score,
@@ -72,10 +72,10 @@ class InForce:
             return Reason(Code.PLAN_DRIFT, "the kernels of then", "another catalog of kernels")
         return None
 
-    def _serving(self, steps: Iterable[Step], crew: Roster, facts: Mapping[str, Any], around: Surroundings,
+    def _serving(self, steps: Iterable[Step], roster: Roster, facts: Mapping[str, Any], around: Surroundings,
                  named: bool) -> tuple[Step, ...]:
         """What may change without drift: health, libraries that fail to load, warm-up, certificates, memory."""
-        viable, asked = {k.id: k for k in crew.viable}, Demands.of(facts, around, named)
+        viable, asked = {k.id: k for k in roster.viable}, Demands.of(facts, around, named)
         return tuple(s for s in steps if s.kernel in viable and not asked.refuses(viable[s.kernel])
                      and not (s.workspace and s.workspace > around.headroom()))
 

@@ -8,7 +8,7 @@ from helpers import ATTENTION, call_facts, nvidia, policy, qkv
 
 import layerzero as lz
 from layerzero.backends import flash_attn, torch_sdpa
-from layerzero.select.engine import Surroundings, roster, select
+from layerzero.select.engine import Surroundings, make_roster, select
 from layerzero.select.policy import PolicyRule
 from layerzero.select.score import rates_of
 from layerzero.spec.device import Device, Generation, GPUGeneration, generation_of, table_from_json
@@ -33,7 +33,8 @@ def facts(seq=4096, heads=32, dim=128, dtype=torch.bfloat16):
 def routed(device, kernels=ALL, rules=(), given=None, **settings):
     """The plan on `device` as if every library were installed there."""
     around = Surroundings(policy(*rules, **settings), device.facts(), device.signature, rates_of(device.type))
-    return select(ATTENTION, roster(kernels, around), {**(given or facts()), **device.facts()}, around, thorough=True)
+    all_facts = {**(given or facts()), **device.facts()}
+    return select(ATTENTION, make_roster(kernels, around), all_facts, around, thorough=True)
 
 
 def order(plan):

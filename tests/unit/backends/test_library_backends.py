@@ -24,7 +24,7 @@ from layerzero.dispatch.facts import read
 from layerzero.machine import loading
 from layerzero.perf.record import Measurement, PerfView, kind_of
 from layerzero.perf.store import SqliteStore
-from layerzero.select.engine import Surroundings, roster, select
+from layerzero.select.engine import Surroundings, make_roster, select
 from layerzero.select.policy import Policy
 from layerzero.select.score import rates_of
 from layerzero.spec.device import Device
@@ -138,7 +138,7 @@ def test_of_several_configurations_the_one_that_was_fastest_here_serves(tmp_path
     def chosen(perf: PerfView) -> str | None:
         around = Surroundings(policy=Policy(()), device=H200.facts(), place=H200.signature, rates=rates_of("cuda"),
                               perf=perf, warmed=frozenset(k.id for k in kernels))
-        return select(op, roster(kernels, around), facts, around).kernel
+        return select(op, make_roster(kernels, around), facts, around).kernel
 
     assert chosen(PerfView()) == "triton.linear_gemv"
     kind = kind_of(op, facts)
@@ -176,7 +176,7 @@ def installed(folder: Path, monkeypatch, made_for: str | None) -> None:
     monkeypatch.syspath_prepend(str(folder))
     loading.findable.cache_clear()
     loading.installed_version.cache_clear()
-    worlds.publish(lambda w: w.but(unloadable={}), "test")     # and what a world knows of it
+    worlds.publish(lambda w: w.replace(unloadable={}), "test")     # and what a world knows of it
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def forgotten():
     yield
     loading.findable.cache_clear()
     loading.installed_version.cache_clear()
-    worlds.publish(lambda w: w.but(unloadable={}), "test")     # and what a world knows of it
+    worlds.publish(lambda w: w.replace(unloadable={}), "test")     # and what a world knows of it
 
 
 BUILT = '{"version": {"cuda": 1208, "hip": null, "torch": "2.10.0+cu128", "python": "3.10.19"}}'

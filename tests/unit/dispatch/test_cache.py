@@ -127,7 +127,7 @@ def test_what_is_forgotten_is_freed(call):
 @pytest.mark.parametrize("change", [
     lambda: lz.configure(strict_mode=True), lambda: lz.lock("rms_norm", "reference.rms_norm"),
     lambda: lz.register(lz.Kernel("fake.new", RMS_NORM, lambda: RMS_NORM.reference, prior=1e6, less_work="a test")),
-    lambda: worlds.publish(lambda w: w.but(perf=PerfView([])), "measured"), lz.clear_cache,
+    lambda: worlds.publish(lambda w: w.replace(perf=PerfView([])), "measured"), lz.clear_cache,
 ], ids=["setting", "lock", "register", "measurements", "clear"])
 def test_whatever_selection_depends_on_invalidates(call, happened, change):
     call(rows())
@@ -148,7 +148,7 @@ def test_a_measurement_turns_the_choice_from_the_next_call_on(call):
     bucket, here = bucket_of(RMS_NORM, facts), worlds.current().place("cpu")
     times = {slow.id: 50.0, fast.id: 5.0, "torch.rms_norm": 70.0}
     found = [Measurement(name, "rms_norm", bucket, here, us) for name, us in times.items()]
-    worlds.publish(lambda w: w.but(perf=w.perf.including(found)), "measured")
+    worlds.publish(lambda w: w.replace(perf=w.perf.including(found)), "measured")
     call(x)
     assert (slow.calls, fast.calls) == (1, 1)
 

@@ -63,7 +63,7 @@ def measure(kernel, x, us=0.5, **arguments):
     others = [k for k in worlds.current().kernels(kernel.op.name) if k.baseline]
     rows = [Measurement(k.id, kernel.op.name, kind.bucket, place, t, 0.01, 50, kind.family, kind.sizes_text)
             for k, t in ((kernel, us), *((k, 5.0) for k in others))]
-    worlds.publish(lambda w: w.but(perf=w.perf.including(
+    worlds.publish(lambda w: w.replace(perf=w.perf.including(
         [measurements._filled(row, w, 0.0, {}) for row in rows])), "test")
 
 

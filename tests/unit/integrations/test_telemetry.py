@@ -211,7 +211,8 @@ def test_prometheus_counts_steps_down_with_their_code_and_shows_the_breaker(regi
 
 @pytest.mark.parametrize(("state", "number"), sorted(prometheus.BREAKER_STATES.items()))
 def test_prometheus_shows_every_state_of_a_breaker(registry, state, number):
-    worlds.publish(lambda w: w.but(health={"some_library": Health(state, 1, until=time.monotonic() + 3600)}), "test")
+    broken = Health(state, 1, until=time.monotonic() + 3600)
+    worlds.publish(lambda w: w.replace(health={"some_library": broken}), "test")
     assert registry.get_sample_value("layerzero_breaker_state", {"kernel": "some_library"}) == number
 
 

@@ -10,7 +10,7 @@ from helpers import ATTENTION, RMS_NORM, Fake, call_facts, nvidia, path_of, poli
 
 import layerzero as lz
 from layerzero.machine.memory import free_bytes, headroom
-from layerzero.select.engine import Surroundings, roster, select
+from layerzero.select.engine import Surroundings, make_roster, select
 from layerzero.select.score import rates_of
 from layerzero.spec.event import Fallback, Selected
 from layerzero.spec.grid import bucket_bottom, bucket_top
@@ -30,7 +30,7 @@ def judged(workspace, seq_q=1024, seq_k=1024, room=lambda: 1 << 62, **settings):
     kernel = lz.Kernel("lib.k", ATTENTION, lambda: ATTENTION.reference, workspace=workspace)
     around = Surroundings(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"), headroom=room)
     facts = {**meta_facts(seq_q, seq_k), **HOPPER.facts()}
-    return select(ATTENTION, roster([kernel], around), facts, around, thorough=True)
+    return select(ATTENTION, make_roster([kernel], around), facts, around, thorough=True)
 
 
 # how much is needed

@@ -17,7 +17,7 @@ from layerzero.machine import faults, hardware
 from layerzero.machine.builds import build_of
 from layerzero.operate import graphs
 from layerzero.operate.graphs import GraphKernelDisabled, HeldGraph
-from layerzero.select.engine import Surroundings, roster, select
+from layerzero.select.engine import Surroundings, make_roster, select
 from layerzero.select.score import rates_of
 from layerzero.spec.plan import Plan
 from layerzero.verify.kernel.capture import is_graph_safe, validate_graph_capture
@@ -41,7 +41,7 @@ def in_a_graph(shown: dict[str, bool], safe: bool = True, capturing: bool = True
     around = Surroundings(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
                           certified={"lib.k"}, captures=lambda: shown)
     facts = {**call_facts(RMS_NORM, torch.empty(2, 8, device="meta")), **HOPPER.facts(), "graph": capturing}
-    return select(RMS_NORM, roster([kernel], around), facts, around, thorough=True)
+    return select(RMS_NORM, make_roster([kernel], around), facts, around, thorough=True)
 
 
 # who may be captured
@@ -76,7 +76,7 @@ def test_outside_a_capture_nobody_asks():
     around = Surroundings(policy(), HOPPER.facts(), HOPPER.signature, rates_of("cuda"), captures=never)
     kernel = lz.Kernel("lib.k", RMS_NORM, lambda: RMS_NORM.reference, graph_safe=False)
     facts = {**call_facts(RMS_NORM, torch.empty(2, 8, device="meta")), **HOPPER.facts(), "graph": False}
-    assert select(RMS_NORM, roster([kernel], around), facts, around)
+    assert select(RMS_NORM, make_roster([kernel], around), facts, around)
 
 
 # what certificates say

@@ -138,10 +138,10 @@ def test_an_operation_made_meanwhile_is_recorded(world):
 def test_no_call_of_any_thread_is_lost(path):
     fn, x = path_of("rms_norm", path), rows()
     with record() as found, torch.no_grad():
-        crew = [threading.Thread(target=lambda: [fn(x) for _ in range(200)]) for _ in range(4)]
-        for t in crew:
+        workers = [threading.Thread(target=lambda: [fn(x) for _ in range(200)]) for _ in range(4)]
+        for t in workers:
             t.start()
-        for t in crew:
+        for t in workers:
             t.join()
     assert [c.count for c in found.calls] == [800]
 
@@ -286,9 +286,9 @@ def test_processes_that_it_starts_are_recorded_too(tmp_path):
         lz.rms_norm(torch.ones(3, 16))
     if hasattr(os, "fork"):
         for kind in (multiprocessing.get_context("fork").Process,):
-            crew = [kind(target=work, args=(n,)) for n in range(3)]
-            [p.start() for p in crew]
-            [p.join() for p in crew]
+            workers = [kind(target=work, args=(n,)) for n in range(3)]
+            [p.start() for p in workers]
+            [p.join() for p in workers]
     subprocess.run([sys.executable, "-c", "import torch, layerzero as lz; lz.layer_norm(torch.ones(2, 8))"], check=True)
     """, "-o", str(out))
     assert done.returncode == 0, done.stderr

@@ -148,7 +148,7 @@ def test_a_device_that_is_not_here_is_a_violation_not_an_error(lock):
 def test_a_pinned_certificate_must_be_there(lock):
     pinned = replace(lock, pins=tuple(replace(p, certificate="c-1") for p in lock.pins))
     assert {v.reason.code for v in lz.check_lockfile(pinned)} == {Code.UNCERTIFIED}
-    worlds.publish(lambda w: w.but(certified=frozenset(p.kernel for p in lock.pins)), "proven")
+    worlds.publish(lambda w: w.replace(certified=frozenset(p.kernel for p in lock.pins)), "proven")
     assert lz.check_lockfile(pinned) == ()
 
 

@@ -151,7 +151,7 @@ def test_what_this_machine_compiled_before_is_no_failure(cold, tmp_path, monkeyp
     lz.configure(jit="in_request")
     assert check("warm-up").state == "fail"
     assert lz.warmup([CALL], device="cpu").ok
-    worlds.publish(lambda w: w.but(warmed=frozenset()), "test")     # as in another process
+    worlds.publish(lambda w: w.replace(warmed=frozenset()), "test")     # as in another process
     assert check("warm-up").state == "fail"                         # the caches are empty
     (tmp_path / "triton").mkdir(exist_ok=True)
     (tmp_path / "triton" / "compiled").write_text("x")
@@ -380,7 +380,7 @@ def test_what_the_package_itself_needs_must_be_here(monkeypatch):
 @pytest.mark.parametrize(("state", "verdict"), [("open", "warning"), ("disabled", "fail"), ("half_open", "ok")])
 def test_a_kernel_out_of_service_is_told(state, verdict):
     health = Health(state, 3, until=time.monotonic() + 60, reason=Reason(Code.KERNEL_FAILED, None, "boom"))
-    worlds.publish(lambda w: w.but(health={"some_library": health}), "test")
+    worlds.publish(lambda w: w.replace(health={"some_library": health}), "test")
     found = check("health")
     told = [line for line in (*found.details, found.got) if "some_library" in line]
     assert bool(told) == (verdict != "ok")

@@ -159,7 +159,7 @@ def test_what_compiles_on_first_use_is_listed_and_compiled_before_it_serves(worl
     lz.use_table(table)
     assert jit.calls == 1 and {entry[0] for entry in worlds.current().warmed} == {"fake.jit"}
     jit.fault = RuntimeError("no compiler")
-    worlds.publish(lambda w: w.but(warmed=frozenset()), "cold")
+    worlds.publish(lambda w: w.replace(warmed=frozenset()), "cold")
     with pytest.raises(DataError, match=r"fake\.jit cannot be compiled"):
         lz.use_table(table)
 

@@ -341,7 +341,7 @@ def known(world):
     place = worlds.current().place("cpu")
     rows = [row("reference.rms_norm", 90.0, place), row("torch.rms_norm", 30.0, place),
             row("torch.rms_norm", 5.0, "another-machine")]
-    worlds.publish(lambda w: w.but(perf=PerfView(rows, {place: RATES})), "measured")
+    worlds.publish(lambda w: w.replace(perf=PerfView(rows, {place: RATES})), "measured")
 
 
 def test_the_page_holds_what_was_measured_on_this_device(known, tmp_path, capsys):
@@ -367,7 +367,7 @@ def test_every_kernel_that_cannot_run_here_is_on_the_page_with_its_reason(world,
 
 
 def test_nothing_measured_is_said_and_is_no_error(world, tmp_path, capsys):
-    worlds.publish(lambda w: w.but(perf=PerfView()), "measured")
+    worlds.publish(lambda w: w.replace(perf=PerfView()), "measured")
     report(tmp_path / "page.html", None, "cpu")
     assert "run lz tune" in capsys.readouterr().out
     assert "Nothing is measured yet" in (tmp_path / "page.html").read_text("utf-8")

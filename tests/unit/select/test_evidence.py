@@ -8,7 +8,7 @@ from helpers import ATTENTION, call_facts, nvidia, policy, qkv
 
 import layerzero as lz
 from layerzero.perf.record import CAPTURED, COMPILED, EAGER, MODES, Measurement, PerfView, kind_of, mode_of
-from layerzero.select.engine import Shipped, Surroundings, roster, select
+from layerzero.select.engine import Shipped, Surroundings, make_roster, select
 from layerzero.select.policy import PolicyRule
 from layerzero.select.score import rates_of
 from layerzero.spec.rules import at_least
@@ -35,7 +35,7 @@ def facts(mode=EAGER, **sizes):
 def plan_of(kernels, given=None, **around):
     around.setdefault("policy", policy())
     scene = Surroundings(device=HOPPER.facts(), place=HOPPER.signature, rates=RATES, **around)
-    return select(ATTENTION, roster(kernels, scene), {**(given or facts()), **HOPPER.facts()}, scene)
+    return select(ATTENTION, make_roster(kernels, scene), {**(given or facts()), **HOPPER.facts()}, scene)
 
 
 def times(given, **us):
@@ -68,7 +68,7 @@ def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why
             scene = Surroundings(policy=policy(jit="in_request", allow_untested=True), device=where.facts(),
                                  place=where.signature, rates=RATES)
             given = {**facts(**sizes), "device": "cuda", **where.facts()}
-            plan = select(ATTENTION, roster(found.kernels_of("attention"), scene), given, scene)
+            plan = select(ATTENTION, make_roster(found.kernels_of("attention"), scene), given, scene)
             before = plan.steps[:order(plan).index("torch.sdpa")]
             assert all(s.score.source == "less work" and s.score.evidence for s in before)
 

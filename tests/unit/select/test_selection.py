@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.machine import hardware
 from layerzero.perf.record import Measurement, PerfView, bucket_of
-from layerzero.select.engine import Surroundings, roster, select
+from layerzero.select.engine import Surroundings, make_roster, select
 from layerzero.select.policy import PolicyRule
 from layerzero.select.score import EAGER_OVER_ROOFLINE, calibration, guess_us, rates_of, roofline_us
 from layerzero.spec.device import Device
@@ -63,7 +63,7 @@ def decide(kernels, on=HOPPER, given=None, thorough=True, op=ATTENTION, **around
     around.setdefault("policy", policy())
     scene = Surroundings(device=on.facts(), place=on.signature, rates=rates_of(on.type), **around)
     known = {**(given or facts(dtype=torch.float16)), **on.facts()}
-    return select(op, roster(kernels, scene), known, scene, thorough)
+    return select(op, make_roster(kernels, scene), known, scene, thorough)
 
 
 def codes(plan, kernel):

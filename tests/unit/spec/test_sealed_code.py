@@ -335,12 +335,12 @@ def test_a_lock_is_not_taken_through_a_link(root, tmp_path, caplog):
     name = hashlib.sha256(b"work").hexdigest()[:32]
     trusted_folder(root, "locks")
     (root / "locks" / f"{name}.lock").symlink_to(victim)
-    with filelock.alone("work", 1.0):
+    with filelock.process_lock("work", 1.0):
         assert not victim.exists() and "cannot lock" in caplog.text
     (root / "locks" / f"{name}.lock").unlink()
     before = os.umask(0)
     try:
-        with filelock.alone("work", 1.0):
+        with filelock.process_lock("work", 1.0):
             assert mode(root / "locks" / f"{name}.lock") == 0o600
     finally:
         os.umask(before)

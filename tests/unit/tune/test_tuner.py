@@ -65,7 +65,7 @@ def script(world, monkeypatch):
     """Only fakes serve, by scripted times; the device's rates are known and nothing is kept on disk."""
     lz.configure(perfdb="off")
     place = worlds.current().place("cpu")
-    worlds.publish(lambda w: w.but(perf=w.perf.including((), {place: ROOF})), "rates")
+    worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")
     found = Script()
     monkeypatch.setattr(tuner, "stopwatch", lambda device, mode, cold: found)
     return found
@@ -99,7 +99,7 @@ def test_the_measured_best_is_chosen_from_then_on(script):
 def test_real_times_decide_the_same_way(world):
     lz.configure(perfdb="off")
     place = worlds.current().place("cpu")
-    worlds.publish(lambda w: w.but(perf=w.perf.including((), {place: ROOF})), "rates")
+    worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")
     slow, quick = Fake("fake.slow", before=lambda: time.sleep(0.02), prior=50.0), Fake("fake.quick", prior=1.0)
     serve(slow, quick)
     found = tune([norm()], rounds=10).tuned[0]
@@ -311,7 +311,7 @@ def test_without_a_certificate_nothing_is_timed_where_policy_demands_one(script)
     trusted, stranger = script.fake("fake.trusted", 20.0), script.fake("fake.stranger", 10.0)
     serve(trusted, stranger)
     lz.configure(require_certificates=True)
-    worlds.publish(lambda w: w.but(certified=frozenset({"fake.trusted"})), "certified")
+    worlds.publish(lambda w: w.replace(certified=frozenset({"fake.trusted"})), "certified")
     found = tune([norm()]).tuned[0]
     assert [k.kernel for k in found.kernels] == ["fake.trusted"] and stranger.calls == 0
     assert Code.UNCERTIFIED in [r.code for x in found.rejected if x.kernel == "fake.stranger" for r in x.reasons]
@@ -401,7 +401,7 @@ def test_a_new_kernel_or_another_build_is_a_reason_to_time_again(script):
     serve(script.fake("fake.one", 10.0))
     tune([norm()])
     older = [m._replace(build="older", at=m.at + 1) for m in worlds.current().perf]
-    worlds.publish(lambda w: w.but(perf=w.perf.including(older)), "older")
+    worlds.publish(lambda w: w.replace(perf=w.perf.including(older)), "older")
     assert len(tune([norm()]).tuned) == 1
     lz.register(script.fake("fake.two", 5.0).kernel)
     assert tune([norm()]).tuned[0].best == "fake.two"
@@ -481,7 +481,7 @@ def test_the_rows_say_what_was_timed(script):
 
 def test_rates_are_measured_once_and_saved(script, monkeypatch):
     serve(script.fake("fake.one", 10.0))
-    worlds.publish(lambda w: w.but(perf=type(w.perf)()), "no rates")
+    worlds.publish(lambda w: w.replace(perf=type(w.perf)()), "no rates")
     asked, saved = [], []
     monkeypatch.setattr(tuner, "measure_rates", lambda device: asked.append(device) or Reading(ROOF, False))
     report = tune([norm(8), norm(64)], save=lambda rows, rates: saved.append(rates))
@@ -494,7 +494,7 @@ def test_measurements_are_kept_on_disk_for_the_next_process(script, tmp_path):
     serve(script.fake("fake.one", 10.0))
     lz.configure(perfdb=str(tmp_path / "perf.sqlite"))
     place = worlds.current().place("cpu")
-    worlds.publish(lambda w: w.but(perf=w.perf.including((), {place: ROOF})), "rates")
+    worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")
     tune([norm()])
     lz.configure(perfdb="off")
     assert explained().steps[0].score.source == "less work"

@@ -248,7 +248,7 @@ def test_a_planted_kernel_is_found_and_named(what, named):
     assert rung.status == "failed" and culprit is not None
     assert (culprit.kernel, culprit.op, culprit.stage, culprit.kind) == ("planted.one", op, stage, kind), rung
     assert culprit.worst and culprit.error > culprit.allowed and not culprit.keeps_contract
-    assert [s.kernel for s in culprit.swaps if s.mended] == ["planted.one"]
+    assert [s.kernel for s in culprit.swaps if s.fixed] == ["planted.one"]
     assert len(culprit.swaps) >= 4             # every kernel of the run was left out in turn
     told = str(rung)
     assert "planted.one" in told and stage in told and kind in told
@@ -281,7 +281,7 @@ def test_two_wrong_kernels_and_no_single_swap_mends():
     plant("linear", unwritten, "planted.linear")
     culprit = climbed(4, "tiny").culprit
     assert (culprit.kernel, culprit.stage) == ("planted.norm", "0.ln1_out")
-    assert not any(s.mended for s in culprit.swaps)
+    assert not any(s.fixed for s in culprit.swaps)
     assert {s.kernel: s.text for s in culprit.swaps}["planted.norm"] == "still diverges at 0.qkv"
 
 
@@ -311,7 +311,7 @@ def test_the_rope_case_study(style, other):
     assert (culprit.op, culprit.stage, culprit.kind, culprit.keeps_contract) == ("rope", "0.q", "convention", True)
     assert all(index[1] > 0 for index in culprit.worst)
     assert "the other convention of pairs" in culprit.why and "keeps the contract" in str(culprit)
-    assert not any(s.mended for s in culprit.swaps)            # no kernel is to blame
+    assert not any(s.fixed for s in culprit.swaps)            # no kernel is to blame
     [right] = climb(4, model=trained_for(style, style))
     assert right.passed
 
@@ -445,4 +445,4 @@ def test_where_only_the_sum_of_all_is_off_nobody_is_accused():
     route.extra = lambda trace: [Row("something made of all", 2.0, 1.0)]
     culprit = find(route)
     assert (culprit.kernel, culprit.kind, culprit.stage) == ("", "unknown", "something made of all")
-    assert "add up" in culprit.why and not any(s.mended for s in culprit.swaps)
+    assert "add up" in culprit.why and not any(s.fixed for s in culprit.swaps)

@@ -141,7 +141,7 @@ def test_a_policy_file_may_switch_it_off(tmp_path, perfdb):
     lz.load_config(file)
     assert lz.get_config()["settings"]["perfdb"] == str(perfdb)        # what the program said comes first
     lz.configure(perfdb="")
-    worlds.publish(lambda w: w.but(policy=w.policy.without("programmatic")), "policy:programmatic")
+    worlds.publish(lambda w: w.replace(policy=w.policy.without("programmatic")), "policy:programmatic")
     assert lz.get_config()["settings"]["perfdb"] == "off"
 
 

@@ -116,7 +116,7 @@ def test_what_the_world_raises_does_not_stop_the_clock(monkeypatch):
 
     monkeypatch.setattr(clock, "AFTER_TROUBLE", 0.01)
     monkeypatch.setattr(worlds, "pass_time", broken)
-    worlds.publish(lambda w: w.but(deadlines=frozenset({time.monotonic() + 0.01})), "test")
+    worlds.publish(lambda w: w.replace(deadlines=frozenset({time.monotonic() + 0.01})), "test")
     wait_for(lambda: len(calls) > 1)
 
 

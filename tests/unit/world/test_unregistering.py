@@ -190,7 +190,7 @@ def test_refusals_and_warm_ups_are_forgotten():
     register(fake)
     facts = dispatcher_of("rms_norm").facts((rows(), *(p.default for p in RMS_NORM.params[1:])))
     incidents.refuse(fake.kernel, facts, Reason(Code.KERNEL_FAILED, None, "boom"))
-    worlds.publish(lambda w: w.but(warmed=w.warmed | {"fake.one", ("fake.one", "kind")},
+    worlds.publish(lambda w: w.replace(warmed=w.warmed | {"fake.one", ("fake.one", "kind")},
                                    certified=w.certified | {"fake.one"}), "test")
     assert remembers("fake.one")
     lz.unregister("fake.one")

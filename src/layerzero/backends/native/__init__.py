@@ -132,13 +132,14 @@ def _rope() -> Callable[..., Any]:
             position_ids.data_ptr(), position_ids.dtype is int64,
             position_ids.stride(0) if position_ids.dim() == 2 and position_ids.shape[0] > 1 else 0,
             position_ids.stride(-1))
-        stray = turn(DTYPES[dtype], DTYPES[cos.dtype], layout == "bshd", style == "interleaved", q.dim(),
+        out_of_range = turn(DTYPES[dtype], DTYPES[cos.dtype], layout == "bshd", style == "interleaved", q.dim(),
                      q.data_ptr(), to_q.data_ptr(), q.shape, q.stride(), *keys,
                      cos.data_ptr(), sin.data_ptr(), positions, half,
                      cos_batch, cos.stride(-2), sin_batch, sin.stride(-2), *ids, threads())
-        if stray is not None:
+        if out_of_range is not None:
             raise InvalidCall.of("rope", Reason(
-                Code.VALUE_OUT_OF_RANGE, f"between 0 and {positions - 1}, the last row of cos", stray, "position_ids"))
+                Code.VALUE_OUT_OF_RANGE, f"between 0 and {positions - 1}, the last row of cos", out_of_range,
+                "position_ids"))
         return to_q if to_k is None else (to_q, to_k)
 
     return run

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...machine import faults, loading, locks
 from ...machine.memory import free_bytes
-from ...machine.process_lock import alone, lock_path
+from ...machine.process_lock import lock_path, process_lock
 from ...select.engine import kind_to_compile
 from ...select.trial import worth_trying
 from ...spec.errors import DataError
@@ -105,7 +105,7 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
         return None
     began = time.perf_counter()
     try:
-        with locks.Section(), alone(_lock_name(kernel, kind), PATIENCE, closing), _compiling:
+        with locks.Section(), process_lock(_lock_name(kernel, kind), PATIENCE, closing), _compiling:
             if closing():
                 return "the process ends"
             run = found.binding(kernel, step, facts, {}).run
@@ -125,7 +125,7 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
             change_health(kernel.health, lambda old: health.disabled(reason))
         return reason.message
     events.emit(WarmedUp(found.op.name, kernel.id, time.perf_counter() - began))
-    worlds.publish(lambda w: w.but({found.op.name}, warmed=w.warmed | new) if kernel.id in w.catalog.by_id else w,
+    worlds.publish(lambda w: w.replace({found.op.name}, warmed=w.warmed | new) if kernel.id in w.catalog.by_id else w,
                    f"warmed:{kernel.id}")
     return None
 

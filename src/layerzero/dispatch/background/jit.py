@@ -116,7 +116,7 @@ def as_seen(world: World, op: Op, facts: Mapping[str, Any], values: tuple[Any, .
 
 def without(world: World, kernels: Collection[str]) -> World:
     """The world before these kernels were warmed up."""
-    return world.but((), warmed=frozenset(w for w in world.warmed if w[0] not in kernels))
+    return world.replace((), warmed=frozenset(w for w in world.warmed if w[0] not in kernels))
 
 
 def call(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> Any:

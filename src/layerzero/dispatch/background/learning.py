@@ -287,7 +287,7 @@ def publish(kinds: list[Kind]) -> None:
         measurements.record(rows)
     else:
         ops = {kind.op.name for kind in kinds}
-        worlds.publish(lambda w: w.but(ops), "learned")
+        worlds.publish(lambda w: w.replace(ops), "learned")
 
 
 def _close(kind: Kind) -> None:

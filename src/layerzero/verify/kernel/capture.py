@@ -126,7 +126,7 @@ def _concluded(kernel: Kernel, problems: list[Problem], made: Attempt, tried: in
         return GraphVerdict(kernel.id, None, why, tuple(problems), 0, tried)
     certificates.note_capture(kernel, why)
     if worlds.current().catalog.by_id.get(kernel.id) is kernel:
-        worlds.publish(lambda w: w.but(), f"capture:{kernel.id}")
+        worlds.publish(lambda w: w.replace(), f"capture:{kernel.id}")
     return GraphVerdict(kernel.id, not problems, why, tuple(problems), made.pool_bytes, tried)
 
 

@@ -39,7 +39,7 @@ class Swap(NamedTuple):
     """What became of the comparison when `kernel` was left out."""
 
     kernel: str
-    mended: bool
+    fixed: bool
     text: str
 
 
@@ -107,12 +107,12 @@ def find(route: Route, named: str = "") -> Culprit:
 
 def _by_swaps(bad: Row, swaps: Sequence[Swap], otherwise: str) -> Culprit:
     """Where no call made the value, only swapping tells."""
-    mended = [s.kernel for s in swaps if s.mended]
-    if len(mended) != 1:
+    fixed = [s.kernel for s in swaps if s.fixed]
+    if len(fixed) != 1:
         return Culprit(bad.what, "", "", "unknown", otherwise, bad.error, bad.allowed, bad.worst, tuple(swaps))
     backward = bad.what.startswith("grad")
     why = "its backward differs: the forward of every stage agrees" if backward else "leaving it out mends all"
-    return Culprit(bad.what, worlds.current().catalog.by_id[mended[0]].op.name, mended[0],
+    return Culprit(bad.what, worlds.current().catalog.by_id[fixed[0]].op.name, fixed[0],
                    "gradient" if backward else "unknown", why, bad.error, bad.allowed, bad.worst, tuple(swaps))
 
 

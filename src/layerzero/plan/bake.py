@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,18 @@ from .table import Choice, Row
 
 # one kernel
 
-def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> Callable[..., Any]:
+class BoundKernel(Protocol):
+    """A plain function of tensors, with what is to be known of it."""
+
+    kernel: str
+    row: Row
+    covers: Callable[..., bool]
+    checked: Callable[..., Any]
+
+    def __call__(self, *tensors: Tensor) -> Any: ...
+
+
+def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> BoundKernel:
     """The kernel for calls like this one, as a function of the tensors that were given here, in their order.
 
     Everything else of the call is fixed. The function checks nothing: it is right for the calls that its `row`
@@ -81,7 +92,7 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
 
 
 def _told(run: Any, found: Dispatcher, named: Mapping[str, Any], given: tuple[str, ...],
-          row: Row) -> Callable[..., Any]:
+          row: Row) -> BoundKernel:
     """The function with what is to be known of it. It stays a plain function: an object would cost a call more."""
     def facts(tensors: Sequence[Tensor]) -> dict[str, Any]:
         if len(tensors) != len(given):

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from layerzero.ops.formulas.common.tokenizer_identity import from_content
-
 import layerzero as lz
 from layerzero.integrations.gguf_header import gguf_metadata
 from layerzero.integrations.gguf_model import read_gguf
@@ -25,6 +23,7 @@ from layerzero.integrations.hub import elf
 from layerzero.integrations.hub.importing import metadata_of
 from layerzero.integrations.hub.lockfile import read as read_lock
 from layerzero.integrations.pipeline_tokens import gguf_tokenizer
+from layerzero.ops.formulas.tokenizer_identity import from_content
 from layerzero.perf import shipped
 from layerzero.perf.exchange import read_lines
 from layerzero.perf.record import PerfView

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from layerzero.ops.formulas.common.moe import route
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.ops.formulas.moe import route
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 

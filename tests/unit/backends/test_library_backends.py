@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from layerzero.ops.formulas.common.paged import page_table_from_csr
 
 import layerzero as lz
 from layerzero.backends import flash_attn, flashinfer, liger, quack, triton, xformers
@@ -22,6 +21,7 @@ from layerzero.backends.flashinfer import paged
 from layerzero.backends.flashinfer.common import ready
 from layerzero.dispatch.facts import read
 from layerzero.machine import loading
+from layerzero.ops.formulas.paged import page_table_from_csr
 from layerzero.perf.record import Measurement, PerfView, kind_of
 from layerzero.perf.store import SqliteStore
 from layerzero.select.engine import Surroundings, make_roster, select

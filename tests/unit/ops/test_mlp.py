@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layerzero.ops.formulas.common.moe import GATED, PLAIN
 from torch.nn import functional as F
 
 import layerzero as lz
 from layerzero.machine.hardware import probe
 from layerzero.models.quantization import column_shard, row_shard
+from layerzero.ops.formulas.moe import GATED, PLAIN
 from layerzero.spec.reason import Code
 
 INTEL = "avx512f" in probe("cpu").isa

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import of, path_of
-from layerzero.ops.formulas.common.paged import page_table_from_csr
 from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends import torch_paged
+from layerzero.ops.formulas.paged import page_table_from_csr
 from layerzero.spec.event import Fallback, HealthChanged
 from layerzero.verify.kernel.contract import call, case_values
 

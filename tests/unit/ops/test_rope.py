@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Fake, path_of, register
-from layerzero.ops.formulas.common.rope import detect_style, rotate
 
 import layerzero as lz
 from layerzero.models.positions import rope_tables, xpos_tables
+from layerzero.ops.formulas.rope import detect_style, rotate
 from layerzero.select.policy import Layer
 from layerzero.verify.kernel.contract import check_case
 from layerzero.world import snapshot as worlds

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from layerzero.ops.formulas.common.sampling import GOLDEN, distribution, mix, mix_int, random_numbers, signed
 from torch import Tensor
 
 import layerzero as lz
 from layerzero.models.sampling import sample_minp, sample_topk, sample_topp
+from layerzero.ops.formulas.sampling import GOLDEN, distribution, mix, mix_int, random_numbers, signed
 from layerzero.ops.sample import OP
 from layerzero.verify.kernel.contract import call, case_values, refusals, upcast
 from layerzero.world import snapshot as world

@@ -19,11 +19,11 @@ import torch
 from helpers import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layerzero.ops.formulas.common.bpe import BYTE_CHARACTERS, BytePairs, is_plain, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import layerzero as lz
 from layerzero.models.tokenizers import load_tokenizer
+from layerzero.ops.formulas.bpe import BYTE_CHARACTERS, BytePairs, is_plain, tiny_tokenizer
 from layerzero.ops.tokenize import OP
 from layerzero.spec.errors import ConfigError, DataError, InvalidCall, NamedKernelRefused, NoKernel
 from layerzero.spec.reason import Code

@@ -17,16 +17,6 @@ import tiktoken
 from helpers import python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layerzero.ops.formulas.common.bpe import tiny_tokenizer
-from layerzero.ops.formulas.common.prefix import (
-    PrefixMemory,
-    Seams,
-    common_length,
-    is_known,
-    seams_of_json,
-    seams_of_pattern,
-)
-from layerzero.ops.formulas.common.tokenizer_identity import identify
 from tokenizers import AddedToken, Regex, Tokenizer, models, processors, trainers
 from tokenizers import normalizers as norm
 from tokenizers import pre_tokenizers as pre
@@ -37,6 +27,16 @@ from layerzero.machine.loading import load
 from layerzero.models.tokenizers import forget_prefixes, load_tokenizer, prefix_memories
 from layerzero.ops.formulas import prefix as prefix_formulas
 from layerzero.ops.formulas import tokenizer_identity
+from layerzero.ops.formulas.bpe import tiny_tokenizer
+from layerzero.ops.formulas.prefix import (
+    PrefixMemory,
+    Seams,
+    common_length,
+    is_known,
+    seams_of_json,
+    seams_of_pattern,
+)
+from layerzero.ops.formulas.tokenizer_identity import identify
 from layerzero.spec.errors import DataError
 from layerzero.spec.kernel import Direct
 from layerzero.spec.reason import Code
@@ -120,7 +120,7 @@ def test_an_identity_is_the_same_in_another_process(tmp_path: Any) -> None:
     ranks = {bytes((b,)): b for b in range(256)}
     (tmp_path / "t.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in ranks.items()))
     printed = python(f"""
-        from layerzero.ops.formulas.common.tokenizer_identity import identify
+        from layerzero.ops.formulas.tokenizer_identity import identify
         for name in ("a.json", "m.model", "t.tiktoken"):
             print(identify({str(tmp_path)!r} + "/" + name).id)
     """, PYTHONHASHSEED="1")

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layerzero.ops.formulas.common.common import attend
-from layerzero.ops.formulas.common.rope import per_token, rotate
 from torch.nn import functional as F
 
 import layerzero as lz
 from layerzero.models.decoder import CONFIGS, STAGES, Decoder, DecoderConfig, cast, make_weights, parse_config
+from layerzero.ops.formulas.common import attend
+from layerzero.ops.formulas.rope import per_token, rotate
 from layerzero.spec.errors import ConfigError
 from layerzero.verify.model.culprit import find
 from layerzero.verify.model.ladder import Model, climb, forward_routes, layer_routes, random_model, stage_routes

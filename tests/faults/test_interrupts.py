@@ -1,6 +1,7 @@
 """Ctrl-C between any two instructions of ours: no lock stays held, nobody waits for ever, and the next call is right.
 
-An interrupt is raised at the Nth instruction that runtime/ executes, for one N after the other. By default N goes
+An interrupt is raised at the Nth instruction of the call path (machine, world, dispatch, operate), for one N after
+the other. By default N goes
 through a sample that is the same in every run; SWEEP=all takes every N, which takes an hour.
 """
 
@@ -30,13 +31,13 @@ from layerzero.world import snapshot as worlds
 
 EVERY = os.environ.get("SWEEP", "") == "all"
 POINTS = 60                                    # of one scenario, unless every one is asked for
-RUNTIME = str(Path(lz.__file__).parent / "runtime")
+ROOMS = tuple(f"{Path(lz.__file__).parent / room}{os.sep}" for room in ("machine", "world", "dispatch", "operate"))
 
 pytestmark = pytest.mark.usefixtures("world")
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the Nth instruction of this thread in runtime/; with N = 0 it only counts."""
+    """Raises KeyboardInterrupt at the Nth instruction of this thread in those rooms; with N = 0 it only counts."""
 
     def __init__(self, at: int) -> None:
         self.at, self.seen, self.where = at, 0, ""
@@ -49,7 +50,7 @@ class Interrupt:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(RUNTIME) or frame.f_code.co_name == "__del__":
+        if not frame.f_code.co_filename.startswith(ROOMS) or frame.f_code.co_name == "__del__":
             return None                        # what __del__ raises goes nowhere
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..machine import faults
 from ..machine.faults import InputsChanged, WrongResult
+from ..spec import codegen
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 
@@ -243,7 +244,7 @@ def _watcher(op: Op) -> Callable[..., Any]:
             f"({''.join(f'_v{i}, ' for i in range(len(tensors)))}), _fault)", "    raise"]
     lines = ["def make(RUN):", f"    def watched({names}):", *("        " + line for line in body),
              "    return watched"]
-    exec("\n".join(lines), scope)              # text made above from declared names only
+    exec(codegen.compile("\n".join(lines), f"{op.name} watched"), scope)  # made above from declared names only
     make: Callable[..., Any] = scope["make"]
     return make
 

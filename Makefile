@@ -50,6 +50,7 @@ soak: setup $(VENV)/.native
 
 docs: setup
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python docs/stub.py
 
 # Compile the native call path now, and fail if that fails.
 build: setup

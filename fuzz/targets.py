@@ -219,7 +219,7 @@ def certificate(content: bytes) -> None:
         wrong = e
     if wrong is not None and isinstance(data, dict) and isinstance(data.get("certificate"), dict):
         body = data["certificate"]
-        sealed = json.dumps({"certificate": body, "seal": certificates._seal(body)}).encode()
+        sealed = json.dumps({"certificate": body, "seal": certificates._seal(body, SEAL.encode())}).encode()
         made = certificates.read(_file(sealed, "certificate.json"))
         assert certificates.Certificate.from_json(json.loads(json.dumps(made.to_json()))) == made
         made.void(worlds.current().catalog.by_id["reference.rms_norm"], worlds.current().device("cpu"))

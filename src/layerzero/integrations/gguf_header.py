@@ -39,7 +39,7 @@ def gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (struct.error, UnicodeDecodeError, KeyError) as e:
         raise DataError(f"{path}: wanted a GGUF file, found one that is cut short or damaged: {e!r}") from e
     except OSError as e:
-        raise DataError(f"{path}: cannot be read: {e.strerror or e}") from e
+        raise DataError(f"{path}: wanted a GGUF file; it cannot be read: {e.strerror or e}") from e
     except ValueError as e:                    # a zero byte in the path
         raise DataError(f"{path!r}: that is no path: {e}") from e
 

@@ -114,9 +114,9 @@ def test_an_export_replaces_only_an_export(tmp_path):
         ) == 5 + 2
         for _ in range(2):
             assert store.export(tmp_path / "out.jsonl") == 1
-        with pytest.raises(DataError, match="plain file"):  # and a FIFO is not waited for
+        with pytest.raises(DataError, match="not a regular file"):  # and a FIFO is not waited for
             store.import_(tmp_path / "fifo")
-    (tmp_path / "long.jsonl").write_text('{"schema": "' + "x" * exchange.LONGEST + '"}')
+    (tmp_path / "long.jsonl").write_text('{"schema": "' + "x" * exchange.LIMITS.line + '"}')
     with pytest.raises(DataError, match="at most"):
         exchange.read_lines(tmp_path / "long.jsonl")
 

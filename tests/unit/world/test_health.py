@@ -11,6 +11,7 @@ import torch
 from helpers import RMS_NORM, Fake, faults_of, health_of, normed, of, only, path_of, register, rows, wait_for
 
 import layerzero as lz
+from layerzero.machine import memory
 from layerzero.spec.event import Fallback, HealthChanged, Selected
 from layerzero.spec.launch import LaunchRefused
 from layerzero.spec.reason import Code, Reason
@@ -497,6 +498,7 @@ def test_a_late_success_does_not_bring_back_a_lost_device(call):
 
 
 def test_the_clock_sleeps_when_there_is_nothing_to_wait_for(world):
+    memory.forget()                            # choices of other tests, which depend on free memory
     lz.configure(breaker_threshold=1, breaker_cooldown=0.02)
     register(Fake(fault=RuntimeError("boom")))
     lz.rms_norm(rows())

@@ -17,7 +17,7 @@ import torch
 
 from ..select.policy import Policy
 
-FRESH = 0.05                   # seconds that an answer serves others: a burst of misses asks once
+FRESH = 0.25                   # seconds that an answer serves others: a burst of misses asks once
 SOON, LATER = 1.0, 10.0        # seconds between looks: where memory is short of `PLENTY` times what is needed, and else
 PLENTY = 16
 RELIEF = 1.25                  # what was left out returns when there is this much more than it needs
@@ -35,17 +35,22 @@ def headroom(kind: str, policy: Policy) -> int:
 
 
 _recent: dict[tuple[str, int], tuple[float, int]] = {}     # device -> when it was asked, and its answer
+_asking = threading.Lock()                     # held by the one who asks
 _last_free: dict[int, int] = {}                # device -> free bytes when last asked
 
 
 def recent_free_bytes(kind: str) -> int:
-    """As free_bytes, at most FRESH seconds ago."""
+    """As free_bytes, about FRESH seconds ago at most: one thread asks, the others go by the answer before."""
     on_gpu = kind == "cuda" and torch.cuda.is_available()
     key, now = (kind, torch.cuda.current_device() if on_gpu else 0), time.monotonic()
     asked, free = _recent.get(key, (-1.0, 0))
-    if asked < 0 or now - asked > FRESH:
-        free = free_bytes(kind)
-        _recent[key] = now, free
+    if asked < 0 or (now - asked > FRESH and _asking.acquire(blocking=False)):
+        try:
+            free = free_bytes(kind)
+            _recent[key] = now, free
+        finally:
+            if asked >= 0:
+                _asking.release()
     return free
 
 
@@ -189,5 +194,6 @@ def forget() -> None:
 
 
 def after_fork() -> None:
-    global _lock
+    global _asking, _lock
     _lock = threading.Lock()
+    _asking = threading.Lock()

@@ -275,6 +275,9 @@ def counts() -> dict[tuple[str, str, str], int]:
 
 
 def reset() -> None:
+    global _failures
+    _failures = itertools.count(1)
+    _recent.clear()
     _counts.clear()
     _lines.clear()
 

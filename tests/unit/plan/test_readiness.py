@@ -15,7 +15,9 @@ import torch
 from helpers import Fake, register
 
 import layerzero as lz
+from layerzero.backends.native import build
 from layerzero.cli import main
+from layerzero.dispatch.background import compiling
 from layerzero.machine.builds import build_of
 from layerzero.operate import readiness
 from layerzero.perf import snapshot
@@ -126,7 +128,12 @@ def test_a_call_that_only_the_reference_serves_is_a_warning():
 # warm-up
 
 @pytest.fixture
-def cold():
+def cold(tmp_path, monkeypatch):
+    """No test before this one has compiled anything on this machine."""
+    build.is_built()                           # asked once in a process, of the real cache folder
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    for variable, folder in compiling.CACHES.items():
+        monkeypatch.setenv(variable, str(tmp_path / folder))
     register(Fake("fake.jit", jit=True, prior=1e9, package="torch"))
 
 
@@ -145,9 +152,7 @@ def test_what_is_warmed_up_here_is_ready(cold):
     assert found.state == "ok" and "1 calls" in found.got
 
 
-def test_what_this_machine_compiled_before_is_no_failure(cold, tmp_path, monkeypatch):
-    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+def test_what_this_machine_compiled_before_is_no_failure(cold, tmp_path):
     lz.configure(jit="in_request")
     assert check("warm-up").state == "fail"
     assert lz.warmup([CALL], device="cpu").ok

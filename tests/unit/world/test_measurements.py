@@ -297,7 +297,7 @@ def test_a_library_is_known_by_its_version_and_its_files(tmp_path, monkeypatch):
 
     def build(record):
         (info / "RECORD").write_text(record)
-        builds._build.cache_clear()
+        builds._builds.clear()
         builds._files.cache_clear()
         return builds.build_of(lz.Kernel("some.k", RMS_NORM, load_nothing, package="some_lib"))
 
@@ -372,7 +372,7 @@ def test_export_and_import_bring_back_everything(tmp_path):
 
 @pytest.mark.parametrize(("spoil", "word"), [
     (lambda lines: lines[:-3], "cut off"), (lambda lines: lines[1:], "schema"), (lambda lines: [], "schema"),
-    (lambda lines: [*lines[:4], lines[4][:30], *lines[5:]], r"x.jsonl:5: not a line of JSON"),
+    (lambda lines: [*lines[:4], lines[4][:30], *lines[5:]], r"x.jsonl:5: wanted one JSON value on the line"),
     (lambda lines: [*lines[:4], "[1]", *lines[5:]], "x.jsonl:5: wanted a JSON object"),
     (lambda lines: [*lines[:-1], lines[-1].replace('"median_us": ', '"median_us": -')], "median_us"),
     (lambda lines: [*lines[:-1], lines[-1].replace('"median_us"', '"median"')], "unknown 'median'"),

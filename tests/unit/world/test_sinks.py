@@ -228,12 +228,14 @@ def test_a_real_interrupt_in_a_subscriber_goes_on():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = lz.subscribe(wait)
     try:
         with pytest.raises(KeyboardInterrupt):
             lz.clear_cache()
     finally:
         stop()
+        signal.signal(signal.SIGINT, before)
     torch.testing.assert_close(lz.rms_norm(rows()), normed(rows()))
 
 

@@ -57,10 +57,10 @@ def grows(call, rounds: int = 3, calls: int = 150) -> list[int]:
 
 
 def assert_bounded(call) -> None:
-    grows(call, 2)
+    grows(call, 4)
     before = remembered()
     found = grows(lambda n: call(10**6 + n))
-    assert remembered() <= before + 100
+    assert remembered() <= before + 150        # one for each call would be 450
     assert found[-1] - found[0] < 2000, found  # a leak of one object a call is 300, and of an override some thousands
 
 
@@ -77,6 +77,7 @@ def test_policies_with_ever_new_rules(small, path, happened):
     def call(n: int) -> None:
         deny = lz.PolicyRule.of("deny", "fake.one", "rms_norm", {"hidden": f"> {n}"})
         run(x, policy=Layer("call", {}, (deny,)))
+        happened[:] = of(WorldPublished, happened)     # what the test itself remembers
 
     grows(call, 1, 100)                        # beyond what is put into the keys
     program = worlds.current().program(lz.op("rms_norm"))

@@ -301,7 +301,7 @@ class _Folder:
             if not stat.S_ISREG(found.st_mode):
                 raise UntrustedFile(f"{self.path / name}: wanted a plain file, got something else; it is not used")
             check_owner(found, self.path / name)
-        except BaseException:
+        except BaseException:                  # passed on, an interrupt too: the file is not left open
             os.close(file)
             raise
         return file
@@ -399,7 +399,7 @@ def _enter(path: Path, parent: int | None, repair: bool, sticky: bool = False) -
             os.fchmod(folder, PRIVATE_FOLDER)
             found = os.fstat(folder)
         check_owner(found, path, sticky)
-    except BaseException:
+    except BaseException:                      # as above
         os.close(folder)
         raise
     return folder

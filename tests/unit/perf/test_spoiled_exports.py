@@ -8,37 +8,15 @@ import os
 import random
 
 import pytest
+from stored import measured
 
 import layerzero as lz
 from layerzero.perf import exchange, shipped
-from layerzero.perf.record import Measurement, Rates
+from layerzero.perf.record import Rates
 from layerzero.perf.store import SqliteStore
 from layerzero.spec.errors import DataError
 from layerzero.world import perf_loading
 from layerzero.world import snapshot as worlds
-
-
-def measured(i: int = 0, **changes) -> Measurement:
-    row = Measurement(
-        "torch.k",
-        "rms_norm",
-        f"float32 rows={i} hidden=64",
-        "0123456789abcdef-4t",
-        10.0 + i / 3,
-        0.02,
-        50,
-        "float32",
-        f"rows={i} hidden=64",
-        1e6 / 7,
-        1e4,
-        12.5,
-        13.0,
-        0.0,
-        "v1",
-        1.7e9 + i,
-        "",
-    )
-    return row._replace(**changes)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -13,40 +13,18 @@ from pathlib import Path
 
 import pytest
 from helpers import of, rows
+from stored import measured
 
 import layerzero as lz
 from layerzero.cli import main
 from layerzero.perf import ownership
 from layerzero.perf.interface import ForeignFile, StoreError
-from layerzero.perf.record import Measurement, Rates
+from layerzero.perf.record import Rates
 from layerzero.perf.store import SqliteStore
 from layerzero.spec.event import StoreTrouble
 from layerzero.world import measurements
 
 ID = struct.pack(">I", ownership.APPLICATION_ID)
-
-
-def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
-    row = Measurement(
-        kernel,
-        "rms_norm",
-        f"float32 rows={i} hidden=64",
-        "0123456789abcdef-4t",
-        10.0 + i / 3,
-        0.02,
-        50,
-        "float32",
-        f"rows={i} hidden=64",
-        1e6 / 7,
-        1e4,
-        12.5,
-        13.0,
-        0.0,
-        "v1",
-        1.7e9 + i,
-        "",
-    )
-    return row._replace(**changes)
 
 
 @pytest.fixture

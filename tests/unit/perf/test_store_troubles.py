@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers import of, python, rows
+from stored import measured
 
 import layerzero as lz
 from layerzero.perf.batch import Batch
@@ -25,29 +26,6 @@ from layerzero.spec.event import StoreRecovered, StoreTrouble
 from layerzero.world import measurements, perf_loading
 from layerzero.world import snapshot as worlds
 from layerzero.world.perf_loading import state
-
-
-def measured(i: int = 0, **changes) -> Measurement:
-    row = Measurement(
-        "torch.k",
-        "rms_norm",
-        f"float32 rows={i} hidden=64",
-        "0123456789abcdef-4t",
-        10.0 + i / 3,
-        0.02,
-        50,
-        "float32",
-        f"rows={i} hidden=64",
-        1e6 / 7,
-        1e4,
-        12.5,
-        13.0,
-        0.0,
-        "v1",
-        1.7e9 + i,
-        "",
-    )
-    return row._replace(**changes)
 
 
 @pytest.fixture

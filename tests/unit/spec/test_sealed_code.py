@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certified import HERE, certificate, torch_rms_norm
 
 import layerzero as lz
 from layerzero.backends.cuda import compiler
@@ -306,7 +307,6 @@ def test_links_in_the_places_of_files_are_replaced_and_never_written_through(sto
 
 def test_temporary_names_of_certificates_cannot_be_planted(root, tmp_path, world):
     """The name of a draft was made of the process's number: a link there led to any file of the user."""
-    from test_certificates import HERE, certificate, torch_rms_norm
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     kernel, home = torch_rms_norm(), certificates.folder(HERE)
@@ -322,7 +322,6 @@ def test_temporary_names_of_certificates_cannot_be_planted(root, tmp_path, world
 
 @needs_root
 def test_a_planted_seal_key_voids_certificates(root, world):
-    from test_certificates import HERE, certificate, torch_rms_norm
     kernel = torch_rms_norm()
     certificates.write(certificate(kernel), HERE)
     os.chown(root / "certificates" / "seal.key", OTHER, OTHER)

@@ -9,33 +9,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from certified import HERE, certificate, torch_rms_norm
 from helpers import Fake, register
 
 import layerzero as lz
-from layerzero.machine import hardware
-from layerzero.machine.builds import build_of
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.event import CertificateRefused
 from layerzero.world import certificates
 from layerzero.world import snapshot as worlds
-from layerzero.world.certificates import Certificate, contract_of
-
-HERE = hardware.probe("cpu")
+from layerzero.world.certificates import contract_of
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch, world):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
-
-
-def certificate(kernel, **changes):
-    made = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op), HERE.signature, HERE.name,
-                       10, 2, ("float32",), "abc")
-    return replace(made, **changes)
-
-
-def torch_rms_norm():
-    return worlds.current().catalog.by_id["torch.rms_norm"]
 
 
 def test_round_trip_and_standing():

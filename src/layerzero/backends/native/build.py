@@ -8,20 +8,16 @@ spinning on the same cores.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import re
-import shlex
-import shutil
-import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
+from ...spec import toolchain
 from ...spec.errors import ConfigError, DataError
 from ...spec.paths import cache_dir
 from ...spec.reason import Code, Reason
@@ -29,6 +25,7 @@ from ...spec.sealed import Store
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cpp"
+PART = toolchain.Part("the CPU kernels", "its own CPU kernels", "them")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-w")
 _STABLE_ABI = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -82,26 +79,8 @@ def module() -> ModuleType:
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
     """Compile for this processor; the path of the library. Safe to run in parallel."""
-    path = library_path()
-    store, parts = Store.of(path)
-    if not force and store.is_intact(*parts):
-        return path
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        raise ConfigError("building the CPU kernels needs a C++ compiler (g++ or clang++); none was found. "
-                          "Install one, or set CXX; LayerZero works without them")
-    try:
-        with store.drafts(*parts) as target:
-            say(f"compiling {SOURCE.name} with {Path(compiler).name} for this processor")
-            began = time.perf_counter()
-            _compile(shlex.split(compiler), target.parent, say)
-            say(f"{SOURCE.name} took {time.perf_counter() - began:.0f} s")
-            store.adopt(target, *parts)
-    except DataError as e:
-        raise ConfigError(f"{e}; LayerZero works without its own CPU kernels") from e
-    except OSError as e:
-        raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
-                          "written; LayerZero works without its own CPU kernels") from e
+    path = toolchain.build(PART, library_path(), SOURCE, "this processor", force, say,
+                           lambda compiler, draft: _compile(compiler, draft.parent, say))
     module.cache_clear()
     return path
 
@@ -115,25 +94,12 @@ def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> N
     link = [*compiler, "-shared", str(made), "-o", str(library),
             *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
     runtime = loaded_openmp()
-    if not (_run([*compile_, "-fopenmp"]) or _run([*link, runtime or "-fopenmp"])):
+    if not (toolchain.run(PART, [*compile_, "-fopenmp"]) or toolchain.run(PART, [*link, runtime or "-fopenmp"])):
         return
     say("the compiler has no OpenMP: the CPU kernels will use one thread")
-    problem = _run(compile_) or _run(link)
+    problem = toolchain.run(PART, compile_) or toolchain.run(PART, link)
     if problem:
-        raise ConfigError("the CPU kernels did not compile; LayerZero works without them.\n  " + problem)
-
-
-def _run(command: list[str]) -> str:
-    """What went wrong, or nothing."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as e:
-        raise ConfigError(f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
-                          "LayerZero works without its own CPU kernels") from e
-    if done.returncode == 0:
-        return ""
-    errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-    return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"
+        raise toolchain.failed(PART, problem)
 
 
 def loaded_openmp() -> str:

@@ -10,12 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
 import sys
 import sysconfig
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +25,7 @@ import torch
 from ...machine.faults import FAULTS
 from ...select.key import KeyProgram, NumberField
 from ...select.policy import Layer
+from ...spec import toolchain
 from ...spec.errors import ConfigError, DataError, RegistrationError
 from ...spec.expr import parse
 from ...spec.kernel import Const, Direct, LastSize
@@ -41,6 +38,7 @@ from ..cache import Entry
 from ..hotpath import signature
 
 SOURCE = Path(__file__).with_name("fastpath.cpp")
+PART = toolchain.Part("the native fast path", "the native fast path", "it")
 HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
@@ -130,44 +128,19 @@ def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text:
 
 
 def build_fast_path(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
-    path = library_path()
-    store, parts = Store.of(path)
-    if not force and store.is_intact(*parts):
-        return path
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        raise ConfigError("building the native fast path needs a C++ compiler (g++ or clang++); none was found. "
-                          "Install one, or set CXX; LayerZero works without it")
-    try:
-        with store.drafts(*parts) as target:
-            say(f"compiling {SOURCE.name} with {Path(compiler).name} for torch {torch.__version__}")
-            began = time.perf_counter()
-            _compile(compile_command(compiler, target))
-            say(f"{SOURCE.name} took {time.perf_counter() - began:.0f} s")
-            store.adopt(target, *parts)
-    except DataError as e:
-        raise ConfigError(f"{e}; LayerZero works without the native fast path") from e
-    except OSError as e:
-        raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
-                          "written; LayerZero works without the native fast path") from e
+    path = toolchain.build(PART, library_path(), SOURCE, f"torch {torch.__version__}", force, say, _compile)
     module.cache_clear()
     _problem.clear()
     return path
 
 
-def _compile(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as e:
-        raise ConfigError(f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
-                          "LayerZero works without the native fast path") from e
-    if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise ConfigError("the native fast path did not compile; LayerZero works without it.\n  "
-                          + "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}")
+def _compile(compiler: list[str], draft: Path) -> None:
+    problem = toolchain.run(PART, compile_command(compiler, draft))
+    if problem:
+        raise toolchain.failed(PART, problem)
 
 
-def compile_command(compiler: str, target: Path) -> list[str]:
+def compile_command(compiler: list[str], target: Path) -> list[str]:
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include",
                 Path(sysconfig.get_paths()["include"])]
@@ -176,7 +149,7 @@ def compile_command(compiler: str, target: Path) -> list[str]:
              "-fno-semantic-interposition", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     if sys.platform == "darwin":
         flags += ["-undefined", "dynamic_lookup"]
-    return [*shlex.split(compiler), *flags, *(f"-I{i}" for i in includes), str(SOURCE), "-o", str(target),
+    return [*compiler, *flags, *(f"-I{i}" for i in includes), str(SOURCE), "-o", str(target),
             f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 

@@ -1,0 +1,69 @@
+"""The user's C++ compiler, and what it makes: a sealed library in the cache folder."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from .errors import ConfigError, DataError
+from .sealed import Store
+
+
+class Part(NamedTuple):
+    """What is compiled, in the words of its messages: "the CPU kernels", "its own CPU kernels", "them"."""
+
+    name: str
+    ours: str
+    pronoun: str
+
+
+def build(part: Part, path: Path, source: Path, target: str, force: bool, say: Callable[[str], None],
+          compile_: Callable[[list[str], Path], None]) -> Path:
+    """Compile `source` into the library `path` of the cache folder, unless it is there as it was sealed.
+
+    `compile_(compiler, draft)` makes the file `draft`. It is safe to do in several processes at once. `target` says
+    what the library is for.
+    """
+    store, parts = Store.of(path)
+    if not force and store.is_intact(*parts):
+        return path
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise ConfigError(f"building {part.name} needs a C++ compiler (g++ or clang++); none was found. "
+                          f"Install one, or set CXX; LayerZero works without {part.pronoun}")
+    try:
+        with store.drafts(*parts) as draft:
+            say(f"compiling {source.name} with {Path(compiler).name} for {target}")
+            began = time.perf_counter()
+            compile_(shlex.split(compiler), draft)
+            say(f"{source.name} took {time.perf_counter() - began:.0f} s")
+            store.adopt(draft, *parts)
+    except DataError as e:
+        raise ConfigError(f"{e}; LayerZero works without {part.ours}") from e
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
+                          f"written; LayerZero works without {part.ours}") from e
+    return path
+
+
+def run(part: Part, command: list[str]) -> str:
+    """Run a command of the compiler: what went wrong, or nothing. ConfigError where it cannot be run at all."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as e:
+        raise ConfigError(f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
+                          f"LayerZero works without {part.ours}") from e
+    if done.returncode == 0:
+        return ""
+    errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"
+
+
+def failed(part: Part, problem: str) -> ConfigError:
+    return ConfigError(f"{part.name} did not compile; LayerZero works without {part.pronoun}.\n  {problem}")

@@ -131,6 +131,7 @@ class Op:
     nested: bool = False                       # `canonical` knows what to do with nested tensors
     stress: tuple[Mapping[str, Any], ...] = ()  # cases that are long, many or far: for the longer lanes of verification
     gradient_cases: tuple[Mapping[str, Any], ...] = ()      # for the backward; some of `cases` if not said
+    dropout_case: Mapping[str, Any] = field(default_factory=dict)  # sizes that show the weights that dropout_p leaves
     alterations: tuple[Alteration, ...] = ()   # mistakes that a kernel of it could make
     sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
     in_place: tuple[str, ...] = ()             # tensors that a kernel writes into, and whose memory it may return
@@ -249,6 +250,7 @@ class Op:
             "ranges": {k: list(v) for k, v in self.ranges.items()},
             "tolerance": self.tolerance.to_json(),
             **{name: [dict(c) for c in getattr(self, name)] for name in ("cases", "stress", "gradient_cases")},
+            "dropout_case": dict(self.dropout_case),
             "code": {n: import_path(getattr(self, n)) for n in _CALLABLES if getattr(self, n) is not None},
         }
 
@@ -263,6 +265,7 @@ class Op:
         fields["returns"] = {k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns)
         fields.update({name: data.get(name, False) for name in ("nested", "sdpa_switches")})
         fields.update({name: tuple(data.get(name, ())) for name in ("in_place", "stress", "gradient_cases")})
+        fields["dropout_case"] = data.get("dropout_case", {})
         fields["ranges"] = {k: (v[0], v[1]) for k, v in data.get("ranges", {}).items()}
         fields["requires"] = tuple(condition_from_json(r) for r in data["requires"])
         fields["tolerance"] = Tolerance.from_json(data["tolerance"])

@@ -185,7 +185,8 @@ def test_every_field_of_an_op_travels():
         requires=(at_most("width", 64),), differentiable=("x",), autocast="lower", canonical=read, extra_check=read,
         adapt=read, outputs="Tensor[]", same_dtype=("x", "weight"), dtypes=("float64",), read=read, reads=("length",),
         ranges={"gain": (0.0, 1.0)}, nested=True, sdpa_switches=True, in_place=("x",),
-        stress=({"rows": 9000},), gradient_cases=({"rows": 2},))
+        stress=({"rows": 9000},), gradient_cases=({"rows": 2},),
+        dropout_case={"rows": 4})
     back = Op.from_json(through_json(full.to_json()))
     for name in {*Op.__dataclass_fields__} - {"alterations"}:      # functions, for verification here
         assert getattr(back, name) == getattr(full, name), name

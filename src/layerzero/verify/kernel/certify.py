@@ -174,7 +174,7 @@ def _checks(kernel: Kernel, device: str, lane: str, seeds: Sequence[int]) -> Ite
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
             yield partial(check_threads, kernel, case, dtype, device, seed)
-            if op.name == "attention":
+            if op.dropout_case:
                 yield partial(check_dropout, kernel, dtype, device, seed)
         yield from (partial(check_case, kernel, way.case, dtype, device, seed, Handed(way))
                     for way in ways if way.donor is not None for dtype in dtypes_for(op, lane, way.case))

@@ -209,12 +209,13 @@ DROPPED = 0.3
 
 
 def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0) -> CaseResult:
-    """Of lz.attention. With the identity for values the result is the weights: each is zero, or 1 / (1 - p) times
-    what it was."""
+    """Of an attention that declares `dropout_case`. With the identity for values the result is the weights: each is
+    zero, or 1 / (1 - p) times what it was."""
     op = kernel.op
-    case = {"b": 2, "hq": 4, "hkv": 4, "sq": 32, "sk": 64, "d": 16, "dv": 64, "scale": 0.05}
+    case = op.dropout_case
     values = {**case_values(op, case, dtype, device, seed), "dropout_p": DROPPED}
-    values["value"] = torch.eye(64, device=device, dtype=values["value"].dtype).expand(2, 4, 64, 64).contiguous()
+    given = values["value"]
+    values["value"] = torch.eye(given.shape[-1], device=device, dtype=given.dtype).expand(given.shape).contiguous()
     told: dict[str, Any] = {"circumstance": f"dropout {DROPPED}", "seed": seed}
     reasons = refusals(kernel, values)
     if reasons:

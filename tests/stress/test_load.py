@@ -45,11 +45,12 @@ def run_together(n, work):
         except BaseException as e:
             errors.append(e)
 
-    workers = [threading.Thread(target=run, args=(i,)) for i in range(n)]
+    workers = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(n)]
     for w in workers:
         w.start()
+    deadline = time.monotonic() + 120
     for w in workers:
-        w.join(600)
+        w.join(max(deadline - time.monotonic(), 0))
     assert not any(w.is_alive() for w in workers), "a thread hangs"
     if errors:
         raise errors[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..perf.record import Kind, PerfView, Rates, kind_of, mode_of
@@ -60,14 +60,9 @@ class Roster:
     dynamic: Mapping[str, tuple[Any, ...]]     # kernel -> the rules that depend on the call
     rejected: tuple[Rejected, ...]
 
-    @cached_property
-    def fitting(self) -> Verdicts:
-        """The indices of the viable kernels that a call breaks no rule of that a transform could not mend."""
-        return compile_verdicts([[r for r in self.dynamic[k.id] if not r.repair] for k in self.viable])
-
-    @cached_property
-    def repairable(self) -> Mapping[str, tuple[Any, ...]]:
-        return {k.id: tuple(r for r in self.dynamic[k.id] if r.repair) for k in self.viable}
+    # Fields and not cached properties: before Python 3.12 those take one lock for all rosters of the process.
+    fitting: Verdicts                          # indices of the viable kernels that a call suits, repairs aside
+    repairable: Mapping[str, tuple[Any, ...]]  # kernel -> the rules that a transform of the inputs can satisfy
 
 
 def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
@@ -88,7 +83,9 @@ def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
         else:
             viable.append(kernel)
             dynamic[kernel.id] = tuple(rules)
-    return Roster(tuple(viable), dynamic, tuple(rejected))
+    fitting = compile_verdicts([[r for r in dynamic[k.id] if not r.repair] for k in viable])
+    repairable = {k.id: tuple(r for r in dynamic[k.id] if r.repair) for k in viable}
+    return Roster(tuple(viable), dynamic, tuple(rejected), fitting, repairable)
 
 
 def _standing(kernel: Kernel, around: Surroundings) -> Sequence[Reason]:

@@ -7,6 +7,7 @@ some hundred rules: here each becomes a comparison of local variables.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ..spec import codegen
@@ -30,10 +31,15 @@ def compile_verdicts(groups: Sequence[Iterable[Condition]]) -> Verdicts:
         body.append(f"    if {' and '.join(tests) or 'True'}: out.append({i})")
     loads = [f"    {local} = f[{fact!r}]" for fact, local in names.items()]
     source = "\n".join(["def verdicts(f):", *loads, "    out = []", *body, "    return out"])
+    return _function(source)
+
+
+@lru_cache(maxsize=512)                        # every change of the world asks again, mostly for the same text
+def _function(source: str) -> Verdicts:
     scope: dict[str, Any] = {}
     exec(codegen.compile(source, "verdicts"), scope)   # text made from declared rules only, values by repr
-    found: Verdicts = scope["verdicts"]
-    return found
+    verdicts: Verdicts = scope["verdicts"]
+    return verdicts
 
 
 def _text(condition: Condition, names: dict[str, str]) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -168,6 +169,9 @@ class World:
             held: tuple[Any, ...] = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
             if not changes.keys() & {"catalog", "devices"}:
                 held += tuple(("shipped", kind) for kind in hardware.KINDS)
+            leaves = changes.get("extra_leaves", self.extra_leaves)
+            if leaves == self.extra_leaves and not changes.keys() & {"catalog", "policy", "table"}:
+                held += tuple(("program", op) for op in self.catalog.ops)
             keep = {k: self.memo[k] for k in held if k in self.memo}   # by name: other threads add to it meanwhile
             return replace(self, epoch=epoch, changed=epoch, changed_for={}, memo=keep, **changes)
         keep = {k: v for k in list(self.memo) if _holds(k, ops) and (v := self.memo.get(k)) is not None}
@@ -202,12 +206,19 @@ def _holds(memo: Any, ops: Collection[str]) -> bool:
     return bool(memo[0] == "roster" and memo[1] not in ops)
 
 
-def leaves_of(kernel: Kernel) -> list[Rule]:
+def leaves_of(kernel: Kernel) -> tuple[Rule, ...]:
     """The tests a kernel's rules make; alignment that only another device's kernel wants is marked so."""
-    elsewhere = any(_on_cpu(rule) is False for rule in kernel.requires)
-    return [replace(leaf, fact=leaf.fact + OFF_CPU)
+    leaves = _leaves.get(kernel)
+    if leaves is None:
+        elsewhere = any(_on_cpu(rule) is False for rule in kernel.requires)
+        leaves = _leaves[kernel] = tuple(
+            replace(leaf, fact=leaf.fact + OFF_CPU)
             if leaf.fact.endswith(".alignment") and (elsewhere or _settled_on_cpu(rule)) else leaf
-            for rule in (*kernel.requires, *kernel.less_work_when) for leaf in rule.leaves()]
+            for rule in (*kernel.requires, *kernel.less_work_when) for leaf in rule.leaves())
+    return leaves
+
+
+_leaves: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
 
 
 def _on_cpu(rule: Condition) -> bool | None:

@@ -1,16 +1,20 @@
 """Generated code that a debugger can step through and a traceback can show.
 
-Text that is compiled here stays in `linecache`, where pdb, tracebacks and `inspect.getsource` look
-for the lines of a file. Its file is named after what it is and what is in it, so the same text
-generated again takes no more room.
+Text that is compiled here is in `linecache`, where pdb, tracebacks and `inspect.getsource` look for
+the lines of a file, for as long as code of it lives. Its file is named after what it is and what is
+in it, so the same text generated again takes no more room.
 """
 
 from __future__ import annotations
 
 import builtins
 import linecache
+from collections import Counter
 from hashlib import sha256
 from types import CodeType
+from weakref import finalize
+
+_living: Counter[str] = Counter()              # file -> code objects of it that are still there
 
 
 def compile(source: str, name: str) -> CodeType:
@@ -18,7 +22,18 @@ def compile(source: str, name: str) -> CodeType:
     file = f"<lz {name} {sha256(source.encode()).hexdigest()[:8]}>"
     # Without a time of its last change an entry is never dropped as stale.
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    return builtins.compile(source, file, "exec")
+    module = builtins.compile(source, file, "exec")
+    for code in (module, *(c for c in module.co_consts if isinstance(c, CodeType))):
+        _living[file] += 1
+        finalize(code, _forget, file).atexit = False
+    return module
+
+
+def _forget(file: str) -> None:
+    _living[file] -= 1
+    if not _living[file]:
+        del _living[file]
+        linecache.cache.pop(file, None)
 
 
 def text(code: CodeType) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import io
 import json
@@ -49,12 +50,25 @@ def test_a_traceback_shows_the_generated_line():
 
 
 def test_the_same_text_again_takes_no_room():
-    codegen.compile("x = 1\n", "a test")
+    first = codegen.compile("x = 1\n", "a test")
     before = len(linecache.cache)
-    codegen.compile("x = 1\n", "a test")
+    again = codegen.compile("x = 1\n", "a test")
     assert len(linecache.cache) == before
-    codegen.compile("x = 2\n", "a test")
+    another = codegen.compile("x = 2\n", "a test")
     assert len(linecache.cache) == before + 1
+    assert first == again != another
+
+
+def test_a_text_is_kept_as_long_as_code_of_it():
+    scope = {}
+    exec(codegen.compile("def one():\n    return 1\ndef two():\n    return 2\n", "a pair"), scope)
+    code = scope["two"].__code__
+    scope.clear()
+    assert "return 2" in codegen.text(code) and code.co_filename in linecache.cache
+    file = code.co_filename
+    del code
+    gc.collect()
+    assert file not in linecache.cache
 
 
 def test_code_of_a_file_has_no_generated_text():

@@ -19,7 +19,7 @@ import torch
 from ..machine import faults, loading, locks, memory, watchdog
 from ..machine.faults import InputsChanged, Settled
 from ..select.key import KeyProgram, fixed_by_key
-from ..select.predicates import compile_verdicts
+from ..select.verdicts import compile_verdicts
 from ..spec import codegen
 from ..spec.errors import InvalidCall, LayerZeroError
 from ..spec.event import Adapted, Evicted, PlanMissed, Selected

@@ -17,8 +17,8 @@ from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Reject
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from .policy import Policy
-from .predicates import Verdicts, compile_verdicts
 from .score import Found, calibration, guess_us, roofline_us, score
+from .verdicts import Verdicts, compile_verdicts
 
 UNSURE = 0.04                  # by how much, and again per octave, a neighbour or another machine may be wrong
 

@@ -32,7 +32,7 @@ from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
-from ..spec.rules import AnyOf, Condition, Rule, When
+from ..spec.rules import Condition, Rule
 from . import config, events, health, perf_loading, redaction
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
@@ -206,20 +206,13 @@ def leaves_of(kernel: Kernel) -> list[Rule]:
     """The tests a kernel's rules make; alignment that only another device's kernel wants is marked so."""
     elsewhere = any(_on_cpu(rule) is False for rule in kernel.requires)
     return [replace(leaf, fact=leaf.fact + OFF_CPU)
-            if leaf.fact.endswith(".alignment") and (elsewhere or _settled_on_cpu(rule)) else leaf
+            if leaf.fact.endswith(".alignment") and (elsewhere or _on_cpu(rule)) else leaf
             for rule in (*kernel.requires, *kernel.less_work_when) for leaf in rule.leaves()]
 
 
 def _on_cpu(rule: Condition) -> bool | None:
-    """What a rule about the device says of the CPU; None for any other rule."""
-    return rule.check({"device": "cpu"}) is None if isinstance(rule, Rule) and rule.fact == "device" else None
-
-
-def _settled_on_cpu(rule: Condition) -> bool:
-    """Does the device alone decide the rule there, so that nothing else of it is asked?"""
-    if isinstance(rule, AnyOf):
-        return any(_on_cpu(r) for r in rule.rules)
-    return isinstance(rule, When) and _on_cpu(rule.condition) is False
+    """What the rule says of every call on the CPU; None if that depends on more than the device."""
+    return rule.decide(lambda leaf: leaf.predicate.holds("cpu") if leaf.fact == "device" else None)
 
 
 _current: World | None = None

@@ -62,7 +62,8 @@ def words(rule: Condition) -> str:
     if isinstance(rule, When):
         return f"{words(rule.then)} where {words(rule.condition)}"
     text = rule.predicate.short_text()
-    fact = rule.fact.removesuffix(".dtype") if rule.value is None else rule.fact       # it asks for the whole tensor
+    # A rule without a value asks whether the whole tensor is given.
+    fact = rule.fact.removesuffix(".dtype") if rule.value is None else rule.fact
     cast = f" (else cast to {text.partition('/')[0]}, if the policy allows)"
     return f"`{fact}` {text}" + {"contiguous": " (else copied)", "cast": cast}.get(rule.repair, "")
 

@@ -1,10 +1,10 @@
-"""What the cache must remember of a call: everything a rule could tell apart, and nothing more.
+"""The cache key of a call: everything that a rule can tell apart, and nothing more.
 
-`compile_key` reads the op's declaration and the leaves of all rules in force and yields a
+`compile_key` reads the op's declaration and the leaves of all rules in force and returns a
 `KeyProgram`. Sizes that validity needs exactly are kept exactly; of the others the key keeps the
 bucket (speed) and the outcome of each test that some rule makes (validity). So two calls with one
 key cannot differ in any rule's verdict, and a KV cache that grows inside a bucket keeps its entry.
-The program has two faces, generated Python (`dispatch/hotpath.py`) and the native table
+The program is compiled twice: to Python (`dispatch/hotpath.py`) and to the native table
 (`dispatch/native/fastpath.cpp`).
 """
 
@@ -21,13 +21,13 @@ from ..spec.op import Op
 from ..spec.predicate import Cuts, Predicate
 from ..spec.rules import Rule
 
-# Put behind a fact that only kernels of other devices ask for: reading it on the CPU would be for nothing.
+# Suffix of a fact that only kernels of other devices read: it is not read on the CPU.
 OFF_CPU = "_off_cpu"
 
 
 @dataclass(frozen=True)
 class NumberField:
-    """A size, a derived number or a numeric parameter, as the key keeps it; None is always told apart."""
+    """What the key keeps of a size, derived number or numeric parameter; None is distinct too."""
 
     fact: str
     exact: bool = False
@@ -51,7 +51,7 @@ class KeyProgram:
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """The facts the slow path must read for the rules, beyond sizes and scalars."""
+        """The tensor facts that the slow path must read for the rules."""
         return frozenset(f"{t}.{f.removesuffix(OFF_CPU)}" for t, f in self.tensor_facts)
 
 
@@ -76,32 +76,35 @@ def compile_key(op: Op, leaves: Iterable[Rule], measured: Iterable[str] = ()) ->
         tests.setdefault(name, [])
     for p in op.params:
         if p.kind in ("int", "float") and p.optional:
-            tests.setdefault(p.name, [])       # whether it is given is worth knowing: an absent one is not passed on
+            tests.setdefault(p.name, [])       # whether it is given: an absent one is not passed on
     fields = []
     for name, predicates in tests.items():
         exact = name in op.exact
         if name in op.derived and set(parse(op.derived[name]).names) <= set(op.exact):
             continue                           # the key already determines it
         bucket = not exact and (name in op.dims or name in numbers & timing)
-        fields.append(NumberField(name, exact, bucket) if exact else _field(name, bucket, Cuts.of(predicates)))
+        fields.append(_field(name, exact, bucket, Cuts() if exact else Cuts.of(predicates)))
     fields.sort(key=lambda f: f.fact)
     order = tuple(sorted(tensor_facts))
     identity = hash((op.name, tuple(fields), order)) & 0xFFFFFFFF
     return KeyProgram(op, tuple(fields), order, identity)
 
 
-def _field(fact: str, bucket: bool, cuts: Cuts) -> NumberField:
-    equals, above = cuts.at | cuts.below, cuts.above | cuts.below              # `>= n` is `== n` or `> n`
-    if bucket:                                 # exact up to 16; all negative numbers share one
+def _field(fact: str, exact: bool, bucket: bool, cuts: Cuts) -> NumberField:
+    equals, above = cuts.at | cuts.below, cuts.above | cuts.below      # `>= n` is `== n` or `> n`
+    if bucket:                                 # it is exact up to 16; all negative numbers share one
         equals = frozenset(n for n in equals if not 0 <= n <= 16)
-        above = frozenset(n for n in above if n != -1 and not 0 <= n <= 16 and (n < 0 or n != bucket_top(int(n))))
-    return NumberField(fact, False, bucket, tuple(sorted(equals)), tuple(sorted(above)), tuple(sorted(cuts.multiples)))
+        above = frozenset(n for n in above if (n < 0 and n != -1)
+                          or (n > 16 and n != bucket_top(int(n))))
+    return NumberField(fact, exact, bucket, tuple(sorted(equals)), tuple(sorted(above)),
+                       tuple(sorted(cuts.multiples)))
 
 
 def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What is the same in every call that shares this call's key: the parameters that are at their defaults, and sizes.
+    """The values that all calls with this call's key share.
 
-    Of sizes, those the key keeps exactly and what is derived from nothing else.
+    They are the parameters at their defaults, the sizes that the key keeps exactly and what is
+    derived from those alone.
     """
     op, fields = program.op, {f.fact: f for f in program.fields}
     fixed = {name: facts[name] for name in op.dims if name in op.exact}

@@ -1,4 +1,4 @@
-"""Rules compiled to plain Python: one function that says which kernels of a roster may serve a call.
+"""Rules compiled to plain Python: one function that says which kernels of a roster can serve.
 
 `Rule.check` explains, and takes a microsecond for it. A miss first needs only the verdicts of some
 hundred rules: here each rule becomes a comparison of local variables.
@@ -29,6 +29,6 @@ def compile_verdicts(groups: Sequence[Iterable[Condition]]) -> Verdicts:
     loads = [f"    {local} = f[{fact!r}]" for fact, local in names.items()]
     source = "\n".join(["def verdicts(f):", *loads, "    out = []", *body, "    return out"])
     scope: dict[str, Any] = {}
-    exec(codegen.compile(source, "verdicts"), scope)   # text made from declared rules only, values by repr
+    exec(codegen.compile(source, "verdicts"), scope)   # text from declared rules only, values by repr
     verdicts: Verdicts = scope["verdicts"]
     return verdicts

@@ -16,12 +16,12 @@ from types import CodeType
 def compile(source: str, name: str) -> CodeType:
     """Compile generated `source` for exec, under a file name that begins with `<lz {name}`."""
     file = f"<lz {name} {sha256(source.encode()).hexdigest()[:8]}>"
-    # Without a time of its last change an entry is never dropped as stale.
+    # An entry without a modification time is never dropped as stale.
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     return builtins.compile(source, file, "exec")
 
 
 def text(code: CodeType) -> str:
-    """The whole generated text that `code` was compiled from; "" for code of a file."""
+    """The generated source that `code` was compiled from; "" for code from a file."""
     file = code.co_filename
     return "".join(linecache.getlines(file)) if file.startswith("<lz ") else ""

@@ -1,4 +1,4 @@
-"""Where the files of this library are: one place for the location of the cache folder."""
+"""The location of the cache folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def expanded(text: str, variable: str) -> Path:
-    """`text` as a path, its ~ replaced by the home folder; `variable` is what an error tells to set."""
+    """`text` as a path with ~ expanded; an error asks the user to set `variable`."""
     try:
         return Path(text).expanduser()
     except RuntimeError as e:

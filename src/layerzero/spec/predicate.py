@@ -33,7 +33,7 @@ def below(n: Number) -> Number:
 
 
 def above(n: Number) -> Number:
-    return n + 1 if isinstance(n, int) else math.nextafter(n, math.inf) + 0.0      # 0.0 rather than -0.0
+    return n + 1 if isinstance(n, int) else math.nextafter(n, math.inf) + 0.0      # not -0.0
 
 
 class Cuts(NamedTuple):
@@ -47,7 +47,8 @@ class Cuts(NamedTuple):
     @classmethod
     def of(cls, predicates: Iterable[Predicate]) -> Cuts:
         """All cuts that any of the predicates makes."""
-        return cls(*(frozenset[Any]().union(*sets) for sets in zip(*(p.cuts() for p in predicates))))
+        kinds = zip(*(p.cuts() for p in predicates))
+        return cls(*(frozenset[Any]().union(*sets) for sets in kinds))
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ class Predicate(ABC):
 
     operand: Any
     name: ClassVar[str]                        # in a rule and its JSON
-    expression: ClassVar[str]                  # `holds` in Python, over the variable {x} and the operand {n}
+    expression: ClassVar[str]                  # `holds` in Python, of the variable {x} and operand {n}
     phrase: ClassVar[str] = "{}"               # follows "must be" in a message
     relation: ClassVar[str] = "{}"             # follows the name of the fact in the docs
     cut: ClassVar[str] = ""                    # which of the Cuts each number in the operand is
     reads: ClassVar[str] = "value"             # or "number", "set": what the fact must be
-    takes: ClassVar[Callable[[Any], bool]] = staticmethod(is_scalar)           # which operands it has
-    wanted: ClassVar[str] = "text, a number, true, false or null"              # that, in words
+    takes: ClassVar[Callable[[Any], bool]] = staticmethod(is_scalar)   # is this an operand for it?
+    wanted: ClassVar[str] = "text, a number, true, false or null"      # the operand, in words
 
     @abstractmethod
     def holds(self, value: Any) -> bool:
@@ -97,7 +98,7 @@ class Predicate(ABC):
         return self.holds(low)
 
     def boundaries(self) -> tuple[Any, ...]:
-        """Values at the edge and next to it, the edge first: of both answers, where there are two."""
+        """Values at the edge and next to it, the edge first, with both answers where possible."""
         return (*(near for v in _listed(self.operand) for near in _neighbours(v)), "another", None)
 
 
@@ -118,11 +119,13 @@ class Differs(Predicate):
         return value != self.operand
 
     def short_text(self) -> str:
-        return f"not {self.operand}".lower() if isinstance(self.operand, bool) else super().short_text()
+        is_bool = isinstance(self.operand, bool)
+        return f"not {self.operand}".lower() if is_bool else super().short_text()
 
 
 class AtMost(Predicate):
-    name, phrase, relation, cut, expression = "le", "<= {}", "≤ {}", "above", "({x} is None or {x} <= {n})"
+    name, phrase, relation, cut = "le", "<= {}", "≤ {}", "above"
+    expression = "({x} is None or {x} <= {n})"
     reads, takes, wanted = "number", staticmethod(is_number), "a number"
 
     def holds(self, value: Any) -> bool:
@@ -133,14 +136,16 @@ class AtMost(Predicate):
 
 
 class AtLeast(AtMost):
-    name, phrase, relation, cut, expression = "ge", ">= {}", "≥ {}", "below", "({x} is None or {x} >= {n})"
+    name, phrase, relation, cut = "ge", ">= {}", "≥ {}", "below"
+    expression = "({x} is None or {x} >= {n})"
 
     def holds(self, value: Any) -> bool:
         return value is None or value >= self.operand
 
 
 class MultipleOf(Predicate):
-    name, phrase, cut, expression = "multiple_of", "a multiple of {}", "multiples", "({x} is None or {x} % {n} == 0)"
+    name, phrase, cut = "multiple_of", "a multiple of {}", "multiples"
+    expression = "({x} is None or {x} % {n} == 0)"
     relation, reads, wanted = phrase, "number", "a whole number > 0"
     takes = staticmethod(lambda n: type(n) is int and n > 0)
 
@@ -153,8 +158,8 @@ class MultipleOf(Predicate):
             return self.holds(low)
         if any(m % self.operand == 0 for m in multiples):
             return True
-        between = low // self.operand == high // self.operand and not self.holds(low)      # two multiples
-        return False if between or any(self.operand % m == 0 for m in others) else None
+        no_multiple = low // self.operand == high // self.operand and not self.holds(low)
+        return False if no_multiple or any(self.operand % m == 0 for m in others) else None
 
     def boundaries(self) -> tuple[Any, ...]:
         return (2 * self.operand, 2 * self.operand + 1, 2 * self.operand - 1, self.operand)
@@ -162,7 +167,7 @@ class MultipleOf(Predicate):
 
 class OneOf(Predicate):
     name, cut, expression, wanted = "in", "at", "{x} in {n}", "a list of plain values"
-    takes = staticmethod(lambda n: isinstance(n, (list, tuple)) and bool(n) and all(map(is_scalar, n)))
+    takes = staticmethod(lambda n: isinstance(n, (list, tuple)) and n and all(map(is_scalar, n)))
 
     def holds(self, value: Any) -> bool:
         return value in self.operand

@@ -70,7 +70,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """At least one must hold. The reason is the one of the last alternative."""
+    """At least one rule must hold. The reason is that of the last alternative."""
 
     rules: tuple[Condition, ...]
 
@@ -106,7 +106,7 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class When:
-    """`then` must hold wherever `condition` does."""
+    """`then` must hold if `condition` does."""
 
     condition: Condition
     then: Condition
@@ -149,7 +149,7 @@ def condition_from_json(data: Mapping[str, Any]) -> Condition:
                 code_named(data["code"]), data.get("repair", ""))
 
 
-# The words backends write their requirements in.
+# The functions that declarations are written with.
 
 def any_of(*rules: Condition) -> AnyOf:
     return AnyOf(rules)
@@ -207,8 +207,8 @@ def vendor(*names: str) -> Rule:
     return Rule("vendor", "in", names, Code.VENDOR_MISMATCH)
 
 
-def sm(at_least: int = 0, below: int = 0) -> Rule | AnyOf:
-    """Compute capability as 10 x major + minor, in [at_least, below)."""
+def sm(at_least: int = 0, below: int = 0) -> Rule:
+    """Limit the compute capability, 10 x major + minor, from one side."""
     if at_least and below:
         raise SpecError("sm() takes at_least or below; give two rules for a range")
     if below:
@@ -225,20 +225,20 @@ def cpu_isa(name: str) -> Rule:
 
 
 def slow_half_matmul() -> tuple[Condition, ...]:
-    """A half type whose matmul this CPU has no instructions for, so that torch computes it an element at a time."""
+    """For CPUs without matmul instructions for a half dtype: torch is very slow there."""
     bf16, fp16 = (Rule(f"fast_{name}_matmul", "eq", False, Code.MATMUL_IS_FAST) for name in ("bf16", "fp16"))
-    return (device("cpu"), dtypes("bfloat16", "float16"), any_of(bf16, fp16),   # the last is of the device alone
+    return (device("cpu"), dtypes("bfloat16", "float16"), any_of(bf16, fp16),   # of the device alone
             when(dtypes("bfloat16"), bf16), when(dtypes("float16"), fp16))
 
 
 def dtypes(*names: str, of: str = "dtype", cast: bool = False) -> Rule:
-    """`cast=True`: with allow_adaptation the inputs may be cast to the first name and back."""
+    """Limit a dtype; with `cast` the policy may allow casts to the first name and back."""
     code = Code.MASK_DTYPE_UNSUPPORTED if of.startswith("attn_mask") else Code.DTYPE_UNSUPPORTED
     return Rule(of, "in", names, code, repair="cast" if cast else "")
 
 
 def unit_stride(tensor: str, repair: bool = True) -> Rule:
-    """The last dimension must be contiguous; a copy of that tensor repairs it."""
+    """The last dimension must be contiguous; copying the tensor repairs it."""
     return Rule(f"{tensor}.stride_last", "eq", 1, Code.STRIDE_LAST_DIM, repair="contiguous" if repair else "")
 
 
@@ -251,5 +251,5 @@ def aligned(tensor: str, to_bytes: int) -> Rule:
 
 
 def plain_tensors() -> Rule:
-    """For kernels that read raw storage: no subclass, no vmap, no fake tensor."""
+    """No subclass, no vmap, no fake tensor: for kernels that read raw storage."""
     return Rule("tensor_kind", "in", ("plain",), Code.TENSOR_SUBCLASS_UNSUPPORTED)

@@ -1,4 +1,4 @@
-"""Each kind of test, whatever its operand: its verdict, its code, its cuts, its ranges and its boundaries agree."""
+"""For every operand of each kind of test: verdict, code, cuts, ranges and boundaries agree."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from layerzero.spec.predicate import PREDICATES, Cuts, MultipleOf, OneOf, Predic
 
 integers, floats = st.integers(-40, 40), st.floats(-40, 40)
 scalar = st.one_of(st.none(), st.booleans(), integers, floats, st.sampled_from(["float32", "x{}"]))
+some = st.lists(scalar, min_size=1, max_size=4).map(tuple)
 operands: dict[str, st.SearchStrategy[Any]] = {
-    "value": scalar, "number": integers | floats, "set": st.sampled_from(["avx2", "amx"]),
-    "in": st.lists(scalar, min_size=1, max_size=4).map(tuple), "not_in": st.lists(scalar, min_size=1, max_size=4).map(
-        tuple), "multiple_of": st.integers(1, 12), "present": st.none(), "absent": st.none()}
+    "value": scalar, "number": integers | floats, "set": st.sampled_from(["avx2", "amx"]), "in": some,
+    "not_in": some, "multiple_of": st.integers(1, 12), "present": st.none(), "absent": st.none()}
 values: dict[str, st.SearchStrategy[Any]] = {
     "value": scalar, "number": st.none() | integers | floats,
     "set": st.one_of(st.none(), st.just(()), st.just(("avx2",)), st.just(("avx2", "amx")))}
@@ -37,7 +37,7 @@ def run(test: Predicate, value: Any) -> bool:
 
 @settings(max_examples=400, deadline=None)
 @given(predicates(), st.data())
-def test_the_code_gives_the_verdict_and_the_operand_is_taken(test: Predicate, data: st.DataObject) -> None:
+def test_the_code_gives_the_verdict(test: Predicate, data: st.DataObject) -> None:
     value = data.draw(values[test.reads])
     assert type(test.holds(value)) is bool
     assert run(test, value) == test.holds(value)
@@ -53,20 +53,21 @@ def test_a_range_has_the_answer_of_all_its_numbers(test: Predicate, a: int, b: i
     verdict = test.over_span(low, high)
     assert verdict is None or answers == {verdict}
     whole = all(isinstance(n, int) for numbers in test.cuts() for n in numbers)
-    if whole and not isinstance(test, OneOf) and test != MultipleOf(1):
-        assert (verdict is None) == (len(answers) == 2), "only a list may cover a range without knowing it"
+    if whole and not isinstance(test, OneOf) and test != MultipleOf(1):        # a list may fill the range
+        assert (verdict is None) == (len(answers) == 2)
 
 
 @settings(max_examples=400, deadline=None)
 @given(on_numbers, st.integers(-40, 40) | floats, st.booleans())
-def test_a_range_without_an_end_has_the_answer_far_out(test: Predicate, end: float, up: bool) -> None:
+def test_an_open_range_has_the_answer_far_out(test: Predicate, end: float, up: bool) -> None:
     verdict = test.over_span(*((end, math.inf) if up else (-math.inf, end)))
     if verdict is not None:
         assert all(test.holds(end + n if up else end - n) is verdict for n in (0, 1, 7, 10**6))
 
 
-@given(st.integers(1, 24), st.integers(1, 24), st.booleans(), st.integers(0, 200), st.integers(1, 200))
-def test_a_range_of_multiples_has_the_answer_of_those(n: int, m: int, all_of: bool, low: int, size: int) -> None:
+@given(st.integers(1, 24), st.integers(1, 24), st.booleans(), st.integers(0, 200),
+       st.integers(1, 200))
+def test_a_range_of_multiples(n: int, m: int, all_of: bool, low: int, size: int) -> None:
     numbers = [k for k in range(low, low + size + 1) if (k % m == 0) is all_of]
     verdict = MultipleOf(n).over_span(low, low + size, *(((m,), ()) if all_of else ((), (m,))))
     assert verdict is None or all(MultipleOf(n).holds(k) is verdict for k in numbers)
@@ -74,7 +75,7 @@ def test_a_range_of_multiples_has_the_answer_of_those(n: int, m: int, all_of: bo
 
 @settings(max_examples=600, deadline=None)
 @given(st.lists(on_numbers, min_size=1, max_size=4), integers | floats, integers | floats)
-def test_numbers_on_one_side_of_all_cuts_have_one_answer(tests: list[Predicate], a: float, b: float) -> None:
+def test_cuts_separate_the_answers(tests: list[Predicate], a: float, b: float) -> None:
     """What the cache key relies on."""
     cuts = Cuts.of(tests)
     sides = [[*(x == n for n in cuts.at | cuts.below), *(x > n for n in cuts.above | cuts.below),
@@ -95,9 +96,10 @@ def test_the_boundaries_lie_on_both_sides(test: Predicate) -> None:
 
 
 @pytest.mark.parametrize(("test", "operand", "text", "short"), [
-    ("eq", 1, "1", "= 1"), ("eq", True, "True", "true"), ("ne", False, "other than False", "not false"),
-    ("ne", 3, "other than 3", "≠ 3"), ("le", 256, "<= 256", "≤ 256"), ("ge", 0.5, ">= 0.5", "≥ 0.5"),
-    ("multiple_of", 8, "a multiple of 8", "a multiple of 8"), ("in", ("a", None), "a or absent", "a/absent"),
+    ("eq", 1, "1", "= 1"), ("eq", True, "True", "true"), ("ne", 3, "other than 3", "≠ 3"),
+    ("ne", False, "other than False", "not false"), ("le", 256, "<= 256", "≤ 256"),
+    ("ge", 0.5, ">= 0.5", "≥ 0.5"), ("multiple_of", 8, "a multiple of 8", "a multiple of 8"),
+    ("in", ("a", None), "a or absent", "a/absent"),
     ("not_in", (1, 2), "none of 1 or 2", "not 1/2"), ("present", None, "given", "given"),
     ("absent", None, "absent", "absent"), ("has", "avx2", "avx2", "with avx2")])
 def test_the_wording(test: str, operand: Any, text: str, short: str) -> None:
@@ -106,7 +108,8 @@ def test_the_wording(test: str, operand: Any, text: str, short: str) -> None:
 
 
 @pytest.mark.parametrize(("test", "operand"), [
-    ("le", "8"), ("ge", True), ("le", math.inf), ("ge", math.nan), ("multiple_of", 0), ("multiple_of", 2.5), ("in", ()),
-    ("in", "float32"), ("not_in", [[1]]), ("present", 1), ("absent", False), ("has", 1), ("eq", [1]), ("ne", 10**400)])
+    ("le", "8"), ("ge", True), ("le", math.inf), ("ge", math.nan), ("multiple_of", 0),
+    ("multiple_of", 2.5), ("in", ()), ("in", "float32"), ("not_in", [[1]]), ("present", 1),
+    ("absent", False), ("has", 1), ("eq", [1]), ("ne", 10**400)])
 def test_an_operand_of_another_kind_is_not_taken(test: str, operand: Any) -> None:
     assert not PREDICATES[test].takes(operand)

@@ -296,8 +296,9 @@ def _others(rule: Rule, op: Op) -> Iterator[Any]:
     """Values that the leaf refuses."""
     test = rule.predicate
     values = test.boundaries() + (_words(rule, op) if test.reads == "value" else ())
-    size = rule.fact in op.dims                # a size is not negative
-    yield from (v for v in values if not test.holds(v) and not (size and isinstance(v, (int, float)) and v < 0))
+    least = 0 if rule.fact in op.dims else -math.inf           # a size is not negative
+    refused = (v for v in values if not test.holds(v))
+    yield from (v for v in refused if not isinstance(v, (int, float)) or v >= least)
 
 
 def _words(rule: Rule, op: Op) -> tuple[Any, ...]:

@@ -107,13 +107,13 @@ def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surrounding
     `thorough` also collects every reason against every other kernel; no call waits for that.
     """
     policy = around.policy
-    has_rules = policy.concerns(op.name)
+    has_rules = policy.has_rules_for(op.name)
     lock = policy.lock(op.name, facts) if has_rules else None
     demands = Demands.of(facts, around, lock is not None)
     rejected: list[Rejected] = []
     fit: list[Candidate] = []
     largest: dict[str, Any] = {}               # filled by _fitted when needed
-    lacking: list[int] = []                    # workspaces of kernels that only memory kept out
+    refused: list[int] = []                    # workspaces of kernels that only memory kept out
     if thorough:
         for kernel in roster.viable:
             reasons, transforms, workspace = _judge(
@@ -136,10 +136,10 @@ def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surrounding
             if not reasons:
                 fit.append((kernel, transforms, workspace))
             elif all(reason.code is Code.MEMORY_HEADROOM_EXCEEDED for reason in reasons):
-                lacking.append(workspace)
+                refused.append(workspace)
     steps = _rank(op, fit, facts, around, has_rules)
     return Plan(op.name, facts, steps, tuple(rejected), policy.hash, lock.origin if lock else "",
-                lacking=min(lacking, default=0))
+                refused_workspace=min(refused, default=0))
 
 
 def _needs_layout(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:

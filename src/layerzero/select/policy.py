@@ -289,12 +289,12 @@ class Layer:
         """The layer at the time `now`, without what has expired; None if nothing is left."""
         if self.expires_at is not None and now >= self.expires_at:
             return self.before.at(now) if self.before is not None else None
-        return self.keeping(lambda rule: rule.expires_at is None or now < rule.expires_at)
+        return self.keep_rules(lambda rule: rule.expires_at is None or now < rule.expires_at)
 
-    def keeping(self, keep: Callable[[PolicyRule], bool]) -> Layer:
+    def keep_rules(self, keep: Callable[[PolicyRule], bool]) -> Layer:
         """The layer, and those in `before`, with only the rules for which `keep` is true."""
         return replace(self, rules=tuple(filter(keep, self.rules)),
-                       before=self.before.keeping(keep) if self.before is not None else None)
+                       before=self.before.keep_rules(keep) if self.before is not None else None)
 
     def to_json(self) -> dict[str, Any]:
         data = {"name": self.name, "settings": dict(self.settings), "rules": [r.to_json() for r in self.rules]}
@@ -356,7 +356,7 @@ class Policy:
             self._by_op[op] = views            # two threads may both store the same answer
         return views
 
-    def concerns(self, op: str) -> bool:
+    def has_rules_for(self, op: str) -> bool:
         """Whether any rule is about this op."""
         return bool(self._views(op))
 
@@ -411,7 +411,7 @@ class Policy:
     def without(self, name: str) -> Policy:
         return Policy(tuple(layer for layer in self.layers if layer.name != name))
 
-    def expired(self, now: float) -> Policy:
+    def at(self, now: float) -> Policy:
         """The policy at `now` (time.monotonic()) without what has expired; `self` if nothing has."""
         deadline = self.next_deadline
         if deadline is None or now < deadline:

@@ -54,7 +54,7 @@ def copy_us(transforms: tuple[Transform, ...], rates: Rates) -> float:
     return sum(2.0 * t.bytes for t in transforms) / rates.bytes_per_us
 
 
-def preceded(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
+def with_casts(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
     """The step with the cost of `casts` added, which are made before any kernel is chosen."""
     extra, s = copy_us(casts, rates), step.score
     more_expensive = s._replace(total_us=s.total_us + extra / s.boost, transform_us=s.transform_us + extra)

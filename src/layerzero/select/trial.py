@@ -176,7 +176,7 @@ class Trial:
 
     # results
 
-    def sampled(self, ticket: Ticket, us: float | None) -> None:
+    def record(self, ticket: Ticket, us: float | None) -> None:
         """Record the time of a call; None if its time is not usable."""
         runner = self.runners[ticket.kernel]
         runner.in_flight -= 1

@@ -11,7 +11,7 @@ Values = dict[str, Any]
 class Results(NamedTuple):
     """The results of a kernel with this mistake."""
 
-    given: tuple[Any, ...]
+    values: tuple[Any, ...]
 
 
 class Alteration(NamedTuple):

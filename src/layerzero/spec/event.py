@@ -19,7 +19,7 @@ class Event:
         data = {k: v.to_json() if isinstance(v, Reason) else v for k, v in self.__dict__.items()}
         return {"event": self.name, **data}
 
-    def shown(self) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, Any]:
         """The fields that the log shows."""
         return dict(self.__dict__)
 
@@ -46,8 +46,8 @@ class Selected(Event):
         del data["rejected"]
         return {**data, "transforms": list(self.transforms), "reasons": list(self.reasons)}
 
-    def shown(self) -> dict[str, Any]:
-        fields = super().shown()
+    def log_fields(self) -> dict[str, Any]:
+        fields = super().log_fields()
         del fields["rejected"]
         return {**fields, "reasons": "; ".join(self.reasons)}
 

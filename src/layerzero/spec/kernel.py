@@ -47,7 +47,7 @@ class Direct:
         """The facts that its constants depend on."""
         return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
 
-    def settled(self, known: Mapping[str, Any]) -> Direct:
+    def resolve(self, known: Mapping[str, Any]) -> Direct:
         """The same for calls with the facts in `known`: every `ByFact` becomes a constant."""
         def constant(value: Any) -> Any:
             return value.constant(known) if isinstance(value, ByFact) else value

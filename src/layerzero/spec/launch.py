@@ -35,7 +35,7 @@ def is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-def misfits(grid: Sequence[int], limits: LaunchLimits) -> tuple[Reason, ...]:
+def grid_problems(grid: Sequence[int], limits: LaunchLimits) -> tuple[Reason, ...]:
     """Reasons why the grid cannot be launched on this device."""
     if not 1 <= len(grid) <= 3:
         return (Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, "of 1 to 3 numbers", len(grid), "the grid"),)
@@ -44,7 +44,7 @@ def misfits(grid: Sequence[int], limits: LaunchLimits) -> tuple[Reason, ...]:
                  if type(n) is not int or not 1 <= n <= most)
 
 
-def too_large(num_warps: int, shared: int, limits: LaunchLimits) -> tuple[Reason, ...]:
+def block_problems(num_warps: int, shared: int, limits: LaunchLimits) -> tuple[Reason, ...]:
     """Reasons why a block of a compiled kernel does not fit on this device."""
     needs = (("threads of a block", num_warps * limits.warp, limits.threads),
              (SHARED, shared, limits.shared))
@@ -52,7 +52,7 @@ def too_large(num_warps: int, shared: int, limits: LaunchLimits) -> tuple[Reason
                  for name, got, most in needs if got > most)
 
 
-def malformed(meta: Mapping[str, Any], blocks: Iterable[str]) -> tuple[Reason, ...]:
+def config_problems(meta: Mapping[str, Any], blocks: Iterable[str]) -> tuple[Reason, ...]:
     """Reasons why no device takes a configuration; block sizes and num_warps are powers of two."""
     problems = []
     for name in (*blocks, "num_warps"):

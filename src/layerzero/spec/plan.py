@@ -92,7 +92,7 @@ class Plan:
     from_cache: bool = field(default=False, compare=False)
     table: str = ""                            # id of the dispatch table it came from, if any
     missed: Reason | None = None               # why the table in force was not followed
-    lacking: int = field(default=0, compare=False)     # the smallest workspace that was too large, or 0
+    refused_workspace: int = field(default=0, compare=False)     # the smallest workspace that was too large, or 0
 
     @property
     def kernel(self) -> str | None:

@@ -86,12 +86,12 @@ def read_json(path: Path, expected: str, *, limits: Limits = LIMITS, nan: bool =
 def read_json_lines(path: Path, expected: str, *, limits: Limits = LIMITS, nan: bool = False, error: Error = DataError
                     ) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) for each line that is not blank; an error names the line."""
-    for number, line in lines_of(path, expected, limits=limits, error=error):
+    for number, line in read_lines(path, expected, limits=limits, error=error):
         yield number, parse_json(line, f"{path}:{number}", "one JSON value on the line", limits=limits, nan=nan,
                                  error=error)
 
 
-def lines_of(path: Path, expected: str, *, limits: Limits = LIMITS, error: Error = DataError
+def read_lines(path: Path, expected: str, *, limits: Limits = LIMITS, error: Error = DataError
              ) -> Iterator[tuple[int, bytes]]:
     """Yield (line number, content) for each line that is not blank; only a line feed ends one."""
     size = number = 0

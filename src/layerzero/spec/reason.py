@@ -216,7 +216,7 @@ class Code(str, Enum):
     SCHEMA_UNKNOWN = ("SCHEMA_UNKNOWN", Category.PLAN, "schema must be {want}, got {got}")
 
 
-STRANGE: tuple[type[BaseException], ...] = (Exception,)        # what methods of a foreign object may raise
+FOREIGN_ERRORS: tuple[type[BaseException], ...] = (Exception,)        # what methods of a foreign object may raise
 
 
 def plain(value: Any) -> Value:
@@ -238,7 +238,7 @@ def shown(value: Any, as_text: Callable[[Any], str] = repr, most: int = 500) -> 
     """
     try:
         text = as_text(value)
-    except STRANGE as e:
+    except FOREIGN_ERRORS as e:
         return f"{type(value).__name__} that cannot be shown ({type(e).__name__})"
     return text if len(text) <= most else f"{text[:most - 3]}..."
 

@@ -84,12 +84,12 @@ def watching(by: Watcher) -> Iterator[None]:
 @lru_cache(maxsize=256)
 def fields_of(format: str) -> tuple[tuple[int, int], ...]:
     """Offset and size of each field of a `struct` format with native alignment."""
-    codes = expanded(format)
+    codes = expand_format(format)
     return tuple((struct.calcsize("@" + "".join(codes[:i + 1])) - struct.calcsize(code), struct.calcsize(code))
                  for i, code in enumerate(codes))
 
 
-def expanded(format: str) -> list[str]:
+def expand_format(format: str) -> list[str]:
     """One format character for each field: "@2Pi" gives P, P, i."""
     codes: list[str] = []
     count = ""

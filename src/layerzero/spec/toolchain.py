@@ -52,7 +52,7 @@ def build(part: Part, path: Path, source: Path, target: str, force: bool, say: C
     return path
 
 
-def run(part: Part, command: list[str]) -> str:
+def run_compiler(part: Part, command: list[str]) -> str:
     """Run a compiler command; returns its errors, or "". ConfigError if it cannot be run at all."""
     try:
         process = subprocess.run(command, capture_output=True, text=True)
@@ -65,5 +65,5 @@ def run(part: Part, command: list[str]) -> str:
     return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"
 
 
-def failed(part: Part, problem: str) -> ConfigError:
+def compile_error(part: Part, problem: str) -> ConfigError:
     return ConfigError(f"{part.name} did not compile; LayerZero works without {part.pronoun}.\n  {problem}")

@@ -96,7 +96,7 @@ class World:
             policy = self.policy
             for layer in override.layers if override else ():
                 policy = policy.with_layer(layer)
-            policy = policy.expired(time.monotonic())
+            policy = policy.at(time.monotonic())
             device = self.device(kind)
             if len(self.memo) > _MAX_MEMO:     # of overrides that may never come again
                 for old in [k for k in list(self.memo) if k[0] == "around"]:
@@ -322,7 +322,7 @@ def pass_time(now: float) -> None:
         told.clear()
         changes: dict[str, Any] = {}
         ops: set[str] = set()
-        policy = world.policy.expired(now)
+        policy = world.policy.at(now)
         if policy is not world.policy:
             changes["policy"] = policy
         cooled = health.cooled(world.health, now)

@@ -23,7 +23,7 @@ def play(trial: Trial, times: dict[str, float], calls: int = 1000, noise: float 
         kernel = ticket.kernel if ticket is not None else trial.serving
         served.append(kernel)
         if ticket is not None:
-            trial.sampled(ticket, times[kernel] * chance.lognormvariate(0.0, noise))
+            trial.record(ticket, times[kernel] * chance.lognormvariate(0.0, noise))
     return served
 
 
@@ -103,7 +103,7 @@ def test_a_first_call_is_no_sample():
         first = ticket.kernel not in seen
         seen.add(ticket.kernel)
         assert ticket.warm_up == first
-        trial.sampled(ticket, 1e6 if first else {"torch": 100.0, "a": 50.0}[ticket.kernel])
+        trial.record(ticket, 1e6 if first else {"torch": 100.0, "a": 50.0}[ticket.kernel])
     assert trial.winner == "a"
     assert max(trial.results()["a"]) == 50.0
 
@@ -155,11 +155,11 @@ def test_calls_in_flight_are_limited_and_few_before_a_first_time_is_known():
     tickets = [t for _ in range(20) if (t := trial.next(YES, YES)) is not None]
     assert [t.kernel for t in tickets] == ["torch"] * trials.MOST_UNKNOWN
     for ticket in tickets:
-        trial.sampled(ticket, 100.0)
+        trial.record(ticket, 100.0)
     tickets = [t for _ in range(100) if (t := trial.next(YES, YES)) is not None]
     assert len(tickets) == trials.MOST_IN_FLIGHT == trial.in_flight
     assert sum(t.kernel == "a" for t in tickets) == trials.MOST_UNKNOWN
-    trial.sampled(tickets[0], None)
+    trial.record(tickets[0], None)
     assert trial.next(YES, YES) is not None
 
 
@@ -200,7 +200,7 @@ def test_the_budget_holds_over_a_stream_of_many_kinds(slow):
         us = {"torch": 100.0, "a": 100.0 * slow}[kernel] * chance.lognormvariate(0.0, 0.05)
         budget.count(total_us=us, lost_us=us - 100.0 if kernel == "a" else 0.0)
         if ticket is not None:
-            trial.sampled(ticket, us)
+            trial.record(ticket, us)
         assert budget.lost_us <= budget.allowance_us + budget.share * budget.total_us + 100.0 * slow
     assert [t.winner for t in kinds] == ["torch"] * 10
 

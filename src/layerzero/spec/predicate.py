@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Union
 
@@ -62,8 +62,8 @@ class Predicate(ABC):
     relation: ClassVar[str] = "{}"             # follows the name of the fact in the docs
     cut: ClassVar[str] = ""                    # which of the Cuts each number in the operand is
     reads: ClassVar[str] = "value"             # or "number", "set": what the fact must be
-    takes: ClassVar[Callable[[Any], bool]] = staticmethod(is_scalar)   # is this an operand for it?
-    wanted: ClassVar[str] = "text, a number, true, false or null"      # the operand, in words
+    takes: ClassVar[staticmethod[[Any], bool]] = staticmethod(is_scalar)       # is it an operand?
+    wanted: ClassVar[str] = "text, a number, true, false or null"              # which operands
 
     @abstractmethod
     def holds(self, value: Any) -> bool:
@@ -82,7 +82,7 @@ class Predicate(ABC):
 
     def cuts(self) -> Cuts:
         """True is a number here, as it equals 1; text and None equal none."""
-        numbers = frozenset(v for v in _listed(self.operand) if isinstance(v, (int, float)))
+        numbers: frozenset[Any] = frozenset(v for v in _listed(self.operand) if isinstance(v, (int, float)))
         return Cuts(**{self.cut: numbers}) if self.cut else Cuts()
 
     def over_span(self, low: Number, high: Number, multiples: Collection[int] = (),
@@ -167,7 +167,8 @@ class MultipleOf(Predicate):
 
 class OneOf(Predicate):
     name, cut, expression, wanted = "in", "at", "{x} in {n}", "a list of plain values"
-    takes = staticmethod(lambda n: isinstance(n, (list, tuple)) and n and all(map(is_scalar, n)))
+    takes = staticmethod(lambda n: isinstance(n, (list, tuple)) and len(n) > 0
+                         and all(map(is_scalar, n)))
 
     def holds(self, value: Any) -> bool:
         return value in self.operand

@@ -61,17 +61,11 @@ def words(rule: Condition) -> str:
         return " or ".join(words(r) for r in rule.rules)
     if isinstance(rule, When):
         return f"{words(rule.then)} where {words(rule.condition)}"
-    fact, value = rule.fact, rule.value
-    if rule.test in ("present", "absent"):     # a tensor is given or not, whatever fact of it was asked
-        fact = fact.removesuffix(".dtype")
-    shown = "/".join("absent" if v is None else str(v) for v in value) if isinstance(value, tuple) else str(value)
-    said = {"eq": f"= {shown}", "ne": f"≠ {shown}", "le": f"≤ {shown}", "ge": f"≥ {shown}", "in": shown,
-            "not_in": f"not {shown}", "multiple_of": f"a multiple of {shown}", "present": "given", "absent": "absent",
-            "has": f"with {shown}"}[rule.test]
-    if isinstance(value, bool):
-        said = f"{'not ' if rule.test == 'ne' else ''}{shown.lower()}"
-    cast = f" (else cast to {shown.partition('/')[0]}, if the policy allows)"
-    return f"`{fact}` {said}" + {"contiguous": " (else copied)", "cast": cast}.get(rule.repair, "")
+    text = rule.predicate.short_text()
+    # A rule without a value asks whether the whole tensor is given.
+    fact = rule.fact.removesuffix(".dtype") if rule.value is None else rule.fact
+    cast = f" (else cast to {text.partition('/')[0]}, if the policy allows)"
+    return f"`{fact}` {text}" + {"contiguous": " (else copied)", "cast": cast}.get(rule.repair, "")
 
 
 # reason codes

@@ -527,7 +527,7 @@ def biased_without_given_numbers(right, **v):
 def nucleus_one_token_short(right, **v):
     from layerzero.ops.sample import _one_fewer
     made = _one_fewer(lz.op("sample"), dict(v))
-    return right(**v) if made is None else made.given if v["return_logprobs"] else made.given[0]
+    return right(**v) if made is None else made.values if v["return_logprobs"] else made.values[0]
 
 
 @fault("sample", "distribution", "sizes", "unknown")

@@ -15,7 +15,7 @@ from ..ops.tokenize import OP as tokenize
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
 from ..spec.reading import no_panic
-from ..spec.reason import STRANGE, Code, Reason
+from ..spec.reason import FOREIGN_ERRORS, Code, Reason
 from ..spec.rules import at_least, on, one_of
 
 OURS = one_of("tokenizer_kind", "tiktoken")
@@ -33,7 +33,7 @@ def _build(handle: TokenizerHandle) -> Any:
         if pattern is not None:
             return no_panic(Encoding)(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {})
         return no_panic(Encoding)(**_as_published(name, ranks))
-    except STRANGE as e:
+    except FOREIGN_ERRORS as e:
         raise InvalidCall.of("tokenize", Reason(
             Code.WRONG_TYPE, "ranks that tiktoken can make an encoding of; for a file that is not named like one of "
             "tiktoken's own pass its split pattern: lz.load_tokenizer(path, pattern=..., special_tokens=...)",

@@ -40,7 +40,7 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
         loaded = loaded.otherwise
         accepted = accepted_params(kernel.id, op, loaded)
     if isinstance(loaded, Direct):
-        call = loaded.settled(fixed) if loaded.facts else loaded
+        call = loaded.resolve(fixed) if loaded.facts else loaded
     else:
         by_position = [n for n in accepted if _positional(loaded, n)]
         call = Direct(loaded, tuple(by_position), {n: n for n in accepted if n not in by_position})

@@ -19,7 +19,7 @@ import torch
 from ..machine import faults, loading, locks, memory, watchdog
 from ..machine.faults import InputsChanged, Settled
 from ..select.key import KeyProgram, fixed_by_key
-from ..select.predicates import compile_verdicts
+from ..select.verdicts import compile_verdicts
 from ..spec import codegen
 from ..spec.errors import InvalidCall, LayerZeroError
 from ..spec.event import Adapted, Evicted, PlanMissed, Selected
@@ -236,8 +236,8 @@ class Dispatcher:
         run = learning.exploring(self, world, plan, self.guarded(kernel, plan, run, world, override), override)
         if isinstance(run, Exploring):
             bare, recordings = run, None       # what is replayed would not be explored
-        if (step.workspace or plan.lacking) and memory.note(
-                self.op.name, facts["device"], step.workspace, plan.lacking):
+        if (step.workspace or plan.refused_workspace) and memory.note(
+                self.op.name, facts["device"], step.workspace, plan.refused_workspace):
             worlds.consult(clock.follow)       # from now on the clock looks at what is free
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:

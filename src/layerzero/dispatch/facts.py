@@ -17,7 +17,7 @@ from ..machine.faults import capturing, sdpa_backends
 from ..spec.errors import InvalidCall, LayerZeroError
 from ..spec.expr import parse
 from ..spec.op import FINITE, INT64, Op
-from ..spec.reason import STRANGE, Code, Reason
+from ..spec.reason import FOREIGN_ERRORS, Code, Reason
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -52,7 +52,7 @@ def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> 
             facts.update(op.read(dict(values)))
         except LayerZeroError:
             raise
-        except STRANGE as e:                   # the methods of an object that the caller gave
+        except FOREIGN_ERRORS as e:                   # the methods of an object that the caller gave
             if not any(p.kind == "object" for p in op.params):
                 raise
             raise InvalidCall(f"lz.{op.name}: an argument cannot be read: {type(e).__name__}: {e}") from e

@@ -341,15 +341,14 @@ def _number_elements(field: NumberField, op: Op) -> list[str]:
     x = field.fact if param else f"_d_{field.fact}"
     if field.exact:
         return [x]
-    tests = [f"{x} == {v!r}" for v in field.equals] + [f"{x} > {v!r}" for v in field.above]
-    tests += [f"{x} % {v!r} == 0" for v in field.multiples]
+    bits = field.bits(x)
     if not field.bucket:
-        parts = tests
+        parts = bits
     elif not field.multiples and all(v >= len(BUCKETS) for v in (*field.equals, *field.above)):
-        beyond = f"({', '.join([f'BUCKET({x})', *tests])},)"       # below the table's end those tests are all false
+        beyond = f"({', '.join([f'BUCKET({x})', *bits])},)"        # below the table's end those bits are all false
         parts = [f"BUCKETS[{x}] if 0 <= {x} < {len(BUCKETS)} else {beyond}"]
     else:
-        parts = [f"BUCKETS[{x}] if 0 <= {x} < {len(BUCKETS)} else BUCKET({x})", *tests]
+        parts = [f"BUCKETS[{x}] if 0 <= {x} < {len(BUCKETS)} else BUCKET({x})", *bits]
     return [f"None if {x} is None else ({', '.join(parts or ['0'])},)"] if _may_be_none(field.fact, op) else parts
 
 

@@ -24,7 +24,7 @@ from ..models.tokenizers import load_tokenizer
 from ..operate.inspection import dispatcher_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
-from ..spec.reason import STRANGE, shown
+from ..spec.reason import FOREIGN_ERRORS, shown
 from ..verify.model.served import Served, tables_of
 from . import chat_template
 from .gguf_header import check_header
@@ -72,7 +72,7 @@ class GGUFModel:
                               "pip install 'layerzero[tokenizers]'") from e
         try:
             return load_tokenizer(no_panic(tokenizers.Tokenizer.from_str)(json.dumps(self.vocabulary)))
-        except STRANGE as e:
+        except FOREIGN_ERRORS as e:
             raise DataError(f"{self.name}: the library tokenizers takes no such tokenizer: {shown(e, str)}") from e
 
     def tokenize(self, text: str, do: Callable[..., Any] | None = None) -> list[int]:
@@ -121,7 +121,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
         return _model(path, facts, tensors, gguf, numpy)
     except (LayerZeroError, MemoryError):
         raise
-    except STRANGE as e:                       # the library looks at nothing before it uses it
+    except FOREIGN_ERRORS as e:                       # the library looks at nothing before it uses it
         raise DataError(f"{path}: wanted a GGUF file of a Llama, found one that is cut short or damaged: "
                         f"{type(e).__name__}: {shown(e, str, 200)}") from e
 

@@ -26,7 +26,7 @@ from ..ops.formulas.prefix import SHORTEST
 from ..ops.formulas.tokenizer_identity import TokenizerHandle, from_json, kind_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
-from ..spec.reason import STRANGE, Code, Reason, shown
+from ..spec.reason import FOREIGN_ERRORS, Code, Reason, shown
 from .gguf_header import gguf_metadata
 from .gguf_model import GGUFModel, _vocabulary
 
@@ -85,7 +85,7 @@ def _from_path(path: str) -> TokenizerHandle:
         return load_tokenizer(read(path, local_files_only=True, trust_remote_code=False))
     except LayerZeroError:
         raise
-    except STRANGE as e:                       # transformers looks at nothing in a folder before it uses it
+    except FOREIGN_ERRORS as e:                       # transformers looks at nothing in a folder before it uses it
         raise DataError(f"tokenizer_for: {path!r}: wanted a folder with a tokenizer, or a model that was downloaded "
                         f"before (nothing is downloaded here): {e}") from e
 
@@ -160,7 +160,7 @@ def _by_transformers(path: Path, what: str) -> TokenizerHandle:
                                    trust_remote_code=False))
     except LayerZeroError:
         raise
-    except STRANGE as e:
+    except FOREIGN_ERRORS as e:
         raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2), or one that transformers converts, got {what}: "
                         f"{e}") from e
 

@@ -14,7 +14,7 @@ from ..dispatch import facts as reading
 from ..dispatch.background import compiling, jit, learning
 from ..dispatch.dispatcher import Dispatcher, dispatchers, function
 from ..machine import hardware, loading
-from ..select.score import preceded
+from ..select.score import with_casts
 from ..spec import codegen
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
@@ -82,7 +82,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
             raise
         plan = explain(op, backend=backend, policy=policy, on=on, **fit.values)
         rates = _imagining(worlds.current(), on).surroundings(plan.facts["device"], override).rates
-        return replace(plan, steps=tuple(preceded(step, fit.casts, rates) for step in plan.steps))
+        return replace(plan, steps=tuple(with_casts(step, fit.casts, rates) for step in plan.steps))
     world = _imagining(worlds.current(), on)
     if on is not None:
         facts = {**facts, "device": on.type}

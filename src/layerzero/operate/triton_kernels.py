@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..spec.errors import RegistrationError
 from ..spec.event import WarmedUp
 from ..spec.kernel import Kernel
-from ..spec.launch import malformed
+from ..spec.launch import config_problems
 from ..spec.op import Op, resolve_import_path
 from ..spec.rules import Condition, device, plain_tensors
 from ..world import events
@@ -95,7 +95,7 @@ def triton_kernels(id: str, op: Op, fn: Any, *, configs: Sequence[Mapping[str, A
 
 def _check(id: str, op: Op, fn: Any, launch: Callable[..., Any], meta: Mapping[str, Any]) -> None:
     """What can be known to be wrong before anything is imported."""
-    wrong = malformed(meta, [name for name in meta if name.startswith("BLOCK")])
+    wrong = config_problems(meta, [name for name in meta if name.startswith("BLOCK")])
     if wrong:
         raise RegistrationError(f"kernel {id!r}: " + "; ".join(r.message for r in wrong), wrong)
     strangers = [name for name in inspect.signature(launch).parameters if name not in op.by_name]

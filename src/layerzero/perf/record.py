@@ -199,7 +199,8 @@ def counters(op: Op) -> frozenset[str]:
 @lru_cache(maxsize=None)
 def _limits(op: Op) -> Mapping[str, Any]:
     """The largest value that the contract lets each number have."""
-    return {rule.fact: rule.value for rule in op.requires if isinstance(rule, Rule) and rule.test == "le"}
+    rules = (rule for rule in op.requires if isinstance(rule, Rule))
+    return {rule.fact: n for rule in rules for n in rule.predicate.cuts().above}
 
 
 def bucket_of(op: Op, facts: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from ..machine.loading import installed_version
 from ..spec.device import Device
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.kernel import Kernel
+from ..spec.predicate import above, below
 from ..spec.reason import Code, Reason
 from ..world import certificates
 from ..world import snapshot as worlds
@@ -35,8 +36,6 @@ from .table import (
     Span,
     Stamp,
     Table,
-    above,
-    below,
     check_hash,
     check_keys,
     check_schema,

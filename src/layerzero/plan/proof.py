@@ -7,13 +7,13 @@ no: a range is widened only where every rule is known to hold from its beginning
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Union
 
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.rules import TESTS, AnyOf, Condition, Rule, When
+from ..spec.rules import Condition, Rule
 from .table import Choice, Number, Span
 
 _UNKNOWN: Any = object()
@@ -35,43 +35,20 @@ def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
 
 def holds(rule: Condition, op: Op, known: Known) -> bool | None:
     """True or False for every call; None if it depends on the call."""
-    if isinstance(rule, AnyOf):
-        found = [holds(r, op, known) for r in rule.rules]
-        return True if True in found else None if None in found else False
-    if isinstance(rule, When):
-        condition, then = holds(rule.condition, op, known), holds(rule.then, op, known)
-        return True if condition is False or then is True else then if condition else None
+    return rule.decide(lambda leaf: _leaf_holds(leaf, op, known))
+
+
+def _leaf_holds(rule: Rule, op: Op, known: Known) -> bool | None:
     value = known.get(rule.fact, _UNKNOWN)
     if value is _UNKNOWN and rule.fact in op.derived:
         value = interval(op, rule.fact, known) or _UNKNOWN
     if value is _UNKNOWN:
         return None
     if not isinstance(value, Span):
-        return bool(TESTS[rule.test][0](value, rule.value))
-    return _of_span(rule, value)
-
-
-def _of_span(rule: Rule, span: Span) -> bool | None:
-    low = -math.inf if span.low is None else span.low
-    high = math.inf if span.high is None else span.high
-    want: Any = rule.value
-    if span.point:
-        return bool(TESTS[rule.test][0](low, want))
-    if rule.test == "le":
-        return True if high <= want else False if low > want else None
-    if rule.test == "ge":
-        return True if low >= want else False if high < want else None
-    if rule.test == "multiple_of":
-        if any(m % want == 0 for m in span.multiples):
-            return True
-        return False if any(want % m == 0 for m in span.others) else None
-    if rule.test in ("present", "absent"):
-        return rule.test == "present"
-    if rule.test in ("eq", "in", "ne", "not_in"):
-        wanted: Iterable[Any] = want if isinstance(want, tuple) else (want,)
-        inside = any(isinstance(v, (int, float)) and low <= v <= high for v in wanted)
-        return None if inside else rule.test in ("ne", "not_in")
-    return None
+        return rule.predicate.holds(value)
+    low = -math.inf if value.low is None else value.low
+    high = math.inf if value.high is None else value.high
+    return rule.predicate.over_span(low, high, value.multiples, value.others)
 
 
 def interval(op: Op, name: str, known: Known) -> Span | None:

@@ -24,13 +24,14 @@ from ..spec.expr import parse
 from ..spec.grid import bucket_bottom, bucket_top
 from ..spec.op import Op
 from ..spec.plan import Plan
+from ..spec.predicate import Cuts, above, below
 from ..spec.rules import Rule
 from ..world import snapshot as worlds
 from ..world.snapshot import World, leaves_of
 from .call_facts import facts_of
 from .dryrun import dry_run
 from .proof import Known, interval, proven
-from .table import Artefact, Choice, Facts, Number, Row, Scalar, Span, Stamp, Table, above, below
+from .table import Artefact, Choice, Facts, Number, Row, Scalar, Span, Stamp, Table
 
 MOST_CELLS = 4096                              # of one family of calls that are decided beyond those that came
 MOST_RESIDUES = 64                             # sizes of a bucket that are looked at for their divisors
@@ -232,21 +233,10 @@ def number_fields(world: World, op: Op, kind: str) -> dict[str, NumberField]:
 
 
 def _tested(f: NumberField, leaves: Sequence[Rule], whole: bool) -> NumberField:
-    edges: set[float] = set()
-    holes: set[float] = set()
-    divisors: set[int] = set()
-    for leaf in leaves:
-        values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
-        for number in (v for v in values if isinstance(v, (int, float))):
-            if leaf.test == "multiple_of":
-                divisors.add(int(number))
-            elif leaf.test == "le":
-                edges.add(number)
-            elif leaf.test == "ge":
-                edges.add(-(-number // 1) - 1 if whole else below(float(number)))
-            elif leaf.test in ("eq", "ne", "in", "not_in"):
-                holes.add(number)
-    return replace(f, above=tuple(sorted(edges)), equals=tuple(sorted(holes)), multiples=tuple(sorted(divisors)))
+    cuts = Cuts.of(leaf.predicate for leaf in leaves)
+    edges = cuts.above.union(-(-n // 1) - 1 if whole else below(float(n)) for n in cuts.below)
+    return replace(f, above=tuple(sorted(edges)), equals=tuple(sorted(cuts.at)),
+                   multiples=tuple(sorted(cuts.multiples)))
 
 
 def conditions(world: World, op: Op, facts: Facts, fields: Mapping[str, NumberField]) -> tuple[tuple[str, Scalar], ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +25,7 @@ from ..spec.device import Device
 from ..spec.errors import DataError, SpecError
 from ..spec.kernel import Kernel
 from ..spec.plan import Score, Step, Transform
+from ..spec.predicate import above, below, is_number
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from ..spec.sealed import replace_output
@@ -76,7 +76,7 @@ class Span(NamedTuple):
             ends, multiples, others = data["range"], data["multiple_of"], data["not_multiple_of"]
         else:
             ends, multiples, others = data, [], []
-        if not isinstance(ends, list) or len(ends) != 2 or not all(e is None or _is_number(e) for e in ends):
+        if not isinstance(ends, list) or len(ends) != 2 or not all(e is None or is_number(e) for e in ends):
             raise wrong(owner, "a range [from, to] of numbers or null", data)
         if None not in ends and ends[0] > ends[1]:
             raise wrong(owner, "a range whose first number is the smaller one", data)
@@ -151,7 +151,7 @@ class Row:
         check_keys(data, ("op", "when", "sizes", "choices"), owner)
         when, sizes, choices = data["when"], data["sizes"], data["choices"]
         if not isinstance(when, Mapping) or not all(
-                v is None or type(v) in (str, int, bool) or _is_number(v) for v in when.values()):
+                v is None or type(v) in (str, int, bool) or is_number(v) for v in when.values()):
             raise wrong(f"{owner}.when", "an object of fact: value", when)
         if not isinstance(sizes, Mapping):
             raise wrong(f"{owner}.sizes", "an object of size: range", sizes)
@@ -328,15 +328,6 @@ def _shown(end: Number | None, beyond: Callable[[Number], Number]) -> str:
 
 # files
 
-def below(n: Number) -> Number:
-    """The number just below: of whole numbers and of floats."""
-    return n - 1 if isinstance(n, int) else math.nextafter(n, -math.inf)
-
-
-def above(n: Number) -> Number:
-    return n + 1 if isinstance(n, int) else math.nextafter(n, math.inf) + 0.0      # 0.0 rather than -0.0
-
-
 def read_json(path: str | os.PathLike[str], what: str) -> Any:
     return reading.read_json(path, what)
 
@@ -380,10 +371,6 @@ def text_of(value: Any, owner: str) -> str:
     if type(value) is not str or not value:
         raise wrong(owner, "text", value)
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300       # also of whole numbers that no float holds
 
 
 def wrong(owner: str, want: str, got: Any) -> DataError:

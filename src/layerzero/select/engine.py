@@ -1,4 +1,7 @@
-"""policy -> filter -> score. A pure function: same arguments, same Plan; no I/O, no globals, no clock."""
+"""Selection: policy, then filter, then score.
+
+`select` is a pure function: the same arguments give the same Plan; no I/O, no globals, no clock.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Reject
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from .policy import Policy
-from .predicates import Verdicts, compile_verdicts
-from .score import Found, calibration, guess_us, roofline_us, score
+from .score import Timing, calibration, guess_us, roofline_us, score
+from .verdicts import Verdicts, compile_verdicts
 
-UNSURE = 0.04                  # by how much, and again per octave, a neighbour or another machine may be wrong
+UNCERTAINTY = 0.04     # relative error of a neighbour or another machine, and again per octave
+Candidate = tuple[Kernel, tuple[Transform, ...], int]  # with its transforms and workspace in bytes
 
 
 class Shipped(NamedTuple):
@@ -35,26 +39,26 @@ NOTHING_SHIPPED = Shipped()
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Everything a selection depends on besides the call itself."""
+    """Everything that a selection depends on besides the call."""
 
     policy: Policy
     device: Mapping[str, Any]                  # the device's facts
-    place: str                                 # the device's signature and threads: where measurements must be from
+    place: str                                 # signature and threads: measurements must be from there
     rates: Rates
     perf: PerfView = field(default_factory=PerfView)
     availability: Mapping[str, Reason] = field(default_factory=dict)   # kernel -> why it cannot be loaded
     health: Mapping[str, Reason] = field(default_factory=dict)         # health group -> why it is out
-    warmed: Collection[Any] = frozenset()      # JIT kernels compiled already: for (kernel, kind), or all of a kernel
+    warmed: Collection[Any] = frozenset()      # compiled JIT kernels: (kernel, kind), or kernel
     certified: Collection[str] = frozenset()
     headroom: Callable[[], int] = lambda: 1 << 62
-    captures: Callable[[], Mapping[str, bool]] = dict  # kernel -> could it be captured in a CUDA graph here? Tried ones
+    captures: Callable[[], Mapping[str, bool]] = dict  # tried kernel -> did a CUDA graph capture it
     shipped: Shipped = NOTHING_SHIPPED
     refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)  # kernel -> kind of call -> why not
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The kernels of an op that may ever serve on a device, and why the others may not."""
+    """The kernels of an op that can serve on a device, and why the others cannot."""
 
     viable: tuple[Kernel, ...]
     dynamic: Mapping[str, tuple[Any, ...]]     # kernel -> the rules that depend on the call
@@ -66,10 +70,10 @@ class Roster:
 
 
 def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
-    """What can be decided once per device: libraries, health, and rules that read only the device."""
+    """Decide once per device what no call changes: libraries, health, rules on the device alone."""
     viable, dynamic, rejected = [], {}, []
     for kernel in kernels:
-        reasons = list(_standing(kernel, around))
+        reasons = list(_outages(kernel, around))
         rules = []
         for rule in kernel.requires:
             if not all(leaf.fact in DEVICE_FACTS for leaf in rule.leaves()):
@@ -88,25 +92,29 @@ def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
     return Roster(tuple(viable), dynamic, tuple(rejected), fitting, repairable)
 
 
-def _standing(kernel: Kernel, around: Surroundings) -> Sequence[Reason]:
-    found = (around.availability.get(kernel.id), around.health.get(kernel.health), around.health.get(kernel.id))
-    return list(dict.fromkeys(reason for reason in found if reason is not None))
+def _outages(kernel: Kernel, around: Surroundings) -> Sequence[Reason]:
+    health = around.health
+    reasons = (around.availability.get(kernel.id), health.get(kernel.health), health.get(kernel.id))
+    return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 
 
 def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surroundings, thorough: bool = False) -> Plan:
-    """Rank the kernels that may serve. `thorough` also collects every reason of every other; no call waits for it."""
+    """Rank the kernels that can serve the call.
+
+    `thorough` also collects every reason against every other kernel; no call waits for that.
+    """
     policy = around.policy
-    speaks = policy.concerns(op.name)
-    lock = policy.lock(op.name, facts) if speaks else None
-    asked = Demands.of(facts, around, lock is not None)
+    has_rules = policy.has_rules_for(op.name)
+    lock = policy.lock(op.name, facts) if has_rules else None
+    demands = Demands.of(facts, around, lock is not None)
     rejected: list[Rejected] = []
-    fit: list[tuple[Kernel, tuple[Transform, ...], int]] = []
-    largest: dict[str, Any] = {}               # filled when first asked for
-    lacking: list[int] = []                    # workspaces that nothing but memory stood against
+    fit: list[Candidate] = []
+    largest: dict[str, Any] = {}               # filled by _fitted when needed
+    refused: list[int] = []                    # workspaces of kernels that only memory kept out
     if thorough:
         for kernel in roster.viable:
             reasons, transforms, workspace = _judge(
-                kernel, roster.dynamic[kernel.id], op, facts, around, asked, largest)
+                kernel, roster.dynamic[kernel.id], op, facts, around, demands, largest)
             if reasons:
                 rejected.append(Rejected(kernel.id, tuple(reasons)))
             else:
@@ -115,43 +123,43 @@ def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surrounding
     else:
         for i in roster.fitting(facts):
             kernel = roster.viable[i]
-            if asked.refuses(kernel) or (speaks and policy.verdict(kernel.id, op.name, facts) is not None):
+            if demands.refuses(kernel) or (has_rules and policy.verdict(kernel.id, op.name, facts) is not None):
                 continue
-            rules, moved = roster.repairable[kernel.id], _moved(kernel, op, facts)
-            if not rules and not moved and kernel.workspace == "0" == kernel.shared_memory:
+            rules = roster.repairable[kernel.id]
+            if not rules and not _needs_layout(kernel, op, facts) and kernel.workspace == "0" == kernel.shared_memory:
                 fit.append((kernel, (), 0))
                 continue
             reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around, largest)
             if not reasons:
                 fit.append((kernel, transforms, workspace))
             elif all(reason.code is Code.MEMORY_HEADROOM_EXCEEDED for reason in reasons):
-                lacking.append(workspace)
-    steps = _rank(op, fit, facts, around, speaks)
+                refused.append(workspace)
+    steps = _rank(op, fit, facts, around, has_rules)
     return Plan(op.name, facts, steps, tuple(rejected), policy.hash, lock.origin if lock else "",
-                lacking=min(lacking, default=0))
+                refused_workspace=min(refused, default=0))
 
 
-def _moved(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:
-    """Must the inputs be viewed in another layout?"""
+def _needs_layout(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:
+    """Whether the inputs must be viewed in another layout."""
     return bool(op.variant and kernel.variants and facts[op.variant] not in kernel.variants)
 
 
 def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, Any], around: Surroundings,
-           asked: Demands, largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
-    """Every reason against a kernel: policy, mode, its rules, the transforms it would need, memory."""
+           demands: Demands, largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
+    """All reasons against a kernel; its transforms; its workspace in bytes."""
     reasons: list[Reason] = []
     denied = around.policy.verdict(kernel.id, op.name, facts)
     if denied is not None:
         reasons.append(denied)
-    reasons += asked.reasons(kernel)
+    reasons += demands.reasons(kernel)
     reasons += [r for rule in rules if not rule.repair and (r := rule.check(facts)) is not None]
-    more, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts, around, largest)
-    return [*reasons, *more], transforms, workspace
+    unfit, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts, around, largest)
+    return [*reasons, *unfit], transforms, workspace
 
 
 def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
             around: Surroundings, largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
-    """What the inputs must go through for this kernel, or why they may not; and the memory it needs."""
+    """Reasons against the transforms that a kernel needs; these transforms; its workspace in bytes."""
     policy = around.policy
     reasons: list[Reason] = []
     transforms: list[Transform] = []
@@ -168,11 +176,11 @@ def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[
             reasons += [reason, Reason(Code.STRICT_TRANSFORM_REFUSED, "strict_mode", str(transform))]
         else:
             transforms.append(transform)
-    if _moved(kernel, op, facts):
+    if _needs_layout(kernel, op, facts):
         if policy.setting("strict_mode"):
             reasons.append(Reason(Code.LAYOUT_UNSUPPORTED, kernel.variants, facts[op.variant], op.variant))
         else:
-            transforms.append(Transform("layout", kernel.variants[0]))   # a view: moves no bytes
+            transforms.append(Transform("layout", kernel.variants[0]))   # a view moves no bytes
             for rule in _broken_by_view(kernel.requires, op, facts, kernel.variants[0]):
                 if (transform := _repair(rule, op, facts)) is not None:
                     transforms.append(transform)
@@ -181,7 +189,7 @@ def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[
     workspace = 0
     if not largest and (kernel.workspace != "0" or kernel.shared_memory != "0"):
         largest.update(_largest(op, facts))
-    if kernel.shared_memory != "0" and (reason := _lack_of_shared(kernel, largest)) is not None:
+    if kernel.shared_memory != "0" and (reason := _shared_memory_reason(kernel, largest)) is not None:
         reasons.append(reason)
     if kernel.workspace != "0":
         workspace = int(parse(kernel.workspace)(largest))
@@ -190,17 +198,17 @@ def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[
     return reasons, tuple(dict.fromkeys(transforms)), workspace
 
 
-def _lack_of_shared(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | None:
-    """A launch that the device would refuse. A number that was not given counts as 0."""
+def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | None:
+    """Why a launch would exceed the device's shared memory, if so. An absent number counts as 0."""
     room, needs = facts.get("shared_per_block"), parse(kernel.shared_memory)
-    if not room:                               # not known of this device
+    if not room:                               # unknown for this device
         return None
     need = int(needs({name: facts[name] or 0 for name in needs.names}))
     return Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, f"<= {room}", need, SHARED) if need > room else None
 
 
 def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
-    """What a JIT kernel is warmed up for, as far as selection can tell calls apart."""
+    """The kind of call that a JIT kernel is compiled for, as selection distinguishes them."""
     return f"{facts['device']} {kind_of(op, facts).bucket}"
 
 
@@ -210,25 +218,25 @@ def is_warm(kernel: Kernel, facts: Mapping[str, Any], warmed: Collection[Any]) -
 
 def _refused(facts: Mapping[str, Any], around: Surroundings, named: bool, kernel: Kernel) -> Reason | None:
     kinds = around.refused.get(kernel.id)
-    found = kinds.get(kind_to_compile(kernel.op, facts)) if kinds else None
-    if named and found is not None and found.code is Code.OUT_OF_MEMORY:
-        return None                            # it may fit this time, and nobody else may serve
-    return found
+    reason = kinds.get(kind_to_compile(kernel.op, facts)) if kinds else None
+    if named and reason is not None and reason.code is Code.OUT_OF_MEMORY:
+        return None                            # it may fit this time, and no other may serve
+    return reason
 
 
 class Demands(NamedTuple):
-    """What the mode of the call and the policy ask of every kernel."""
+    """What the mode of the call and the policy demand of every kernel."""
 
     grad: bool
     deterministic: bool
     graph: bool
     baseline: bool
-    certified: Collection[str] | None          # None: certificates are not asked for
-    jit: Callable[[Kernel], bool] | None       # is it warmed for this call? None: anything may compile
+    certified: Collection[str] | None          # None: no certificates are demanded
+    jit: Callable[[Kernel], bool] | None       # is it compiled for this call? None: any may compile
     tested: bool
-    captures: Mapping[str, bool]               # which kernels a capture has shown to be safe, or not
+    captures: Mapping[str, bool]               # tried kernel -> whether a capture succeeded
     sdpa_backends: Collection[str] | None      # what torch.nn.attention.sdpa_kernel allows; None: everything
-    refused: Callable[[Kernel], Reason | None]     # was it found unable to serve this kind of call?
+    refused: Callable[[Kernel], Reason | None]     # why it cannot serve this kind of call, if known
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
@@ -253,27 +261,27 @@ class Demands(NamedTuple):
                     or self.switched_off(kernel) or self.refused(kernel) is not None)
 
     def switched_off(self, kernel: Kernel) -> bool:
-        """Is it another implementation of attention than those the caller allows torch to use?"""
+        """Whether torch.nn.attention.sdpa_kernel excludes this implementation of attention."""
         return self.sdpa_backends is not None and kernel.sdpa_backend not in (SDPA, *self.sdpa_backends)
 
     def unproven(self, kernel: Kernel) -> bool:
-        """The reference needs no proof: it is what the others are compared with."""
+        """Whether it lacks a certificate; the reference, with which others are compared, needs none."""
         return self.certified is not None and kernel.backend != "reference" and kernel.id not in self.certified
 
     def uncapturable(self, kernel: Kernel) -> str | None:
-        """Why it may not be captured in a CUDA graph: what a capture has shown counts more than what is declared."""
-        shown = self.captures.get(kernel.id)
-        if shown is None:
+        """Why it may not be captured in a CUDA graph. A tried capture overrides the declaration."""
+        captured = self.captures.get(kernel.id)
+        if captured is None:
             if self.certified is not None and kernel.backend != "reference":
                 return "no capture has shown that it is, and policy demands proof; run lz verify for it"
             return None if kernel.graph_safe else "it is declared so"
-        return None if shown else "a capture on this device failed"
+        return None if captured else "a capture on this device failed"
 
     def reasons(self, kernel: Kernel) -> list[Reason]:
         if not self.refuses(kernel):
             return []
         uncapturable = self.uncapturable(kernel) if self.graph else None
-        told = (
+        checks = (
             (self.grad and not kernel.differentiable, Code.BACKWARD_UNSUPPORTED),
             (self.deterministic and (not kernel.deterministic or (self.grad and not kernel.deterministic_backward)),
              Code.NOT_DETERMINISTIC),
@@ -283,7 +291,7 @@ class Demands(NamedTuple):
             (kernel.jit and self.jit is not None and not self.jit(kernel), Code.JIT_NOT_WARMED),
             (self.tested and kernel.untested, Code.UNTESTED_ON_HARDWARE))
         reasons = [Reason(code, got=uncapturable if code is Code.CUDA_GRAPH_UNSAFE else None)
-                   for holds, code in told if holds]
+                   for failed, code in checks if failed]
         if self.switched_off(kernel):
             own = kernel.sdpa_backend or "none of torch's implementations"
             reasons.append(Reason(Code.SDPA_BACKEND_DISABLED, own, tuple(self.sdpa_backends or ())))
@@ -302,7 +310,7 @@ def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:
 
 
 def _broken_by_view(rules: Iterable[Any], op: Op, facts: Mapping[str, Any], target: str) -> Iterator[Rule]:
-    """Rules that hold for a tensor as it was given, and not for the view of it in another layout."""
+    """Rules that hold for a tensor as passed, but not for the view of it in another layout."""
     source = op.patterns[facts[op.variant]]
     for rule in rules:
         if isinstance(rule, Rule) and rule.fact.endswith(".contiguous") and facts[rule.fact] is not None:
@@ -320,10 +328,10 @@ def _tensor_bytes(op: Op, tensor: str, facts: Mapping[str, Any]) -> int:
 
 
 def _largest(op: Op, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of the largest call that shares this call's key: its memory must fit too."""
+    """The facts of the largest call with this call's key: its memory must fit too."""
     top = dict(facts)
-    whole = [p.name for p in op.params if p.kind == "int"]
-    for name in (*op.dims, *whole):
+    integers = [p.name for p in op.params if p.kind == "int"]
+    for name in (*op.dims, *integers):
         if name not in op.exact and top[name] is not None and top[name] > 0:
             top[name] = bucket_top(top[name])
     for name, text in op.derived.items():
@@ -331,55 +339,59 @@ def _largest(op: Op, facts: Mapping[str, Any]) -> dict[str, Any]:
     return top
 
 
-Candidate = tuple[Kernel, tuple[Transform, ...], int]      # with what its inputs go through, and the memory it needs
-
-
 def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
-          speaks: bool) -> tuple[Step, ...]:
-    """Numbers decide, and a guess never overrules torch: what torch itself would run is the default, and another
-    kernel comes before it only with evidence (measured, shipped, less work by construction, asked for)."""
+          has_rules: bool) -> tuple[Step, ...]:
+    """Order the candidates by expected time, where a guess never overrules torch.
+
+    The kernel that torch itself would run is the default. Another one comes before it only with
+    evidence: measured, shipped, less work by construction, or preferred by the policy.
+    """
     if not fit:
         return ()
     rates = around.rates
     roofline = roofline_us(op, facts, rates)
     guesses = {k.id: guess_us(k, roofline) for k, _, _ in fit}
     default = min((k for k, _, _ in fit if k.baseline), key=lambda k: guesses[k.id], default=None)
-    found = _numbers(op, fit, facts, around, roofline, default)
-    scale = calibration(guesses, found.by_kernel) if found.by_kernel else 1.0
+    timings = _timings(op, fit, facts, around, roofline, default)
+    scale = calibration(guesses, timings.by_kernel) if timings.by_kernel else 1.0
     steps = []
     for kernel, transforms, workspace in fit:
-        boost = around.policy.boost(kernel.id, op.name, facts) if speaks else 1.0
-        number = found.by_kernel.get(kernel.id)
-        worth = score(guesses[kernel.id] * scale, number, transforms, boost, rates, mixed=default is None)
-        if number is not None:
-            if found.shipped:
-                worth = worth._replace(source=SHIPPED, evidence=found.shipped)
-            if kernel is not default and worth.distance + bool(found.shipped):
-                worth = worth._replace(total_us=worth.total_us * (1.0 + UNSURE * (1.0 + worth.distance)))
+        boost = around.policy.boost(kernel.id, op.name, facts) if has_rules else 1.0
+        timing = timings.by_kernel.get(kernel.id)
+        expected = score(guesses[kernel.id] * scale, timing, transforms, boost, rates, mixed=default is None)
+        if timing is not None:
+            if timings.shipped:
+                expected = expected._replace(source=SHIPPED, evidence=timings.shipped)
+            if kernel is not default and expected.distance + bool(timings.shipped):
+                factor = 1.0 + UNCERTAINTY * (1.0 + expected.distance)
+                expected = expected._replace(total_us=expected.total_us * factor)
         elif boost > 1.0:
-            worth = worth._replace(source=POLICY)
+            expected = expected._replace(source=POLICY)
         elif kernel is default:
-            worth = worth._replace(source=DEFAULT)
-        elif not found.by_kernel and kernel.does_less(facts):
-            worth = worth._replace(source=LESS_WORK, evidence=kernel.less_work)
-        steps.append(Step(kernel.id, worth, transforms, workspace, "untested on hardware" if kernel.untested else ""))
+            expected = expected._replace(source=DEFAULT)
+        elif not timings.by_kernel and kernel.does_less(facts):
+            expected = expected._replace(source=LESS_WORK, evidence=kernel.less_work)
+        note = "untested on hardware" if kernel.untested else ""
+        steps.append(Step(kernel.id, expected, transforms, workspace, note))
     own = {kernel.id for kernel, _, _ in fit if kernel.baseline}
     steps.sort(key=lambda s: (default is not None and s.score.source == PRIOR, s.score.total_us, s.kernel not in own,
                               s.kernel))
     return tuple(steps)
 
 
-class Numbers(NamedTuple):
-    """What is known of the candidates, all of it from one source: times of two machines are not compared."""
+class Timings(NamedTuple):
+    """Times of the candidates, all from one source: those of two machines are not compared."""
 
-    by_kernel: Mapping[str, Found] = {}
-    shipped: str = ""                          # the table they come from, where they came with the package
+    by_kernel: Mapping[str, Timing] = {}
+    shipped: str = ""                          # the title of the table, if they came with the package
 
 
-def _beside(view: PerfView, default: str, ids: Sequence[str], kind: Kind, around: Surroundings, roofline: float,
-            mode: str) -> dict[str, Found]:
-    """Estimates for a kind of call that was not measured: torch's own by its neighbours, each other kernel by how it
-    stood beside torch's own at those same neighbours."""
+def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, around: Surroundings, roofline: float,
+            mode: str) -> dict[str, Timing]:
+    """Estimates for a kind of call that was not measured, from measured neighbours.
+
+    Torch's own is interpolated; any other kernel keeps its ratio to torch's own there.
+    """
     own = view.estimate(default, kind, around.place, around.rates, roofline, mode)
     if own is None:
         return {}
@@ -388,24 +400,24 @@ def _beside(view: PerfView, default: str, ids: Sequence[str], kind: Kind, around
     return {default: own, **{k: own._replace(us=own.us * ratio) for k, ratio in ratios if ratio is not None}}
 
 
-def _numbers(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings, roofline: float,
-             default: Kernel | None) -> Numbers:
-    """The best source that knows the default: this kind of call as measured here, as shipped, then neighbours."""
+def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings, roofline: float,
+             default: Kernel | None) -> Timings:
+    """The timings of the best source that has the default: measured here, shipped, neighbours."""
     if not around.perf and not around.shipped.view:
-        return Numbers()
+        return Timings()
     kind, mode, place = kind_of(op, facts), mode_of(facts), around.place
     for near in (False, True):
         for view, table in ((around.perf, ""), (around.shipped.view, around.shipped.title)):
             if not view:
                 continue
             ids = [kernel.id for kernel, _, _ in fit]
-            found: dict[str, Found]
+            times: dict[str, Timing]
             if not near:
-                found = {k: m for k in ids if (m := view.get(k, kind.bucket, place, mode)) is not None}
+                times = {k: m for k in ids if (m := view.get(k, kind.bucket, place, mode)) is not None}
             elif default is None:
-                found = {k: e for k in ids if (e := view.estimate(k, kind, place, around.rates, roofline, mode))}
+                times = {k: e for k in ids if (e := view.estimate(k, kind, place, around.rates, roofline, mode))}
             else:
-                found = _beside(view, default.id, ids, kind, around, roofline, mode)
-            if found and (default is None or default.id in found):
-                return Numbers(found, table)
-    return Numbers()
+                times = _estimates(view, default.id, ids, kind, around, roofline, mode)
+            if times and (default is None or default.id in times):
+                return Timings(times, table)
+    return Timings()

@@ -1,10 +1,10 @@
-"""What the cache must remember of a call: everything a rule could tell apart, and nothing more.
+"""The cache key of a call: everything that a rule can tell apart, and nothing more.
 
-`compile_key` reads the op's declaration and the leaves of all rules in force and yields a
+`compile_key` reads the op's declaration and the leaves of all rules in force and returns a
 `KeyProgram`. Sizes that validity needs exactly are kept exactly; of the others the key keeps the
 bucket (speed) and the outcome of each test that some rule makes (validity). So two calls with one
 key cannot differ in any rule's verdict, and a KV cache that grows inside a bucket keeps its entry.
-The program has two faces, generated Python (`dispatch/hotpath.py`) and the native table
+The program is compiled twice: to Python (`dispatch/hotpath.py`) and to the native table
 (`dispatch/native/fastpath.cpp`).
 """
 
@@ -18,15 +18,16 @@ from typing import Any
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.op import Op
+from ..spec.predicate import Cuts, Predicate
 from ..spec.rules import Rule
 
-# Put behind a fact that only kernels of other devices ask for: reading it on the CPU would be for nothing.
+# Suffix of a fact that only kernels of other devices read: it is not read on the CPU.
 OFF_CPU = "_off_cpu"
 
 
 @dataclass(frozen=True)
 class NumberField:
-    """A size, a derived number or a numeric parameter, as the key keeps it; None is always told apart."""
+    """What the key keeps of a size, derived number or numeric parameter; None is distinct too."""
 
     fact: str
     exact: bool = False
@@ -34,6 +35,11 @@ class NumberField:
     equals: tuple[float, ...] = ()             # one bit each: value == x
     above: tuple[float, ...] = ()              # one bit each: value > x
     multiples: tuple[int, ...] = ()            # one bit each: value % x == 0
+
+    def bits(self, x: str) -> list[str]:
+        """The bits as Python expressions over the variable `x`."""
+        return [*(f"{x} == {n!r}" for n in self.equals), *(f"{x} > {n!r}" for n in self.above),
+                *(f"{x} % {n!r} == 0" for n in self.multiples)]
 
 
 @dataclass(frozen=True)
@@ -45,52 +51,60 @@ class KeyProgram:
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """The facts the slow path must read for the rules, beyond sizes and scalars."""
+        """The tensor facts that the slow path must read for the rules."""
         return frozenset(f"{t}.{f.removesuffix(OFF_CPU)}" for t, f in self.tensor_facts)
 
 
 def compile_key(op: Op, leaves: Iterable[Rule], measured: Iterable[str] = ()) -> KeyProgram:
-    """`measured`: expressions that depend on sizes, such as workspaces; the numbers they read are bucketed too."""
+    """Decide what a key of `op` holds, from the rules in force.
+
+    `measured` are expressions that depend on sizes, such as workspaces; the numbers they read are
+    bucketed too.
+    """
     numbers = {p.name for p in op.params if p.kind in ("int", "float")}
     sized = {*op.dims, *op.derived, *numbers}
     timing = {n for text in (op.flops, op.bytes, *measured) for n in parse(text).names}
-    tests: dict[str, set[tuple[str, float]]] = {name: set() for name in op.dims}
+    tests: dict[str, list[Predicate]] = {name: [] for name in op.dims}
     tensor_facts: set[tuple[str, str]] = {(t, "dtype") for t in op.tensors}
     for leaf in (*leaves, *(leaf for rule in op.requires for leaf in rule.leaves())):
         tensor, _, fact = leaf.fact.rpartition(".")
         if tensor:
             tensor_facts.add((tensor, fact))
         elif leaf.fact in sized:
-            tests.setdefault(leaf.fact, set()).update(_number_tests(leaf))
+            tests.setdefault(leaf.fact, []).append(leaf.predicate)
     for name in (*op.exact, *sorted(numbers & timing)):
-        tests.setdefault(name, set())
+        tests.setdefault(name, [])
     for p in op.params:
         if p.kind in ("int", "float") and p.optional:
-            tests.setdefault(p.name, set())    # whether it is given is worth knowing: an absent one is not passed on
+            tests.setdefault(p.name, [])       # whether it is given: an absent one is not passed on
     fields = []
-    for name, wanted in tests.items():
+    for name, predicates in tests.items():
         exact = name in op.exact
-        bucket = not exact and (name in op.dims or name in numbers & timing)
         if name in op.derived and set(parse(op.derived[name]).names) <= set(op.exact):
             continue                           # the key already determines it
-        if exact:
-            wanted = set()
-        elif bucket:
-            wanted = {(test, v) for test, v in wanted if not _told_by_bucket(test, v)}
-        fields.append(NumberField(
-            name, exact, bucket, tuple(sorted(v for t, v in wanted if t == "eq")),
-            tuple(sorted(v for t, v in wanted if t == "above")),
-            tuple(sorted(int(v) for t, v in wanted if t == "multiple"))))
+        bucket = not exact and (name in op.dims or name in numbers & timing)
+        fields.append(_field(name, exact, bucket, Cuts() if exact else Cuts.of(predicates)))
     fields.sort(key=lambda f: f.fact)
     order = tuple(sorted(tensor_facts))
     identity = hash((op.name, tuple(fields), order)) & 0xFFFFFFFF
     return KeyProgram(op, tuple(fields), order, identity)
 
 
-def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What is the same in every call that shares this call's key: the parameters that are at their defaults, and sizes.
+def _field(fact: str, exact: bool, bucket: bool, cuts: Cuts) -> NumberField:
+    equals, above = cuts.at | cuts.below, cuts.above | cuts.below      # `>= n` is `== n` or `> n`
+    if bucket:                                 # it is exact up to 16; all negative numbers share one
+        equals = frozenset(n for n in equals if not 0 <= n <= 16)
+        above = frozenset(n for n in above if (n < 0 and n != -1)
+                          or (n > 16 and n != bucket_top(int(n))))
+    return NumberField(fact, exact, bucket, tuple(sorted(equals)), tuple(sorted(above)),
+                       tuple(sorted(cuts.multiples)))
 
-    Of sizes, those the key keeps exactly and what is derived from nothing else.
+
+def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that all calls with this call's key share.
+
+    They are the parameters at their defaults, the sizes that the key keeps exactly and what is
+    derived from those alone.
     """
     op, fields = program.op, {f.fact: f for f in program.fields}
     fixed = {name: facts[name] for name in op.dims if name in op.exact}
@@ -111,25 +125,3 @@ def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any
         if at_default:
             fixed[p.name] = p.default
     return fixed
-
-
-def _told_by_bucket(test: str, value: float) -> bool:
-    """Buckets are exact up to 16, so they already answer small comparisons, and those at their edges."""
-    if test == "multiple":
-        return False
-    if value < 0:                              # all negative numbers share a bucket
-        return test == "above" and value == -1
-    return value <= 16 or (test == "above" and value == bucket_top(int(value)))
-
-
-def _number_tests(leaf: Rule) -> Iterable[tuple[str, float]]:
-    values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
-    for value in values:
-        if not isinstance(value, (int, float)):
-            continue                           # None and text never equal a number; True is 1, as of "seq_q == seq_k"
-        if leaf.test in ("eq", "ne", "in", "not_in", "ge"):
-            yield "eq", value
-        if leaf.test in ("le", "ge"):
-            yield "above", value
-        if leaf.test == "multiple_of":
-            yield "multiple", value

@@ -1,4 +1,4 @@
-"""What the user decided: settings, and rules that lock, allow, deny or boost kernels.
+"""The user's decisions: settings, and rules that lock, allow, deny or boost kernels.
 
 Pure data: nothing here reads a file, the environment or a clock. A `Policy` is a stack of layers;
 for a setting the highest layer that has it decides, for a kernel the highest layer with an opinion.
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from ..spec.errors import ConfigError, warn_caller
 from ..spec.reason import Code, Reason, shown
 from ..spec.rules import Facts, Rule, condition_from_json
-from .conditions import Like, Test, covered, is_pattern, parse_when
+from .conditions import Like, Test, is_pattern, matches_any, parse_when
 
 LAYERS = ("call", "context", "programmatic", "environment", "file", "default")   # highest first
 ACTIONS = ("lock", "allow", "deny", "boost")
-ALWAYS = ("reference.*",)                      # an allow list leaves these in: a fallback must remain
+ALWAYS = ("reference.*",)                      # an allow list keeps these: a fallback must remain
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 JIT_MODES = ("background", "never", "in_request")
 REDACTIONS = ("paths", "shapes", "texts")
@@ -83,37 +83,37 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "breaker_window": (1, 1 << 20), "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf),
     "perfdb_ttl": (0, math.inf)}
 _CHOICES: Mapping[str, tuple[str, ...]] = {"log_level": LOG_LEVELS, "jit": JIT_MODES}
-RENAMED: Mapping[str, str] = {"allow_jit": "jit"}          # settings of earlier releases -> what they are now
+RENAMED: Mapping[str, str] = {"allow_jit": "jit"}          # old name of a setting -> new name
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_TAKES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str), str: (str,)}
+_ACCEPTED_TYPES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str), str: (str,)}
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest valid word, or all of them."""
+    """The end of an error message: the nearest known word, or all of them."""
     options = sorted(known)
     near = difflib.get_close_matches(word[:100], options, 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(options)}"
 
 
 def validate_setting(name: str, value: Any) -> Any:
-    """`value` as the setting's own type; text is read the way an environment variable is."""
+    """`value` converted to the type of the setting; text is parsed like an environment variable."""
     if name in RENAMED:
-        return validate_setting(RENAMED[name], _in_new_words(name, value))
+        return validate_setting(RENAMED[name], _convert_allow_jit(name, value))
     if name not in SETTINGS:
         raise ConfigError(f"unknown setting {shown(name)}{suggest(str(name), SETTINGS)}")
     kind, default, _ = SETTINGS[name]
     if default is None and (value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))):
         return None
     try:
-        return _coerced(name, kind, value)
+        return _coerce(name, kind, value)
     except (ValueError, TypeError, KeyError, OverflowError):
-        raise ConfigError(f"{name} must be {_wanted(name)}, got {shown(value)}") from None
+        raise ConfigError(f"{name} must be {_describe(name)}, got {shown(value)}") from None
 
 
-def _in_new_words(name: str, value: Any) -> str:
-    """allow_jit was true or false."""
-    if isinstance(value, str) and value in JIT_MODES:      # read before
+def _convert_allow_jit(name: str, value: Any) -> str:
+    """The value of `jit` for a value of the old setting `allow_jit`, which was true or false."""
+    if isinstance(value, str) and value in JIT_MODES:      # converted before
         return value
     allowed = _BOOLS.get(shown(value, str).strip().lower())
     if allowed is None:
@@ -125,7 +125,7 @@ def _in_new_words(name: str, value: Any) -> str:
     return new
 
 
-def _coerced(name: str, kind: type, value: Any) -> Any:
+def _coerce(name: str, kind: type, value: Any) -> Any:
     if kind is bool:
         return _BOOLS[shown(value, str).strip().lower()]
     if name == "perfdb" and value is False:    # what YAML makes of a bare off
@@ -133,7 +133,7 @@ def _coerced(name: str, kind: type, value: Any) -> Any:
     if name == "redact":
         words = value.replace(",", " ").split() if isinstance(value, str) else [str(word).strip() for word in value]
         return ",".join(REDACTIONS[i] for i in sorted({REDACTIONS.index(word.lower()) for word in words}))
-    if isinstance(value, bool) or not isinstance(value, _TAKES[kind]):
+    if isinstance(value, bool) or not isinstance(value, _ACCEPTED_TYPES[kind]):
         raise TypeError
     if kind is str:
         choices = _CHOICES.get(name)
@@ -145,7 +145,7 @@ def _coerced(name: str, kind: type, value: Any) -> Any:
     return number
 
 
-def _wanted(name: str) -> str:
+def _describe(name: str) -> str:
     kind, default, _ = SETTINGS[name]
     text = f"one of {', '.join(_CHOICES[name])}" if name in _CHOICES else _TYPE_WORDS[kind]
     if name == "redact":
@@ -158,7 +158,7 @@ def _wanted(name: str) -> str:
 
 # Rules
 
-_LONGEST = 200                                 # characters of a pattern: a long one with many stars takes seconds
+_LONGEST = 200                                 # characters of a pattern: matching a longer one can take seconds
 _PATTERN = re.compile(rf"[a-z0-9_.*?!\[\]-]{{1,{_LONGEST}}}")
 
 
@@ -211,17 +211,17 @@ class PolicyRule:
     @classmethod
     def of(cls, action: str, kernels: str | Iterable[str], ops: str | Iterable[str] = "*",
            when: Mapping[str, Any] | None = None, **rest: Any) -> PolicyRule:
-        """From what a person writes: one pattern or several, conditions as text."""
+        """Build a rule from one pattern or several, with conditions as `parse_when` takes them."""
         return cls(action, _listed(kernels), _listed(ops), parse_when(when or {}), **rest)
 
     def applies_to(self, op: str) -> bool:
-        return covered(self.ops, op)
+        return matches_any(self.ops, op)
 
     def covers(self, kernel_id: str) -> bool:
-        return covered(self.kernels, kernel_id)
+        return matches_any(self.kernels, kernel_id)
 
     def holds(self, facts: Facts) -> bool:
-        """All conditions hold. A fact the call lacks, or of another type than wanted, is not met."""
+        """Whether all conditions hold; one on a fact that is absent or of another type does not."""
         try:
             return all(test.fact in facts and test.check(facts) is None for test in self.when)
         except TypeError:
@@ -231,7 +231,7 @@ class PolicyRule:
         return self.applies_to(op) and self.holds(facts)
 
     def check(self, ops: Mapping[str, Collection[str]]) -> None:
-        """Refuses an op pattern or a fact that fits none of `ops` (name -> its facts): most likely a typo."""
+        """Raise for an op pattern or a fact that matches none of `ops` (name -> facts), a likely typo."""
         for pattern in self.ops:
             if not any(fnmatchcase(op, pattern) for op in ops):
                 raise ConfigError(f"{self.action}: no op matches {pattern!r}{suggest(pattern, ops)}")
@@ -266,13 +266,13 @@ class PolicyRule:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one place says: settings and rules, perhaps only until a deadline."""
+    """The settings and rules from one source, perhaps only until a deadline."""
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rules: tuple[PolicyRule, ...] = ()
     expires_at: float | None = None            # time.monotonic()
-    before: Layer | None = None                # what holds again after that
+    before: Layer | None = None                # the layer that is in force again after that
 
     def __post_init__(self) -> None:
         if self.name not in LAYERS:
@@ -286,15 +286,15 @@ class Layer:
         return bool(self.settings or self.rules)
 
     def at(self, now: float) -> Layer | None:
-        """What is left of it at `now`."""
+        """The layer at the time `now`, without what has expired; None if nothing is left."""
         if self.expires_at is not None and now >= self.expires_at:
             return self.before.at(now) if self.before is not None else None
-        return self.keeping(lambda rule: rule.expires_at is None or now < rule.expires_at)
+        return self.keep_rules(lambda rule: rule.expires_at is None or now < rule.expires_at)
 
-    def keeping(self, wanted: Callable[[PolicyRule], bool]) -> Layer:
-        """The layer, and what holds after it, with the wanted rules only."""
-        return replace(self, rules=tuple(filter(wanted, self.rules)),
-                       before=self.before.keeping(wanted) if self.before is not None else None)
+    def keep_rules(self, keep: Callable[[PolicyRule], bool]) -> Layer:
+        """The layer, and those in `before`, with only the rules for which `keep` is true."""
+        return replace(self, rules=tuple(filter(keep, self.rules)),
+                       before=self.before.keep_rules(keep) if self.before is not None else None)
 
     def to_json(self) -> dict[str, Any]:
         data = {"name": self.name, "settings": dict(self.settings), "rules": [r.to_json() for r in self.rules]}
@@ -302,7 +302,7 @@ class Layer:
 
 
 class _View(NamedTuple):
-    """The rules of one layer that speak of one op, by action."""
+    """The rules of one layer for one op, by action."""
 
     lock: tuple[PolicyRule, ...]
     allow: tuple[PolicyRule, ...]
@@ -334,7 +334,7 @@ class Policy:
         return MappingProxyType(merged)
 
     def setting(self, name: str) -> Any:
-        if name == "allow_jit":                # what it is called since is "jit"
+        if name == "allow_jit":                # the old name of "jit"
             return self.settings["jit"] == "in_request"
         try:
             return self.settings[name]
@@ -350,18 +350,18 @@ class Policy:
     def _views(self, op: str) -> tuple[_View, ...]:
         views = self._by_op.get(op)
         if views is None:
-            spoken = ([r for r in layer.rules if r.applies_to(op)] for layer in self.layers)
+            by_layer = ([r for r in layer.rules if r.applies_to(op)] for layer in self.layers)
             views = tuple(_View(*(tuple(r for r in rules if r.action == action) for action in ACTIONS))
-                          for rules in spoken if rules)
+                          for rules in by_layer if rules)
             self._by_op[op] = views            # two threads may both store the same answer
         return views
 
-    def concerns(self, op: str) -> bool:
-        """Is there any rule that speaks of this op?"""
+    def has_rules_for(self, op: str) -> bool:
+        """Whether any rule is about this op."""
         return bool(self._views(op))
 
     def lock(self, op: str, facts: Facts) -> PolicyRule | None:
-        """The lock in force for this call. An allow list in a higher layer sets lower locks aside."""
+        """The lock in force for this call; an allow list in a higher layer overrides lower locks."""
         for view in self._views(op):
             for rule in view.lock:
                 if rule.holds(facts):
@@ -383,27 +383,27 @@ class Policy:
             allowing = [r for r in view.allow if r.holds(facts)]
             if any(r.covers(kernel_id) for r in allowing):
                 return None
-            if allowing and not covered(ALWAYS, kernel_id):
+            if allowing and not matches_any(ALWAYS, kernel_id):
                 return Reason(Code.NOT_ALLOWED_BY_POLICY, ", ".join(k for r in allowing for k in r.kernels),
                               ", ".join(dict.fromkeys(r.origin for r in allowing)))
-            locks_count = locks_count and not allowing   # as lock(): the allow list set lower locks aside
+            locks_count = locks_count and not allowing   # as in lock()
         return None
 
     def boost(self, kernel_id: str, op: str, facts: Facts) -> float:
-        """The product of the factors of all boosts, in any layer, that match."""
+        """The product of the factors of all matching boosts in all layers."""
         factors = (r.factor for view in self._views(op) for r in view.boost if r.covers(kernel_id) and r.holds(facts))
         return min(max(math.prod(factors, start=1.0), 1e-9), 1e9)   # a time is divided by it: never 0, never inf
 
     def leaves(self, op: str, known: Container[str] | None = None) -> Iterator[Rule]:
-        """Every comparison that rules for this op make, once: what a cache key must be able to tell apart.
+        """Each test that rules for this op make, once: a cache key must distinguish its outcomes.
 
-        `known`, the facts the op has, leaves out rules that read another one: those never match.
+        Rules that read a fact outside `known`, the facts of the op, never match: they are left out.
         """
         rules = [r for view in self._views(op) for group in view for r in group
                  if known is None or all(test.fact in known for test in r.when)]
         return iter(dict.fromkeys(leaf for r in rules for test in r.when for leaf in test.leaves()))
 
-    # change: every change is a new policy
+    # changes, each of which gives a new policy
 
     def with_layer(self, layer: Layer) -> Policy:
         return Policy((*(old for old in self.layers if old.name != layer.name), layer))
@@ -411,12 +411,12 @@ class Policy:
     def without(self, name: str) -> Policy:
         return Policy(tuple(layer for layer in self.layers if layer.name != name))
 
-    def expired(self, now: float) -> Policy:
-        """The policy that is left at `now` (time.monotonic()); itself while nothing has run out."""
+    def at(self, now: float) -> Policy:
+        """The policy at `now` (time.monotonic()) without what has expired; `self` if nothing has."""
         deadline = self.next_deadline
         if deadline is None or now < deadline:
             return self
-        return Policy(tuple(left for layer in self.layers if (left := layer.at(now)) is not None))
+        return Policy(tuple(rest for layer in self.layers if (rest := layer.at(now)) is not None))
 
     @cached_property
     def next_deadline(self) -> float | None:
@@ -425,7 +425,7 @@ class Policy:
 
     @cached_property
     def hash(self) -> str:
-        """Names what is decided; not where it was written, and not until when."""
+        """A hash of the decisions, without where they were written and when they expire."""
         content = [layer.to_json() for layer in self.layers if layer]
         for data in (*content, *(rule for layer in content for rule in layer["rules"])):
             data.pop("expires_at", None)

@@ -1,11 +1,12 @@
-"""Which kernel serves a kind of call fastest, found out on the calls themselves. Pure: no clock, no device, no lock.
+"""Learning which kernel is fastest for a kind of call, from the calls themselves.
 
-This is successive elimination. In each round every kernel that is still in serves one call, in an
-order that is shuffled each time. Two kernels are compared by the ratio of their times within the
-rounds that both served, so that what the machine does in that moment falls on both. How sure the
-median ratio is comes from order statistics, which assume nothing about the noise. A kernel leaves
-when it is surely no better; what torch itself would run keeps the call unless another is surely
-faster by more than the margin.
+This is successive elimination. In each round every remaining kernel serves one call, in shuffled
+order. Two kernels are compared by the ratio of their times within the rounds that both served, so
+that a disturbance of the machine affects both. The confidence interval of the median ratio comes
+from order statistics, which assume nothing about the noise. A kernel is eliminated when it is
+surely no better; torch's own kernel wins unless another is surely faster by more than the margin.
+
+No clock, no device and no lock is used here.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 MARGIN = 0.02              # nearer than this is a tie, and a tie goes to torch's own default
-UNSURE = 0.01              # how often an interval may miss the true ratio
-LOOK_EVERY = 4             # rounds
-FIRST = 2                  # samples of the kernel that serves anyway, before another is tried
+ERROR_RATE = 0.01          # how often an interval may miss the true ratio
+ROUNDS_PER_LOOK = 4        # between comparisons of all kernels
+FIRST_SAMPLES = 2          # of the base kernel, before another is tried
 MOST_SAMPLES = 160         # of one kind of call, over all kernels: then the medians decide
-MOST_CALLS = 20_000        # of one kind of call, timed or not: a first call may have used up the budget for long
+MOST_CALLS = 20_000        # of one kind of call, timed or not: the budget may be used up for long
 MOST_IN_FLIGHT = 32        # calls whose time is not known yet
-MOST_UNKNOWN = 3           # of a kernel that has no time yet: it may turn out to be slow
-HOPELESS = 3.0             # times slower than the best: out at once
-SLOWER = 1.5               # times slower in each of the first samples: out after those
-COSTLY_US = 1000.0         # a loss from which one sample is enough to be out
-TOO_SLOW = 10.0            # times slower by expectation: never tried
+MOST_UNKNOWN = 3           # in flight of a kernel that has no time yet: it may be slow
+HOPELESS = 3.0             # times slower than the best: eliminated at once
+SLOWER = 1.5               # times slower in each of the first samples: eliminated after those
+COSTLY_US = 1000.0         # a loss from which one sample is enough to eliminate
+TOO_SLOW = 10.0            # times slower than the base by expectation: never tried
 
 
 class Ticket(NamedTuple):
@@ -37,12 +38,12 @@ class Ticket(NamedTuple):
 
     kernel: str
     round: int
-    warm_up: bool                              # its first call: loads, allocates; counts as cost and not as a sample
-    reserved_us: float                         # what it is expected to cost over the kernel that serves anyway
+    warm_up: bool                              # its first call, which loads and allocates, is no sample
+    reserved_us: float                         # expected cost beyond that of the base kernel
 
 
 class Budget:
-    """Exploring may cost this share of the time so far, and an allowance to begin with. Microseconds."""
+    """The microseconds that exploring may cost: a share of the time so far plus an allowance."""
 
     def __init__(self, share: float = 0.015, allowance_us: float = 200_000.0) -> None:
         self.share, self.allowance_us = share, allowance_us
@@ -67,7 +68,7 @@ class Runner:
         self.median = math.nan
         self.in_flight = 0
         self.warm = False
-        self.out = ""                          # why it takes no further part
+        self.out = ""                          # why it was eliminated
         self._ordered: list[float] = []
 
     def add(self, round: int, us: float) -> None:
@@ -87,19 +88,22 @@ class Runner:
 
 
 class Trial:
-    """The kernels that may serve one kind of call. `base` is what would serve it anyway; `default` is torch's own."""
+    """A trial of the kernels for one kind of call.
+
+    `base` is the kernel that serves without a trial, `default` the one that torch itself would run.
+    """
 
     def __init__(self, base: str, guess_us: float, default: str = "", seed: int = 0) -> None:
         self.base, self.default = base, default
         self.runners = {base: Runner(base, guess_us)}
-        self.winner = ""                       # "" while it is not settled
-        self.clear = False                     # is there a result that is worth keeping?
+        self.winner = ""                       # "" until the trial ends
+        self.clear = False                     # whether there is a result to keep
         self.calls = self.samples = self.in_flight = self.round = 0
-        self._turn: list[str] = []
-        self._chance = random.Random(seed)
+        self._queue: list[str] = []
+        self._random = random.Random(seed)
 
     def enter(self, kernel: str, guess_us: float) -> None:
-        """A further kernel, at any time."""
+        """Add a kernel, at any time before the trial ends."""
         if kernel not in self.runners and not self.winner:
             self.runners[kernel] = Runner(kernel, guess_us)
 
@@ -109,27 +113,27 @@ class Trial:
 
     @property
     def serving(self) -> str:
-        """Who serves a call that is not timed."""
+        """The kernel for calls that are not timed."""
         if self.winner or not self.runners[self.base].out:
             return self.winner or self.base
         leader = self._leader()
         return leader.kernel if leader is not None else self.base
 
     def expected_us(self, kernel: str) -> float:
-        """As measured; before that, as its guess compares with the guess for the one that serves anyway."""
+        """The measured median; before that, the base's median scaled by the ratio of guesses."""
         runner, base = self.runners[kernel], self.runners[self.base]
         if runner.rounds:
             return runner.median
         return base.median * runner.guess_us / base.guess_us if base.rounds else runner.guess_us
 
     def extra_us(self, kernel: str) -> float:
-        """What a call served by it is expected to cost over what it costs anyway."""
+        """The expected cost of a call beyond that of the base kernel."""
         return max(self.expected_us(kernel) - self.expected_us(self.base), 0.0)
 
-    # which kernel serves the next call
+    # the next call
 
     def next(self, available: Callable[[str], bool], allowed: Callable[[float], bool]) -> Ticket | None:
-        """Who serves the next call and is timed; None: whoever is `serving`, untimed."""
+        """A ticket for the kernel to time on the next call; None if `serving` serves it untimed."""
         if self.winner:
             return None
         self.calls += 1
@@ -138,12 +142,12 @@ class Trial:
             return None
         if self.in_flight >= MOST_IN_FLIGHT:
             return None
-        for _ in range(2):                     # what is left of this round, then a new one
-            while self._turn:
-                runner = self.runners[self._turn.pop()]
+        for _ in range(2):                     # the rest of this round, then a new one
+            while self._queue:
+                runner = self.runners[self._queue.pop()]
                 waits = not runner.rounds and runner.in_flight >= MOST_UNKNOWN
                 if runner.out or waits or not available(runner.kernel) or not allowed(self.extra_us(runner.kernel)):
-                    continue                   # it sits this round out
+                    continue                   # it skips this round
                 ticket = Ticket(runner.kernel, self.round, not runner.warm, self.extra_us(runner.kernel))
                 runner.warm = True
                 runner.in_flight += 1
@@ -154,26 +158,26 @@ class Trial:
         return None
 
     def _new_round(self, available: Callable[[str], bool], allowed: Callable[[float], bool]) -> bool:
-        if self.round and self.round % LOOK_EVERY == 0:
-            self._look()
+        if self.round and self.round % ROUNDS_PER_LOOK == 0:
+            self._eliminate()
             if self.winner:
                 return False
         base = self.runners[self.base]
-        if not base.out and len(base.rounds) < FIRST:
-            turn = [self.base]                 # what a call costs anyway comes first
+        if not base.out and len(base.rounds) < FIRST_SAMPLES:
+            queue = [self.base]                # what a call costs without a trial comes first
         else:
-            turn = [r.kernel for r in self.running if allowed(self.extra_us(r.kernel)) and available(r.kernel)]
-            if len(turn) < 2:
-                return False                   # nobody to compare with for the moment
+            queue = [r.kernel for r in self.running if allowed(self.extra_us(r.kernel)) and available(r.kernel)]
+            if len(queue) < 2:
+                return False                   # no kernel to compare with at the moment
         self.round += 1
-        self._chance.shuffle(turn)
-        self._turn = turn
+        self._random.shuffle(queue)
+        self._queue = queue
         return True
 
-    # what was found out
+    # results
 
-    def sampled(self, ticket: Ticket, us: float | None) -> None:
-        """The call took so long; None: its time says nothing."""
+    def record(self, ticket: Ticket, us: float | None) -> None:
+        """Record the time of a call; None if its time is not usable."""
         runner = self.runners[ticket.kernel]
         runner.in_flight -= 1
         self.in_flight -= 1
@@ -198,7 +202,7 @@ class Trial:
             return
         best = min(others, key=lambda r: r.median)
         least, count = runner.least, len(runner.rounds)
-        if least > HOPELESS * best.median and (count >= FIRST or least - best.median >= COSTLY_US):
+        if least > HOPELESS * best.median and (count >= FIRST_SAMPLES or least - best.median >= COSTLY_US):
             self.drop(runner.kernel, f"{least / best.median:.1f} times as slow as {best.kernel}")
         elif count >= 3 and len(best.rounds) >= 3 and least > SLOWER * best.most:
             self.drop(runner.kernel, f"{runner.median / best.median:.1f} times as slow as {best.kernel}")
@@ -206,14 +210,14 @@ class Trial:
     def _leader(self) -> Runner | None:
         return min((r for r in self.running if r.rounds), key=lambda r: r.median, default=None)
 
-    def _look(self) -> None:
-        """Drop who is surely no better than the fastest; the fastest too, if it is no better than torch's own."""
+    def _eliminate(self) -> None:
+        """Drop kernels surely no better than the leader, or the leader if torch's own is as good."""
         leader, margin = self._leader(), math.log1p(MARGIN)
         for other in self.running:
-            found = interval(ratios(leader, other)) if leader is not None and other is not leader else None
-            if leader is None or found is None:
+            bounds = interval(ratios(leader, other)) if leader is not None and other is not leader else None
+            if leader is None or bounds is None:
                 continue
-            low, high = found
+            low, high = bounds
             if other.kernel == self.default:
                 if low > margin:
                     self.drop(other.kernel, f"surely slower than {leader.kernel}")
@@ -227,22 +231,22 @@ class Trial:
                 self.drop(other.kernel, f"no faster than {leader.kernel}")
 
     def _settle_if_alone(self) -> None:
-        left = self.running
-        if len(left) == 1 and len(self.runners) > 1:
-            self.winner, self.clear = left[0].kernel, bool(left[0].rounds)
-        elif not left:
+        running = self.running
+        if len(running) == 1 and len(self.runners) > 1:
+            self.winner, self.clear = running[0].kernel, bool(running[0].rounds)
+        elif not running:
             self.winner = self.base
 
     def _close(self) -> None:
-        """There is no more time for it: the medians decide, where there are samples enough."""
-        least = interval_needs()
-        known = [r for r in self.running if len(r.rounds) >= least]
-        best = min(known, key=lambda r: r.median, default=None)
+        """End the trial: the medians decide, if there are enough samples."""
+        least = fewest_samples()
+        timed = [r for r in self.running if len(r.rounds) >= least]
+        best = min(timed, key=lambda r: r.median, default=None)
         own = self.runners.get(self.default)
         if best is None or len(self.results()) < 2:
             self.winner = self.serving
             return
-        if own is not None and own in known and own is not best:
+        if own is not None and own in timed and own is not best:
             shared = ratios(best, own)
             if not shared or statistics.median(shared) <= math.log1p(MARGIN):
                 best = own
@@ -253,7 +257,7 @@ class Trial:
         return {r.kernel: list(r.rounds.values()) for r in self.runners.values() if r.rounds}
 
     def standing(self, kernel: str) -> str:
-        """In words, for explain; "" for a kernel that takes no part."""
+        """The state of a kernel in words, for explain; "" if it is not in the trial."""
         runner = self.runners.get(kernel)
         if runner is None:
             return ""
@@ -263,19 +267,19 @@ class Trial:
 
 
 def worth_trying(guess_us: float, base_guess_us: float) -> bool:
-    """A kernel that is expected to be many times slower than the one that serves anyway is not tried."""
+    """Whether a kernel is not expected to be many times slower than the base kernel."""
     return guess_us <= TOO_SLOW * base_guess_us
 
 
 # statistics
 
-def ratios(one: Runner, other: Runner) -> list[float]:
-    """log(other / one) in each round that both served."""
-    return [math.log(other.rounds[i] / us) for i, us in one.rounds.items() if i in other.rounds]
+def ratios(base: Runner, other: Runner) -> list[float]:
+    """log(other / base) in each round that both served."""
+    return [math.log(other.rounds[i] / us) for i, us in base.rounds.items() if i in other.rounds]
 
 
 def interval(values: Iterable[float]) -> tuple[float, float] | None:
-    """Where the median of what `values` are drawn from lies, almost surely; None where they are too few to say."""
+    """A confidence interval of the median behind `values`; None if they are too few."""
     ordered = sorted(values)
     rank = _rank(len(ordered))
     return (ordered[rank - 1], ordered[-rank]) if rank else None
@@ -283,19 +287,19 @@ def interval(values: Iterable[float]) -> tuple[float, float] | None:
 
 @lru_cache(maxsize=None)
 def _rank(n: int) -> int:
-    """The median lies between the rank-th smallest and the rank-th largest of n, but for one time in 1 / UNSURE."""
+    """The rank-th smallest and rank-th largest of n samples bound the median, but for ERROR_RATE."""
     rank, below = 0, 0.0
     while rank < n:
         below += math.comb(n, rank) / 2 ** n
-        if 2 * below > UNSURE:
+        if 2 * below > ERROR_RATE:
             break
         rank += 1
     return rank
 
 
 @lru_cache(maxsize=None)
-def interval_needs() -> int:
-    """The fewest samples that say anything."""
+def fewest_samples() -> int:
+    """The smallest number of samples that has an interval."""
     n = 1
     while not _rank(n):
         n += 1

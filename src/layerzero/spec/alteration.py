@@ -9,14 +9,17 @@ Values = dict[str, Any]
 
 
 class Results(NamedTuple):
-    """What a kernel with this mistake returns."""
+    """The results of a kernel with this mistake."""
 
-    given: tuple[Any, ...]
+    values: tuple[Any, ...]
 
 
 class Alteration(NamedTuple):
-    """`alter` takes the op and the values of a call and returns other values for the op's own reference, or `Results`
-    where the formula itself has to be altered; None where the mistake does not apply."""
+    """One mistake: its class, a description, and the function that makes it.
+
+    `alter(op, values)` returns other values to call the op's reference with, or `Results` where the
+    formula itself has to be altered; None where the mistake does not apply to the call.
+    """
 
     kind: str
     words: str

@@ -1,8 +1,8 @@
-"""A call without its tensors: what can be written down, sent elsewhere, and made again.
+"""A call described without its tensors, so that it can be stored, sent and built again.
 
-Tuning, planning, warm-up, regret and recorded traces all speak of calls in this form. Tensors of
-whole numbers (block tables, offsets, token ids) are kept with their values while they are small,
-since random ones would break the contract; all other tensors are made anew from a seed.
+Tuning, planning, warm-up, regret and recorded traces all use this form. Small integer tensors
+(block tables, offsets, token ids) keep their values, since random ones would break the contract;
+all other tensors are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from .errors import DataError, SpecError
 from .reading import Limits, read_json_lines
 
-MOST_VALUES = 65536                            # of a tensor of whole numbers that is kept as it is
-LIMITS = Limits(size=256 << 20)                 # of a file of calls
+MOST_VALUES = 65536                            # of an integer tensor that is stored with its values
+LIMITS = Limits(size=256 << 20)                # of a file of calls
 Scalar = bool | int | float | str | None
 
 
@@ -63,13 +63,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """`arguments` by name, or `case`: what the op's own input generator takes."""
+    """One call of an op: its `arguments` by name, or a `case` for the op's input generator."""
 
     op: str
     arguments: Mapping[str, TensorSpec | Scalar] = field(default_factory=dict)
     case: Mapping[str, Any] | None = None
     dtype: str = "float32"                     # of a case
-    count: int = 1                             # how often it came
+    count: int = 1                             # how often it was seen
     grad: bool = False
     name: str = ""                             # where it comes from: "llama-3-8b decode 4096"
 

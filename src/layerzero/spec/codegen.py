@@ -20,7 +20,7 @@ _living: Counter[str] = Counter()              # file -> code objects of it that
 def compile(source: str, name: str) -> CodeType:
     """Compile generated `source` for exec, under a file name that begins with `<lz {name}`."""
     file = f"<lz {name} {sha256(source.encode()).hexdigest()[:8]}>"
-    # Without a time of its last change an entry is never dropped as stale.
+    # An entry without a modification time is never dropped as stale.
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     module = builtins.compile(source, file, "exec")
     for code in (module, *(c for c in module.co_consts if isinstance(c, CodeType))):
@@ -37,6 +37,6 @@ def _forget(file: str) -> None:
 
 
 def text(code: CodeType) -> str:
-    """The whole generated text that `code` was compiled from; "" for code of a file."""
+    """The generated source that `code` was compiled from; "" for code from a file."""
     file = code.co_filename
     return "".join(linecache.getlines(file)) if file.startswith("<lz ") else ""

@@ -32,7 +32,7 @@ _TYPES: Mapping[str, type] = {"str": str, "int": int, "bool": bool, "tuple[str, 
 
 
 def _check_types(value: Any, owner: str) -> None:
-    """Exact types, and no negative number: what came from a file is not trusted to be what it says."""
+    """Raise unless every field has exactly its declared type and no number is negative."""
     for f in fields(value):
         got = getattr(value, f.name)
         if type(got) is not _TYPES[str(f.type)] or (type(got) is tuple and not all(type(v) is str for v in got)):
@@ -67,7 +67,7 @@ class GPUGeneration(IntEnum):
 
 @dataclass(frozen=True)
 class Generation:
-    """One row: which hardware it is about (SMs of NVIDIA, or an architecture of AMD) and what that can do."""
+    """What one range of NVIDIA SMs, or one AMD architecture, can do."""
 
     name: str
     sm_first: int = 0
@@ -112,7 +112,7 @@ GENERATIONS: Table = (
 
 
 def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
-    """The first row that holds `sm`; else an "unknown" one that can what the newest older row can."""
+    """The first row with `sm`; else an "unknown" row with the features of the newest older one."""
     rows = [row for row in table if row.sm_last]
     for row in rows:
         if row.sm_first <= sm <= row.sm_last:
@@ -125,7 +125,7 @@ def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
 
 
 def generation_of_arch(arch: str, table: Table = GENERATIONS) -> Generation:
-    """The same for an AMD architecture. ROCm's torch computes bf16 on every one it supports."""
+    """The first row with the AMD architecture `arch`; ROCm's torch has bf16 on all it supports."""
     for row in table:
         if row.arch and arch.startswith(row.arch):
             return row
@@ -197,31 +197,31 @@ class Device:
 
     @property
     def generation(self) -> GPUGeneration | None:
-        """The generation as something to compare by age; None where it has no place in that order."""
+        """The generation as a value that compares by age; None for one that is not of NVIDIA."""
         return GPUGeneration.__members__.get(self.gpu_generation.upper())
 
-    def multiplies_fast(self, isa: tuple[str, ...]) -> bool:
-        """Does torch multiply matrices at full speed here, of the type that needs one of these instructions?"""
+    def has_fast_matmul(self, isa: tuple[str, ...]) -> bool:
+        """Whether torch multiplies matrices of a dtype that needs one of `isa` at full speed here."""
         return self.type != "cpu" or not set(isa).isdisjoint(self.isa)
 
     @cached_property
     def signature(self) -> str:
-        """What a measurement or a proof made here is valid for: hardware and software, not which of two twins.
+        """A hash of hardware and software, for which measurements and certificates are valid.
 
-        Memory is left out: what a system reports wobbles by a few pages and decides no speed; and what a block may
-        share follows from the model.
+        The index is left out, and memory too: the reported size varies by a few pages and decides
+        no speed, and shared memory follows from the model.
         """
         left_out = ("index", "total_memory", "shared_per_block")
         identity = {k: v for k, v in self.to_json().items() if k not in left_out}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, Any]:
-        """What rules may read of a device; the keys are DEVICE_FACTS."""
+        """The facts that rules may read of a device; the keys are DEVICE_FACTS."""
         return {
             "device": self.type, "vendor": self.vendor, "sm": self.sm, "gpu_generation": self.gpu_generation,
             "tensor_core_generation": self.tensor_core_generation, "isa": self.isa,
-            "fast_bf16_matmul": self.multiplies_fast(FAST_BF16_MATMUL),
-            "fast_fp16_matmul": self.multiplies_fast(FAST_FP16_MATMUL),
+            "fast_bf16_matmul": self.has_fast_matmul(FAST_BF16_MATMUL),
+            "fast_fp16_matmul": self.has_fast_matmul(FAST_FP16_MATMUL),
             "supports_bf16": self.supports_bf16, "supports_fp8": self.supports_fp8,
             "supports_fp4": self.supports_fp4, "torch_version": self.torch_version,
             "shared_per_block": self.shared_per_block,

@@ -1,4 +1,4 @@
-"""What happened, as typed data. Every step down is an event; the log, the counters and explain show it."""
+"""Typed events. Every fallback is one; the log, the counters and explain show it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Event:
         data = {k: v.to_json() if isinstance(v, Reason) else v for k, v in self.__dict__.items()}
         return {"event": self.name, **data}
 
-    def shown(self) -> dict[str, Any]:
-        """What a line of the log says of it."""
+    def log_fields(self) -> dict[str, Any]:
+        """The fields that the log shows."""
         return dict(self.__dict__)
 
 
 @dataclass(frozen=True)
 class Selected(Event):
-    """A kernel was chosen for a kind of call that was not in the cache."""
+    """A kernel was selected for a kind of call that was not in the cache."""
 
     name: ClassVar[str] = "selected"
     candidates: int = 0
@@ -38,7 +38,7 @@ class Selected(Event):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """`kernel: CODE, ...` for each that was rejected."""
+        """`kernel: CODE, ...` for each rejected kernel."""
         return tuple(f"{r.kernel}: {', '.join(reason.code.value for reason in r.reasons)}" for r in self.rejected)
 
     def to_json(self) -> dict[str, Any]:
@@ -46,15 +46,15 @@ class Selected(Event):
         del data["rejected"]
         return {**data, "transforms": list(self.transforms), "reasons": list(self.reasons)}
 
-    def shown(self) -> dict[str, Any]:
-        shown = super().shown()
-        del shown["rejected"]
-        return {**shown, "reasons": "; ".join(self.reasons)}
+    def log_fields(self) -> dict[str, Any]:
+        fields = super().log_fields()
+        del fields["rejected"]
+        return {**fields, "reasons": "; ".join(self.reasons)}
 
 
 @dataclass(frozen=True)
 class WarmedUp(Event):
-    """A kernel that compiles on first use served the first call of a kind; the time holds the compiling, if any."""
+    """A JIT kernel served its first call of a kind; `seconds` includes compiling, if any."""
 
     name: ClassVar[str] = "warmed_up"
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class LearningStarted(Event):
 
 @dataclass(frozen=True)
 class Learned(Event):
-    """A kind of call is settled: `kernel` serves it. Not `clear`: too little was found out, nothing was kept."""
+    """Learning of a kind of call ended: `kernel` serves it. If not `clear`, nothing was kept."""
 
     name: ClassVar[str] = "learned"
     kind: str = ""
@@ -125,8 +125,11 @@ class HealthChanged(Event):
 
 @dataclass(frozen=True)
 class KernelRefused(Event):
-    """A kernel could not be compiled or launched for a kind of call, gave a wrong result or damaged its inputs: it is
-    not asked again for that kind. Where it ran out of memory too often, not for a while."""
+    """A kernel is not used any more for a kind of call.
+
+    It could not be compiled or launched, gave a wrong result or damaged its inputs. If it ran out
+    of memory too often, it is used again after a while.
+    """
 
     name: ClassVar[str] = "refused"
     kind: str = ""
@@ -135,7 +138,7 @@ class KernelRefused(Event):
 
 @dataclass(frozen=True)
 class CompileQueued(Event):
-    """A kernel that must be compiled for a kind of call first will be, in the background."""
+    """A kernel was queued to be compiled for a kind of call in the background."""
 
     name: ClassVar[str] = "compile_queued"
     waiting: int = 0                           # how many are in the queue with it

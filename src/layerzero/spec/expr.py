@@ -24,7 +24,7 @@ _COMPARE: dict[type, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 _CALLS: dict[str, tuple[str, Callable[..., Any]]] = {"max": ("max", max), "min": ("min", min)}
 
-MOST_CHARACTERS = 2000                         # of an expression: what is longer may be too deep to walk
+MOST_CHARACTERS = 2000                         # a longer one may be nested too deeply to walk
 Postfix = tuple[tuple[str, Any], ...]
 
 

@@ -1,7 +1,7 @@
 """The one grid on which sizes are bucketed where only speed depends on them.
 
 1 to 16 exactly, then two buckets per octave: 17-24, 25-32, 33-48, 49-64, 65-96, ...
-A key, a measurement and a dispatch table all speak of the same buckets.
+Keys, measurements and dispatch tables all use these buckets.
 """
 
 from __future__ import annotations

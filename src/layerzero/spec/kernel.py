@@ -17,16 +17,16 @@ _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
 # The implementations behind torch's scaled_dot_product_attention, as torch.nn.attention.SDPBackend names them.
 SDPA_BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
-SDPA = "SDPA"                                  # a kernel that calls scaled_dot_product_attention, which obeys by itself
+SDPA = "SDPA"                                  # calls scaled_dot_product_attention, which obeys them
 
 
 @dataclass(frozen=True)
 class Direct:
-    """A call with no Python frame between the dispatcher and the library.
+    """A library function that the dispatcher calls with no Python frame in between.
 
-    `args` and `kwargs` name the op's parameters, or hold a constant (`Const`, `ByFact`) or the `LastSize` of a tensor.
-    Of a tuple result, `item` picks one element and `first` keeps the first few. `otherwise` serves the calls in which
-    a parameter that only it takes is not at its default.
+    Each of `args` and `kwargs` is the name of an op parameter, a constant (`Const`, `ByFact`) or
+    the `LastSize` of a tensor. Of a tuple result, `item` picks one element and `first` keeps the
+    first few. `otherwise` serves calls that set a parameter which only `otherwise` takes.
     """
 
     fn: Callable[..., Any]
@@ -38,21 +38,22 @@ class Direct:
 
     @property
     def params(self) -> tuple[str, ...]:
-        """The op's parameters that it reads, each as often as it does."""
+        """The op parameters it reads, with repetitions."""
         values = (*self.args, *self.kwargs.values())
         return tuple(v.param if isinstance(v, LastSize) else v for v in values if not isinstance(v, (Const, ByFact)))
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """The facts that some constant depends on."""
+        """The facts that its constants depend on."""
         return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
 
-    def settled(self, known: Mapping[str, Any]) -> Direct:
-        """The same call for calls of which so much is known: its constants chosen."""
-        def chosen(value: Any) -> Any:
-            return value.chosen(known) if isinstance(value, ByFact) else value
+    def resolve(self, known: Mapping[str, Any]) -> Direct:
+        """The same for calls with the facts in `known`: every `ByFact` becomes a constant."""
+        def constant(value: Any) -> Any:
+            return value.constant(known) if isinstance(value, ByFact) else value
 
-        return replace(self, args=tuple(map(chosen, self.args)), kwargs={k: chosen(v) for k, v in self.kwargs.items()})
+        return replace(self, args=tuple(map(constant, self.args)),
+                       kwargs={k: constant(v) for k, v in self.kwargs.items()})
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class Const:
 
 @dataclass(frozen=True)
 class ByFact:
-    """One constant where a fact is known to have this value, else another, which must be right for every call."""
+    """The constant `then` where `fact` is known to be `value`, else `otherwise`."""
 
     fact: str
     value: Any
     then: Any
     otherwise: Any
 
-    def chosen(self, known: Mapping[str, Any]) -> Const:
+    def constant(self, known: Mapping[str, Any]) -> Const:
         return Const(self.then if self.fact in known and known[self.fact] == self.value else self.otherwise)
 
 
@@ -87,10 +88,11 @@ def direct(fn: Callable[..., Any], *args: Any, item: int | None = None, first: i
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """`load` imports the library and returns what to call; it runs on first selection, never at import.
+    """One implementation of `op`.
 
-    What it returns takes the op's parameters by name, or a subset: a parameter it does not take must
-    be at its default, which its rules have to say.
+    `load` imports the library and returns the function to call; it runs on first selection, never
+    at import. That function takes the op's parameters by name, or some of them: `requires` must
+    hold the others at their defaults.
     """
 
     id: str                                    # backend.name
@@ -111,16 +113,16 @@ class Kernel:
     differentiable: bool = True
     graph_safe: bool = True
     traceable: bool = True                     # made of torch ops only, so torch.compile can look inside
-    baseline: bool = False                     # what torch itself would run: the default, and all under lz.disabled()
+    baseline: bool = False                     # what torch runs: the default, and all under lz.disabled()
     less_work: str = ""                        # why it does less than the baseline by construction, in words
     less_work_when: tuple[Condition, ...] = () # where that is so; everywhere, if empty
     jit: bool = False                          # compiles on first use: never chosen unwarmed
     plans_each_size: bool = False              # the first call of every new size takes tens of milliseconds
     sdpa_backend: str = ""                     # one of SDPA_BACKENDS, or SDPA; "": serves while none is switched off
-    replayable: bool = False                   # tells spec/replay.py all that it launches
+    replayable: bool = False                   # reports every launch to spec/replay.py
     untested: bool = False                     # written from source, not run on the hardware it is for
     note: str = ""
-    built: Callable[[], bool | Reason] | None = None     # is what it is compiled to there, or why can it not be made?
+    built: Callable[[], bool | Reason] | None = None     # whether its binary exists, or why it cannot
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
@@ -141,11 +143,11 @@ class Kernel:
 
     @property
     def health(self) -> str:
-        """What a fault of this kernel counts against: its library, or for torch the kernel alone."""
+        """The circuit breaker that its faults count against: of its library, or its own for torch."""
         return self.backend if self.package else self.id
 
     def does_less(self, facts: Facts) -> bool:
-        """Is this a call for which the kernel claims to do less work than the baseline?"""
+        """Whether the kernel claims to do less work than the baseline for this call."""
         return bool(self.less_work) and all(rule.check(facts) is None for rule in self.less_work_when)
 
     def reasons(self, facts: Facts) -> Iterator[Reason]:
@@ -166,7 +168,7 @@ class Kernel:
                    less_work_when=tuple(condition_from_json(r) for r in data.get("less_work_when", ())))
 
     def constrained(self, requires: tuple[Condition, ...], **changes: Any) -> Kernel:
-        """The same kernel under other limits, as a capabilities descriptor may state them."""
+        """The same kernel with other limits, as stated in a capabilities descriptor."""
         return replace(self, requires=requires, **changes)
 
 
@@ -177,7 +179,7 @@ _PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhea
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
-    """Which of the op's parameters `run` takes; refuses one that wants something the op does not have."""
+    """The op parameters that `run` takes; RegistrationError if it needs one that the op lacks."""
     if isinstance(run, Direct):
         named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise) if run.otherwise is not None else ())]
     else:

@@ -1,11 +1,12 @@
-"""The contract of an operation: what it means, what may be known of a call, how wrong an answer may be.
+"""The contract of an operation: its formula, the facts of a call, the tolerated error.
 
 Everything else is generated from it: the cache key, the checks of a call, the tests, the docs
-tables, the roofline. The signature of `reference` *is* the public signature.
+tables, the roofline. The signature of `reference` is the public signature.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import re
@@ -30,14 +31,14 @@ DEVICE_FACTS = frozenset({
 CALL_FACTS = frozenset({"dtype", "grad", "deterministic", "graph", "tensor_kind", "itemsize"})
 TENSOR_FACTS = ("dtype", "device", "stride_last", "contiguous", "alignment", "requires_grad", "ndim", "broadcast")
 
-# Numbers that a kernel can be handed: lengths and counts are 32 bits wide in most of them, torch's ints 64.
-Range = tuple[float, float]                    # both ends belong to it
+# Ranges of numeric parameters: most kernels take lengths and counts as 32 bits, torch takes 64.
+Range = tuple[float, float]                    # both ends included
 INT32: Range = (-2**31, 2**31 - 1)
 INT64: Range = (-2**63, 2**63 - 1)
 SEED: Range = (-2**63, 2**64 - 1)              # as torch.manual_seed: negative ones are taken modulo 2^64
 FINITE: Range = (-sys.float_info.max, sys.float_info.max)
 
-# What the members of a family cannot do without: an op of it that does not declare them is refused.
+# Facts that every op of a family must declare.
 FAMILY_FACTS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "attention": ("head_dim", "seq_q", "seq_k"),
     "tokenization": ("vocab_hash",),
@@ -49,7 +50,7 @@ FAMILY_FACTS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A kernel's error may be `times_eager` x the eager error at the same dtype, within (rtol, atol)."""
+    """A kernel's error may be `times_eager` times the eager one at its dtype, within (rtol, atol)."""
 
     by_dtype: Mapping[str, tuple[float, float]]
     times_eager: float = 2.0
@@ -67,7 +68,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of the signature, by what the hot path must do with it."""
+    """One parameter of the signature."""
 
     name: str
     kind: str                                  # tensor | bool | int | float | str | generator | object
@@ -83,7 +84,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Redirect:
-    """An unusual call, rewritten as a usual one of `op`; `restore` turns its result back."""
+    """An unusual call rewritten as a plain call of `op`; `restore` converts the result back."""
 
     op: str
     values: dict[str, Any]
@@ -91,7 +92,7 @@ class Redirect:
 
 
 class Adaptation(NamedTuple):
-    """A call whose dtypes did not fit, changed so that they do, and what is cast for that."""
+    """The values of a call with the dtypes that the op needs, and the casts made for that."""
 
     values: dict[str, Any]
     casts: tuple[Transform, ...]
@@ -112,27 +113,27 @@ class Op:
     variant: str = ""                          # the str parameter whose value picks the shapes
     returns: Any = ()                          # shape of each result, or per variant
     same_dtype: tuple[str, ...] = ()           # tensors that must share the main one's dtype
-    main: str = ""                             # the tensor that gives dtype and device; the first if not said
+    main: str = ""                             # the tensor that gives dtype and device; else the first
     derived: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()                # sizes that validity or speed needs exactly
-    ranges: Mapping[str, Range] = field(default_factory=dict)  # of an int INT64, of a float FINITE, unless said here
+    ranges: Mapping[str, Range] = field(default_factory=dict)  # by default INT64 for an int, FINITE for a float
     requires: tuple[Condition, ...] = ()       # the contract's own limits: breaking one is the caller's error
     flops: str = "0"
     bytes: str = "0"
     differentiable: tuple[str, ...] = ()
     autocast: str = ""                         # "lower": cast to autocast's dtype; "promote": to the widest given
     canonical: Callable[[dict[str, Any]], Redirect | None] | None = None   # rewrites unusual calls (3-D, nested)
-    extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None  # what rules cannot say
-    adapt: Callable[[dict[str, Any]], Adaptation | None] | None = None     # a KV cache of another dtype, made to fit
+    extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None  # what rules cannot express
+    adapt: Callable[[dict[str, Any]], Adaptation | None] | None = None     # casts what may be cast, such as a KV cache
     outputs: str = "Tensor"                    # Tensor, or Tensor[] for several or where the count depends on the call
     read: Callable[[dict[str, Any]], dict[str, Any]] | None = None   # facts of an op whose arguments are not tensors
     reads: tuple[str, ...] = ()                # the names of those facts
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     nested: bool = False                       # `canonical` knows what to do with nested tensors
-    stress: tuple[Mapping[str, Any], ...] = ()  # cases that are long, many or far: for the longer lanes of verification
-    gradient_cases: tuple[Mapping[str, Any], ...] = ()      # for the backward; some of `cases` if not said
-    dropout_case: Mapping[str, Any] = field(default_factory=dict)  # sizes that show the weights that dropout_p leaves
-    alterations: tuple[Alteration, ...] = ()   # mistakes that a kernel of it could make
+    stress: tuple[Mapping[str, Any], ...] = ()  # large cases, for the longer lanes of verification
+    gradient_cases: tuple[Mapping[str, Any], ...] = ()      # for the backward; by default some of `cases`
+    dropout_case: Mapping[str, Any] = field(default_factory=dict)  # sizes at which dropped weights show
+    alterations: tuple[Alteration, ...] = ()   # mistakes that a kernel could make
     sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
     in_place: tuple[str, ...] = ()             # tensors that a kernel writes into, and whose memory it may return
 
@@ -154,7 +155,7 @@ class Op:
                             f"{', '.join(self.tensors)}")
 
     def _check_ranges(self) -> None:
-        """A range belongs to a number, is wide enough for its default, and no wider than what torch reads."""
+        """Raise unless each range is of a number, contains its default and fits torch's range."""
         for name, (low, high) in self.ranges.items():
             p = self.by_name.get(name)
             if p is None or p.kind not in ("int", "float"):
@@ -167,12 +168,12 @@ class Op:
 
     @cached_property
     def limits(self) -> Mapping[str, Range]:
-        """Of every number among the parameters: what it must lie in to be read at all. Rules may ask for less."""
+        """The range of every numeric parameter. Rules may be narrower."""
         return {p.name: self.ranges.get(p.name, INT64 if p.kind == "int" else FINITE)
                 for p in self.params if p.kind in ("int", "float")}
 
     def _check_names(self) -> None:
-        """Every name in an expression, and every size kept exactly, must be one the call has."""
+        """Raise unless every name in an expression and in `exact` is a number of the call."""
         known = {*self.dims, *self.derived, "itemsize", *(p.name for p in self.params if p.kind in ("int", "float"))}
         for what, text in (*self.derived.items(), ("flops", self.flops), ("bytes", self.bytes)):
             self.check_expression(text, f"op {self.name!r}: {what}", known)
@@ -233,7 +234,6 @@ class Op:
     def check_rule(self, rule: Condition, owner: str) -> None:
         for leaf in rule.leaves():
             if leaf.fact not in self.fact_names:
-                import difflib
                 near = difflib.get_close_matches(leaf.fact, self.fact_names, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise SpecError(f"{owner} reads the fact {leaf.fact!r}, which {self.name!r} does not have{hint}")

@@ -1,4 +1,4 @@
-"""Where the files of this library are: one place for the location of the cache folder."""
+"""The location of the cache folder."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     environ = os.environ if environ is None else environ
     text = environ.get("LAYERZERO_CACHE_DIR", "").strip()
     if text:
-        return expanded(text, "LAYERZERO_CACHE_DIR")
+        return expand_path(text, "LAYERZERO_CACHE_DIR")
     base = environ.get("XDG_CACHE_HOME", "").strip()
     # The XDG specification tells programs to ignore a relative path.
-    home = Path(base) if os.path.isabs(base) else expanded("~/.cache", "LAYERZERO_CACHE_DIR")
+    home = Path(base) if os.path.isabs(base) else expand_path("~/.cache", "LAYERZERO_CACHE_DIR")
     return home / "layerzero"
 
 
-def expanded(text: str, variable: str) -> Path:
-    """`text` as a path, its ~ replaced by the home folder; `variable` is what an error tells to set."""
+def expand_path(text: str, variable: str) -> Path:
+    """`text` as a path with ~ expanded; an error asks the user to set `variable`."""
     try:
         return Path(text).expanduser()
     except RuntimeError as e:

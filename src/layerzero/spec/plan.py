@@ -1,4 +1,4 @@
-"""The whole decision about one kind of call: whom to try, in order, and why not the others."""
+"""The decision about one kind of call: which kernels to try, in order, and why not the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .reason import Reason
 
 
 class Transform(NamedTuple):
-    """What must be done to the inputs first, and what it moves."""
+    """A change of the inputs before the kernel runs, and the bytes it moves."""
 
     kind: str                                  # contiguous | cast | layout
     target: str                                # the parameter, or the variant it is viewed as
@@ -23,7 +23,7 @@ class Transform(NamedTuple):
         return self._asdict()
 
 
-# Where a score comes from. All but the last are evidence, which a kernel needs to take the place of torch's own.
+# Sources of a score. All but the last are evidence, which a kernel needs to replace torch's own.
 MEASURED = "measured"                          # on this machine, for this kind of call, in this mode
 INTERPOLATED = "interpolated"                  # from neighbouring kinds of call
 SHIPPED = "shipped"                            # measured on this model of device, and part of this package
@@ -45,11 +45,11 @@ class Score(NamedTuple):
     samples: int = 0
     spread: float = 0.0                        # relative spread of the measurement
     distance: float = 0.0                      # of an interpolated one: octaves to the nearest measurement
-    evidence: str = ""                         # in words, where the source alone does not say it
+    evidence: str = ""                         # in words, if the source alone does not say it
 
     @property
     def origin(self) -> str:
-        """The source, and what it says."""
+        """The source with its evidence."""
         return f"{self.source}: {self.evidence}" if self.evidence else self.source
 
     def to_json(self) -> dict[str, Any]:
@@ -88,11 +88,11 @@ class Plan:
     steps: tuple[Step, ...]
     rejected: tuple[Rejected, ...]
     policy: str = ""                           # hash of the policy it was made under
-    locked: str = ""                           # who named the kernel, when someone did
+    locked: str = ""                           # who named the kernel, if somebody did
     from_cache: bool = field(default=False, compare=False)
-    table: str = ""                            # id of the dispatch table it came from, when it did
+    table: str = ""                            # id of the dispatch table it came from, if any
     missed: Reason | None = None               # why the table in force was not followed
-    lacking: int = field(default=0, compare=False)     # the least workspace that was too large; 0: none was
+    refused_workspace: int = field(default=0, compare=False)     # the smallest workspace that was too large, or 0
 
     @property
     def kernel(self) -> str | None:

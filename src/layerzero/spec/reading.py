@@ -1,8 +1,8 @@
-"""Reading what others wrote: one way to a file's bytes and one to its JSON, with a limit on everything.
+"""Reading of untrusted files: their bytes, text and JSON, with a limit on everything.
 
-A file may be hostile or damaged. It may be larger than memory, nested deeper than Python's stack, hold numbers
-that no machine has, one key twice, or half a character; what is read here is none of that. All that goes wrong
-is a `DataError` (or the error that is asked for) that names the file, what was wanted and what came.
+A file may be hostile or damaged: larger than memory, nested deeper than Python's stack, with
+numbers beyond any machine, one key twice, or half a character. All of that is refused with a
+`DataError` (or the error class passed in) that names the file, what was expected and what came.
 """
 
 from __future__ import annotations
@@ -25,81 +25,81 @@ Error = Union[type[DataError], type[ConfigError]]
 
 
 class Limits(NamedTuple):
-    """How much a file may ask of its reader. Every format here stays far below."""
+    """The largest file that is read. Every format here stays far below."""
 
     size: int = 64 * MIB                       # bytes of the file
     line: int = 16 * MIB                       # bytes of one line of JSON Lines
     depth: int = 64                            # of lists and objects in each other
-    digits: int = 40                           # of a whole number: any of them can be made a float
+    digits: int = 40                           # of a whole number: any such number fits a float
 
 
 LIMITS = Limits()
 _SURROGATE = re.compile(r"\\u[dD][89abcdefABCDEF]")
 
 
-def read_bytes(path: Path, wanted: str, *, size: int = LIMITS.size, error: Error = DataError) -> bytes:
-    """The content of a file of at most `size` bytes; `wanted` says what it should be, for the message."""
-    with _opened(path, wanted, error) as file:
+def read_bytes(path: Path, expected: str, *, size: int = LIMITS.size, error: Error = DataError) -> bytes:
+    """The content of a file of at most `size` bytes; `expected` describes it in an error."""
+    with _open(path, expected, error) as file:
         content = file.read(size + 1)
     if len(content) > size:
-        raise error(f"{path}: wanted {wanted} of at most {_bytes(size)}; it is larger")
+        raise error(f"{path}: wanted {expected} of at most {_bytes(size)}; it is larger")
     return content
 
 
 @contextmanager
-def _opened(path: Path, wanted: str, error: Error) -> Iterator[BinaryIO]:
+def _open(path: Path, expected: str, error: Error) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb", opener=_opener) as file:
-            if not (stat.S_ISREG(os.fstat(file.fileno()).st_mode) or _handed_over(path)):
+            if not (stat.S_ISREG(os.fstat(file.fileno()).st_mode) or _is_shell_pipe(path)):
                 raise OSError(0, "it is not a regular file")
             yield file
     except OSError as e:
-        raise error(f"{path}: wanted {wanted}; cannot read it: {e.strerror or e}") from e
+        raise error(f"{path}: wanted {expected}; cannot read it: {e.strerror or e}") from e
     except (DataError, ConfigError):
         raise
     except ValueError as e:                    # a zero byte or half a character in the path
-        raise error(f"{path!r}: wanted {wanted}; that is no path: {e}") from e
+        raise error(f"{path!r}: wanted {expected}; that is no path: {e}") from e
 
 
 def _opener(path: str, flags: int) -> int:
-    """A FIFO among the files of a folder must not be waited for."""
-    return os.open(path, flags if _handed_over(path) else flags | getattr(os, "O_NONBLOCK", 0))
+    """Open without waiting for the writer of a FIFO, except of one that the shell passed."""
+    return os.open(path, flags if _is_shell_pipe(path) else flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _handed_over(path: Path) -> bool:
-    """Is it a pipe of the shell, as /dev/stdin and <(...) are?"""
+def _is_shell_pipe(path: Path) -> bool:
+    """Whether it is a pipe of the shell, like /dev/stdin and <(...)."""
     return os.fspath(path).startswith(("/dev/", "/proc/"))
 
 
-def read_text(path: Path, wanted: str, *, size: int = LIMITS.size, error: Error = DataError) -> str:
-    """The content as UTF-8; a byte order mark is left out."""
-    return _decoded(read_bytes(path, wanted, size=size, error=error), str(path), wanted, error)
+def read_text(path: Path, expected: str, *, size: int = LIMITS.size, error: Error = DataError) -> str:
+    """The content as UTF-8, without a byte order mark."""
+    return _decode(read_bytes(path, expected, size=size, error=error), str(path), expected, error)
 
 
-def read_json(path: Path, wanted: str, *, limits: Limits = LIMITS, nan: bool = False, unique: bool = True,
+def read_json(path: Path, expected: str, *, limits: Limits = LIMITS, nan: bool = False, unique: bool = True,
               error: Error = DataError) -> Any:
-    """A file of one JSON value; see `parse_json`."""
-    return parse_json(read_bytes(path, wanted, size=limits.size, error=error), str(path), wanted, limits=limits,
+    """The JSON value in a file; see `parse_json`."""
+    return parse_json(read_bytes(path, expected, size=limits.size, error=error), str(path), expected, limits=limits,
                       nan=nan, unique=unique, error=error)
 
 
-def read_json_lines(path: Path, wanted: str, *, limits: Limits = LIMITS, nan: bool = False, error: Error = DataError
+def read_json_lines(path: Path, expected: str, *, limits: Limits = LIMITS, nan: bool = False, error: Error = DataError
                     ) -> Iterator[tuple[int, Any]]:
-    """(number, value) of each line that is not blank; the error names the line."""
-    for number, line in lines_of(path, wanted, limits=limits, error=error):
+    """Yield (line number, value) for each line that is not blank; an error names the line."""
+    for number, line in read_lines(path, expected, limits=limits, error=error):
         yield number, parse_json(line, f"{path}:{number}", "one JSON value on the line", limits=limits, nan=nan,
                                  error=error)
 
 
-def lines_of(path: Path, wanted: str, *, limits: Limits = LIMITS, error: Error = DataError
+def read_lines(path: Path, expected: str, *, limits: Limits = LIMITS, error: Error = DataError
              ) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of each line that is not blank. Only a line feed ends one: JSON may hold the others."""
-    read = number = 0
-    with _opened(path, wanted, error) as file:
+    """Yield (line number, content) for each line that is not blank; only a line feed ends one."""
+    size = number = 0
+    with _open(path, expected, error) as file:
         while line := file.readline(limits.line + 2):
-            read, number = read + len(line), number + 1
-            if read > limits.size:
-                raise error(f"{path}: wanted {wanted} of at most {_bytes(limits.size)}; it is larger")
+            size, number = size + len(line), number + 1
+            if size > limits.size:
+                raise error(f"{path}: wanted {expected} of at most {_bytes(limits.size)}; it is larger")
             line = line.removesuffix(b"\n")
             if len(line) > limits.line:
                 raise error(f"{path}:{number}: wanted lines of at most {_bytes(limits.line)}; it is longer")
@@ -107,39 +107,39 @@ def lines_of(path: Path, wanted: str, *, limits: Limits = LIMITS, error: Error =
                 yield number, line
 
 
-def parse_json(content: bytes | str, origin: str, wanted: str, *, limits: Limits = LIMITS, nan: bool = False,
+def parse_json(content: bytes | str, origin: str, expected: str, *, limits: Limits = LIMITS, nan: bool = False,
                unique: bool = True, error: Error = DataError) -> Any:
     """The value of a JSON text.
 
-    `nan` admits NaN and Infinity, which JSON does not have and Python writes; `unique=False` takes the last of
-    several members of one name, as other libraries do.
+    `nan` allows NaN and Infinity, which Python writes although JSON has none; `unique=False` takes
+    the last of several members with one name, as other libraries do.
     """
-    text = content if isinstance(content, str) else _decoded(content, origin, wanted, error)
+    text = content if isinstance(content, str) else _decode(content, origin, expected, error)
 
-    def whole(digits: str) -> int:
+    def parse_int(digits: str) -> int:
         if len(digits) > limits.digits:
             raise ValueError(f"a number of {len(digits)} digits; at most {limits.digits} are read")
         return int(digits)
 
     try:
-        value = json.loads(text, parse_int=whole, parse_float=None if nan else _finite,
-                           parse_constant=None if nan else _no_constant,
-                           object_pairs_hook=_unique if unique else None)
+        value = json.loads(text, parse_int=parse_int, parse_float=None if nan else _parse_finite,
+                           parse_constant=None if nan else _refuse_constant,
+                           object_pairs_hook=_unique_members if unique else None)
         if _SURROGATE.search(text):            # a pair of them is one character, one alone is none
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise error(f"{origin}: wanted {wanted}; its JSON is nested too deeply") from None
+        raise error(f"{origin}: wanted {expected}; its JSON is nested too deeply") from None
     except UnicodeEncodeError:
-        raise error(f"{origin}: wanted {wanted}; its JSON holds half of a surrogate pair, which is no character"
+        raise error(f"{origin}: wanted {expected}; its JSON holds half of a surrogate pair, which is no character"
                     ) from None
     except ValueError as e:
-        raise error(f"{origin}: wanted {wanted}; it is not JSON: {e}") from e
-    if _deeper(value, limits.depth):
-        raise error(f"{origin}: wanted {wanted}; its JSON is nested more than {limits.depth} deep")
+        raise error(f"{origin}: wanted {expected}; it is not JSON: {e}") from e
+    if _is_deeper(value, limits.depth):
+        raise error(f"{origin}: wanted {expected}; its JSON is nested more than {limits.depth} deep")
     return value
 
 
-def _deeper(value: Any, depth: int) -> bool:
+def _is_deeper(value: Any, depth: int) -> bool:
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(depth):
         if not level:
@@ -149,38 +149,38 @@ def _deeper(value: Any, depth: int) -> bool:
     return bool(level)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"{twice!r:.80} is given twice in one object")
-    return found
+    return members
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text:.40} is beyond the largest number")
     return number
 
 
-def _no_constant(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON number")
 
 
-def _decoded(content: bytes, origin: str, wanted: str, error: Error) -> str:
+def _decode(content: bytes, origin: str, expected: str, error: Error) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise error(f"{origin}: wanted {wanted} in UTF-8; byte {e.start} is not") from e
+        raise error(f"{origin}: wanted {expected} in UTF-8; byte {e.start} is not") from e
 
 
 def _bytes(n: int) -> str:
     return f"{n // MIB} MiB" if n >= MIB else f"{n // 1024} KiB"
 
 
-# What may be shown of it
+# Printing of untrusted text
 
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"             # C0, C1: ESC, CSI, OSC, CR and their kin
@@ -189,22 +189,22 @@ _UNSEEN = re.compile(
 
 
 def printable(text: str) -> str:
-    """As a terminal may be sent it: what would steer the terminal or reorder the line stands as its escape."""
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+    """`text` for a terminal: characters that would steer it or reorder the line become escapes."""
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
-# What libraries written in Rust do
+# Panics of libraries written in Rust
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Panicked(RuntimeError):
-    """A library written in Rust panicked. Its own exception is none that `except Exception` catches."""
+class RustPanic(RuntimeError):
+    """A library written in Rust panicked. `except Exception` does not catch its own exception."""
 
 
 def no_panic(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, with a panic of a Rust library in it raised as `Panicked`, which is an Exception."""
+    """Wrap `function` so that a panic of a Rust library in it is raised as `RustPanic`."""
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -212,6 +212,6 @@ def no_panic(function: Callable[P, T]) -> Callable[P, T]:
         except BaseException as e:             # each library has a class of its own, known by its name alone
             if type(e).__name__ != "PanicException":
                 raise
-            raise Panicked(f"a Rust library panicked: {e}") from e
+            raise RustPanic(f"a Rust library panicked: {e}") from e
 
     return call

@@ -16,7 +16,7 @@ Value = Union[Scalar, tuple[Scalar, ...]]
 
 
 class Category(str, Enum):
-    """What kind of thing stands in the way."""
+    """What kind of obstacle a code is about."""
 
     HARDWARE = "hardware"
     DTYPE = "dtype"
@@ -35,7 +35,7 @@ class Category(str, Enum):
 
 
 class Code(str, Enum):
-    """`Code.X.value` is the stable string; category, template and advice come with it."""
+    """A stable string with its category, message template and advice."""
 
     category: Category
     template: str
@@ -216,7 +216,7 @@ class Code(str, Enum):
     SCHEMA_UNKNOWN = ("SCHEMA_UNKNOWN", Category.PLAN, "schema must be {want}, got {got}")
 
 
-STRANGE: tuple[type[BaseException], ...] = (Exception,)        # what the methods of an object of others may raise
+FOREIGN_ERRORS: tuple[type[BaseException], ...] = (Exception,)        # what methods of a foreign object may raise
 
 
 def plain(value: Any) -> Value:
@@ -232,20 +232,20 @@ def plain(value: Any) -> Value:
 
 
 def shown(value: Any, as_text: Callable[[Any], str] = repr, most: int = 500) -> str:
-    """A value as it may stand in a message: never long, and never an error of its own.
+    """`value` as text for a message; it never raises and is never long.
 
-    Python writes no whole number of more than some thousand digits, and an object may raise when it is shown.
+    Python converts no int of more than some thousand digits, and a foreign object may raise.
     """
     try:
         text = as_text(value)
-    except STRANGE as e:
+    except FOREIGN_ERRORS as e:
         return f"{type(value).__name__} that cannot be shown ({type(e).__name__})"
     return text if len(text) <= most else f"{text[:most - 3]}..."
 
 
 @dataclass(frozen=True)
 class Reason:
-    """One obstacle: which code, on which fact, what was wanted and what came."""
+    """One obstacle: its code, the fact it is about, what was wanted and what came."""
 
     code: Code
     want: Value = None
@@ -273,10 +273,10 @@ class Reason:
 
 def code_named(text: str) -> Code:
     """The code with this stable string; ValueError if there is none."""
-    found = _CODES.get(text)
-    if found is None:
+    code = _CODES.get(text)
+    if code is None:
         raise ValueError(f"{text!r} is not a reason code")
-    return found
+    return code
 
 
 _CODES: Mapping[str, Code] = {code.value: code for code in Code}

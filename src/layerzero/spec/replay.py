@@ -1,9 +1,10 @@
-"""How a launcher tells what it launched, so that the call can be replayed without Python: pure data.
+"""Recording of kernel launches, so that a call can be replayed without Python.
 
-While a call is recorded, `watcher()` is not None, and a launcher of a kernel that is declared `replayable` tells it
-every launch. A recording holds for calls of the same signature: dtypes, sizes, strides, alignment and plain values. A
-launcher whose kernel takes a size or a stride at run time may say that it varies; it then promises that within the
-range nothing else of the call depends on it: neither what is allocated nor which function is launched with which grid.
+While a call is recorded, `watcher()` is not None, and the launcher of a kernel that is declared
+`replayable` reports every launch to it. A recording is valid for calls of the same signature:
+dtypes, sizes, strides, alignment and plain values. A launcher whose kernel takes a size or a stride
+at run time may declare it as varying; it then promises that within the range nothing else of the
+call depends on it: neither what is allocated nor which function is launched with which grid.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 Grid = tuple[int, int, int]
-MOST = 2**31 - 1                               # of a number that is passed as 32 bits
+MOST = 2**31 - 1                               # the largest number that is passed as 32 bits
 
 
 class Varying(NamedTuple):
-    """A size or a stride of an argument of the call that may be another, in `low` to `high` and a multiple of `step`.
+    """A size or a stride of an argument that may vary, from `low` to `high` in multiples of `step`.
 
-    `field`: the parameter that it is passed as, times `factor`; -1 if the kernel is not told.
+    It is passed as the parameter `field`, times `factor`; -1 if the kernel does not take it.
     """
 
     tensor: Any
@@ -38,7 +39,7 @@ class Varying(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, as the driver got it."""
+    """One launch, as passed to the driver."""
 
     address: int                               # of cuLaunchKernelEx
     function: int                              # CUfunction
@@ -51,14 +52,14 @@ class Launch:
     fields: tuple[tuple[int, int], ...]        # offset and size of each number and pointer in `params`
     pointers: tuple[tuple[int, Any], ...]      # field and tensor
     varying: tuple[Varying, ...]
-    refused: Callable[[int, int, Grid], BaseException]     # of the driver's code, the device and the grid
-    hooks: tuple[list[Any], ...] = ()          # while one of these is not empty, the launch is not to be replayed
+    refused: Callable[[int, int, Grid], BaseException]     # the error for a driver code, device and grid
+    hooks: tuple[list[Any], ...] = ()          # while one is not empty, the launch is not replayed
     kept: Any = None                           # what must live as long as the function
 
 
 class Watcher(Protocol):
     def launched(self, launch: Launch) -> None:
-        """All that a launcher has to tell of one launch."""
+        """A kernel was launched."""
 
     def keeps(self, tensor: Any, stream: int) -> None:
         """`tensor` belongs to this stream and outlives the call."""
@@ -82,14 +83,14 @@ def watching(by: Watcher) -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def fields_of(format: str) -> tuple[tuple[int, int], ...]:
-    """Offset and size of each field of a struct of the struct module with native alignment, without padding."""
-    codes = expanded(format)
+    """Offset and size of each field of a `struct` format with native alignment."""
+    codes = expand_format(format)
     return tuple((struct.calcsize("@" + "".join(codes[:i + 1])) - struct.calcsize(code), struct.calcsize(code))
                  for i, code in enumerate(codes))
 
 
-def expanded(format: str) -> list[str]:
-    """A code for each field: "@2Pi" gives P, P, i."""
+def expand_format(format: str) -> list[str]:
+    """One format character for each field: "@2Pi" gives P, P, i."""
     codes: list[str] = []
     count = ""
     for c in format.lstrip("@"):

@@ -1,36 +1,23 @@
-"""Constraints: each reads one named fact of a call and yields a reason or nothing.
+"""Rules: each reads one named fact of a call and yields a reason or nothing.
 
-A rule is data, so one pass of it serves the filter, `explain`, the error text, the capability
+A rule is data, so one declaration serves the filter, `explain`, the error text, the capability
 tables, `capabilities.json`, the boundary tests, and the cache key: the key keeps of a size just
-what some rule can tell apart. `any_of` and `when` combine rules.
-
-A fact that is None (an absent tensor, say) passes `le`, `ge`, `eq` and `multiple_of`; `in`,
-`present` and `absent` take None literally.
+what some rule can tell apart. `any_of` and `when` combine rules; what a test means is in
+`predicate.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Union
 
 from .errors import SpecError
+from .predicate import PREDICATES, Predicate
 from .reason import Code, Reason, Value, code_named, plain
 
 Facts = Mapping[str, Any]
-
-TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "eq": (lambda got, want: got is None or got == want, "{}"),
-    "ne": (lambda got, want: got != want, "other than {}"),
-    "le": (lambda got, want: got is None or got <= want, "<= {}"),
-    "ge": (lambda got, want: got is None or got >= want, ">= {}"),
-    "multiple_of": (lambda got, want: got is None or got % want == 0, "a multiple of {}"),
-    "in": (lambda got, want: got in want, "{}"),
-    "not_in": (lambda got, want: got not in want, "none of {}"),
-    "present": (lambda got, want: got is not None, "given"),
-    "absent": (lambda got, want: got is None, "absent"),
-    "has": (lambda got, want: want in (got or ()), "{}"),
-}
 
 
 @dataclass(frozen=True)
@@ -44,20 +31,30 @@ class Rule:
     repair: str = ""
 
     def __post_init__(self) -> None:
-        if self.test not in TESTS:
-            raise SpecError(f"rule on {self.fact!r}: unknown test {self.test!r}; known are {', '.join(TESTS)}")
+        if self.test not in PREDICATES:
+            raise SpecError(f"rule on {self.fact!r}: unknown test {self.test!r}; "
+                            f"known are {', '.join(PREDICATES)}")
         object.__setattr__(self, "value", plain(self.value))
+
+    @cached_property
+    def predicate(self) -> Predicate:
+        return PREDICATES[self.test](self.value)
 
     @property
     def want(self) -> str:
-        value = self.value
-        if isinstance(value, tuple):
-            value = " or ".join("absent" if v is None else str(v) for v in value)
-        return TESTS[self.test][1].format(value)
+        return self.predicate.text()
 
     def check(self, facts: Facts) -> Reason | None:
         got = facts[self.fact]
-        return None if TESTS[self.test][0](got, self.value) else Reason(self.code, self.want, got, self.fact)
+        return None if self.predicate.holds(got) else Reason(self.code, self.want, got, self.fact)
+
+    def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
+        """The answer if each leaf has that of `verdict`; None is "unknown", there and here."""
+        return verdict(self)
+
+    def expression(self, variable: Callable[[str], str]) -> str:
+        """`check(...) is None` in Python; `variable` names the local variable that holds a fact."""
+        return self.predicate.code(variable(self.fact))
 
     def leaves(self) -> Iterator[Rule]:
         yield self
@@ -73,7 +70,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """At least one must hold. The reason is the one of the last alternative."""
+    """At least one rule must hold. The reason is that of the last alternative."""
 
     rules: tuple[Condition, ...]
 
@@ -89,6 +86,13 @@ class AnyOf:
                 return None
         return last
 
+    def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
+        answers = [rule.decide(verdict) for rule in self.rules]
+        return True if True in answers else None if None in answers else False
+
+    def expression(self, variable: Callable[[str], str]) -> str:
+        return f"({' or '.join(rule.expression(variable) for rule in self.rules)})"
+
     def leaves(self) -> Iterator[Rule]:
         for rule in self.rules:
             yield from rule.leaves()
@@ -102,7 +106,7 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class When:
-    """`then` must hold wherever `condition` does."""
+    """`then` must hold if `condition` does."""
 
     condition: Condition
     then: Condition
@@ -113,6 +117,13 @@ class When:
 
     def check(self, facts: Facts) -> Reason | None:
         return None if self.condition.check(facts) is not None else self.then.check(facts)
+
+    def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
+        condition, then = self.condition.decide(verdict), self.then.decide(verdict)
+        return True if condition is False or then is True else then if condition else None
+
+    def expression(self, variable: Callable[[str], str]) -> str:
+        return f"(not {self.condition.expression(variable)} or {self.then.expression(variable)})"
 
     def leaves(self) -> Iterator[Rule]:
         yield from self.condition.leaves()
@@ -138,7 +149,7 @@ def condition_from_json(data: Mapping[str, Any]) -> Condition:
                 code_named(data["code"]), data.get("repair", ""))
 
 
-# The words backends write their requirements in.
+# The functions that declarations are written with.
 
 def any_of(*rules: Condition) -> AnyOf:
     return AnyOf(rules)
@@ -196,8 +207,8 @@ def vendor(*names: str) -> Rule:
     return Rule("vendor", "in", names, Code.VENDOR_MISMATCH)
 
 
-def sm(at_least: int = 0, below: int = 0) -> Rule | AnyOf:
-    """Compute capability as 10 x major + minor, in [at_least, below)."""
+def sm(at_least: int = 0, below: int = 0) -> Rule:
+    """Limit the compute capability, 10 x major + minor, from one side."""
     if at_least and below:
         raise SpecError("sm() takes at_least or below; give two rules for a range")
     if below:
@@ -214,20 +225,20 @@ def cpu_isa(name: str) -> Rule:
 
 
 def slow_half_matmul() -> tuple[Condition, ...]:
-    """A half type whose matmul this CPU has no instructions for, so that torch computes it an element at a time."""
+    """For CPUs without matmul instructions for a half dtype: torch is very slow there."""
     bf16, fp16 = (Rule(f"fast_{name}_matmul", "eq", False, Code.MATMUL_IS_FAST) for name in ("bf16", "fp16"))
-    return (device("cpu"), dtypes("bfloat16", "float16"), any_of(bf16, fp16),   # the last is of the device alone
+    return (device("cpu"), dtypes("bfloat16", "float16"), any_of(bf16, fp16),   # of the device alone
             when(dtypes("bfloat16"), bf16), when(dtypes("float16"), fp16))
 
 
 def dtypes(*names: str, of: str = "dtype", cast: bool = False) -> Rule:
-    """`cast=True`: with allow_adaptation the inputs may be cast to the first name and back."""
+    """Limit a dtype; with `cast` the policy may allow casts to the first name and back."""
     code = Code.MASK_DTYPE_UNSUPPORTED if of.startswith("attn_mask") else Code.DTYPE_UNSUPPORTED
     return Rule(of, "in", names, code, repair="cast" if cast else "")
 
 
 def unit_stride(tensor: str, repair: bool = True) -> Rule:
-    """The last dimension must be contiguous; a copy of that tensor repairs it."""
+    """The last dimension must be contiguous; copying the tensor repairs it."""
     return Rule(f"{tensor}.stride_last", "eq", 1, Code.STRIDE_LAST_DIM, repair="contiguous" if repair else "")
 
 
@@ -240,5 +251,5 @@ def aligned(tensor: str, to_bytes: int) -> Rule:
 
 
 def plain_tensors() -> Rule:
-    """For kernels that read raw storage: no subclass, no vmap, no fake tensor."""
+    """No subclass, no vmap, no fake tensor: for kernels that read raw storage."""
     return Rule("tensor_kind", "in", ("plain",), Code.TENSOR_SUBCLASS_UNSUPPORTED)

@@ -1,9 +1,10 @@
-"""Files that become code: kept in folders that nobody else can write, sealed, and checked before they are used.
+"""Files that become code: in folders that nobody else can write, sealed, checked before use.
 
-A store is one folder of the cache (native, cuda, certificates). Beside each file lies its seal: the SHA-256 of its
-content, and an HMAC of that and of the file's name under a key that only this user can read (or that a fleet shares,
-LAYERZERO_SEAL_KEY). What is used is what was checked: every folder is opened below the one before, the file is opened
-once without following a link, and it is hashed and loaded through that descriptor.
+A store is one folder of the cache (native, cuda, certificates). Beside each file lies its seal:
+the SHA-256 of its content, and an HMAC of that and of the file's name under a key that only this
+user can read (or that a fleet shares, LAYERZERO_SEAL_KEY). Between check and use nothing can be
+exchanged: every folder is opened relative to its parent, the file is opened once without following
+a link, and it is hashed and loaded through that descriptor.
 """
 
 from __future__ import annotations
@@ -33,38 +34,39 @@ KEY = "seal.key"
 KEY_BYTES = 32
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 _OTHERS_WRITE, _OTHERS_ANY = 0o022, 0o077
-_LONGEST_SEAL = 1 << 12
-_TRIES, _BETWEEN_TRIES = 3, 0.02               # while another process replaces a file and its seal
+_SEAL_BYTES = 1 << 12
+_TRIES, _RETRY_SECONDS = 3, 0.02               # while another process replaces a file and its seal
 _POSIX = hasattr(os, "geteuid") and os.open in os.supports_dir_fd
-_FOLLOW_NOT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class UntrustedFile(DataError):
-    """A file or folder that others could have written, or that is not as it was sealed. It is not used."""
+    """A file or folder that others could have written, or that differs from its seal."""
 
 
 def trusted_folder(root: Path, *parts: str) -> Path:
-    """`root/parts`, made where it is missing, for this user alone; UntrustedFile where others can write.
+    """Create `root/parts` for this user alone; UntrustedFile if others can write there.
 
-    `umask` does not matter. Folders below `root` that are this user's own and were made open are closed; `root` is
-    closed only where it is the default cache folder, since a folder that the user chose may be shared on purpose.
+    The umask does not matter. Folders below `root` that this user left open to others are made
+    private; `root` itself only if it is the default cache folder, since one that the user chose
+    may be shared on purpose.
     """
     os.makedirs(root.parent, exist_ok=True)
     for i in range(len(parts) + 1):
-        _make(root.joinpath(*parts[:i]))
-    with _entered(root, parts, repair=True) as folder:
+        _make_folder(root.joinpath(*parts[:i]))
+    with _open_folders(root, parts, repair=True) as folder:
         return folder.path
 
 
 def check_folder(root: Path, *parts: str) -> None:
-    """UntrustedFile where others can write `root` or one of the folders below it on the way to `root/parts`."""
-    with _entered(root, parts):
+    """Raise UntrustedFile if others can write `root` or a folder from there to `root/parts`."""
+    with _open_folders(root, parts):
         pass
 
 
 def create_file(path: Path, content: bytes = b"") -> None:
-    """A new file for this user alone; FileExistsError where there is one, a link included."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FOLLOW_NOT | getattr(os, "O_BINARY", 0)
+    """Create a file for this user alone; FileExistsError if there is one, or a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, flags, PRIVATE_FILE), "wb") as out:
         if hasattr(os, "fchmod"):
             os.fchmod(out.fileno(), PRIVATE_FILE)
@@ -72,19 +74,19 @@ def create_file(path: Path, content: bytes = b"") -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file of a trusted folder whole or not at all, for this user alone, under no name that can be foreseen."""
-    with _drafts(path.parent) as drafts:
-        create_file(drafts / path.name, content)
-        os.replace(drafts / path.name, path)
+    """Write a file of a trusted folder atomically, for this user alone."""
+    with _private_temp(path.parent) as folder:
+        create_file(folder / path.name, content)
+        os.replace(folder / path.name, path)
 
 
 def replace_output(path: Path, text: str) -> None:
-    """Write a file that the user asked for in one step: readers see the old one or the new one.
+    """Write a file that the user asked for atomically: readers see the old one or the new one.
 
-    The draft beside it has a name that cannot be foreseen, and is never written through a link.
+    The draft beside it has an unguessable name and is never written through a link.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FOLLOW_NOT
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
     try:
         with os.fdopen(os.open(draft, flags, 0o666), "w", encoding="utf-8") as out:
             out.write(text)
@@ -97,14 +99,14 @@ def replace_output(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """The folder `name` of the cache at `root`, and the files in it that are sealed."""
+    """The folder `name` of the cache at `root`, with sealed files."""
 
     root: Path
     name: str
 
     @classmethod
     def of(cls, path: Path, root: Path | None = None) -> tuple[Store, tuple[str, ...]]:
-        """The store of a file below the cache folder, and the parts of its path there."""
+        """The store of a file in the cache folder, and the parts of its path in that store."""
         root = cache_dir() if root is None else root
         name, *parts = path.relative_to(root).parts
         return cls(root, name), tuple(parts)
@@ -113,9 +115,9 @@ class Store:
         return self.root.joinpath(self.name, *parts)
 
     def problem(self, *parts: str) -> str | None:
-        """Why the file would not be used, as owners and permissions tell without its content being read.
+        """Why the file would not be used, by owner and permissions alone; its content is not read.
 
-        None if it may be used, "" if there is none.
+        None if it may be used, "" if it does not exist.
         """
         try:
             with self._folder(parts[:-1]) as folder:
@@ -130,7 +132,7 @@ class Store:
         return None
 
     def is_intact(self, *parts: str) -> bool:
-        """Is the file there, trusted, and as it was sealed?"""
+        """Whether the file exists, is trusted and matches its seal."""
         try:
             os.close(self.open(*parts)[0])
         except (OSError, UntrustedFile):
@@ -138,13 +140,13 @@ class Store:
         return True
 
     def read(self, *parts: str) -> bytes:
-        """The content as it was sealed. FileNotFoundError where there is none, UntrustedFile for all else."""
+        """The sealed content. FileNotFoundError if there is no file, else UntrustedFile."""
         file, content = self.open(*parts)
         os.close(file)
         return content
 
     def open(self, *parts: str) -> tuple[int, bytes]:
-        """A descriptor of the file, and its content, which was checked against its seal."""
+        """A descriptor of the file and its content, checked against its seal."""
         path = self.path(*parts)
         for left in reversed(range(_TRIES)):
             with self._folder(parts[:-1]) as folder:
@@ -160,27 +162,27 @@ class Store:
                     return file, content
                 except BaseException as e:
                     os.close(file)
-                    if not isinstance(e, _Misfit) or not left:
+                    if not isinstance(e, _SealMismatch) or not left:
                         raise
-            time.sleep(_BETWEEN_TRIES)
+            time.sleep(_RETRY_SECONDS)
         raise AssertionError("the last try returns or raises")
 
     def write(self, content: bytes, *parts: str) -> Path:
-        """Keep the content under this name, sealed; whole or not at all."""
-        with self.drafts(*parts) as draft:
+        """Store the content under this name, sealed, atomically."""
+        with self.draft(*parts) as draft:
             create_file(draft, content)
             return self.adopt(draft, *parts)
 
     @contextmanager
-    def drafts(self, *parts: str) -> Iterator[Path]:
-        """A path to make the file at, in a folder of its own which goes afterwards; `adopt` puts it in its place."""
+    def draft(self, *parts: str) -> Iterator[Path]:
+        """Yield a temporary path to write the file to; `adopt` then moves it into place."""
         trusted_folder(self.root, self.name, *parts[:-1])
-        with _drafts(self.path(*parts[:-1])) as folder:
+        with _private_temp(self.path(*parts[:-1])) as folder:
             yield folder / parts[-1]
 
     def adopt(self, draft: Path, *parts: str) -> Path:
-        """Seal a file of `drafts` and put it in its place."""
-        file = os.open(draft, os.O_RDONLY | _FOLLOW_NOT | getattr(os, "O_BINARY", 0))
+        """Seal a file from `draft` and move it into place."""
+        file = os.open(draft, os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_BINARY", 0))
         try:
             if hasattr(os, "fchmod"):
                 os.fchmod(file, PRIVATE_FILE)
@@ -190,37 +192,37 @@ class Store:
         key = self.key(create=True)
         seal = draft.with_name(f"{draft.name}.seal")
         create_file(seal, json.dumps({"sha256": digest, "seal": _seal(key, parts, digest)}).encode())
-        with self._folder(parts[:-1]) as folder, folder.one_writer():
+        with self._folder(parts[:-1]) as folder, folder.write_lock():
             folder.replace(seal, f"{parts[-1]}.seal")
             folder.replace(draft, parts[-1])
         return self.path(*parts)
 
     def import_library(self, name: str, *parts: str) -> ModuleType:
-        """The compiled module `name` in this file, loaded from the very file that was checked."""
+        """Load the compiled module `name` from the very file that was checked."""
         path = self.path(*parts)
         file, content = self.open(*parts)
         before, through = _identity(os.fstat(file)), f"/proc/self/fd/{file}"
         del content
-        # The loader knows a library by the name it was opened under, so a name must not come back with another
-        # file: where it is made of the descriptor, that stays open for good.
-        stays = os.path.exists(through)
+        # The loader identifies a library by the path it was opened under, so a path must never lead
+        # to another file later: where it contains the descriptor, that stays open for good.
+        stays_open = os.path.exists(through)
         try:
-            loader = importlib.machinery.ExtensionFileLoader(name, through if stays else str(path))
+            loader = importlib.machinery.ExtensionFileLoader(name, through if stays_open else str(path))
             spec = importlib.util.spec_from_file_location(name, loader.path, loader=loader)
             assert spec is not None
             module = importlib.util.module_from_spec(spec)
             loader.exec_module(module)
-            now = os.fstat(file) if stays else os.stat(path, follow_symlinks=False)
+            now = os.fstat(file) if stays_open else os.stat(path, follow_symlinks=False)
             if _identity(now) != before:
                 raise UntrustedFile(f"{path} was changed while it was loaded; build it again and restart the process")
         finally:
-            if not stays:
+            if not stays_open:
                 os.close(file)
         module.__file__ = spec.origin = str(path)
         return module
 
     def key(self, create: bool = False) -> bytes:
-        """What files are sealed with: of the fleet, or of this user and this store. FileNotFoundError where none is."""
+        """The seal key, of the fleet or of this user and store; FileNotFoundError if there is none."""
         shared = os.environ.get("LAYERZERO_SEAL_KEY", "").strip()
         if shared:
             return shared.encode()
@@ -231,20 +233,20 @@ class Store:
             if not create:
                 raise
         home = trusted_folder(self.root, self.name)
-        with _drafts(home) as drafts:
-            create_file(drafts / KEY, secrets.token_bytes(KEY_BYTES))
+        with _private_temp(home) as temp:
+            create_file(temp / KEY, secrets.token_bytes(KEY_BYTES))
             try:
-                os.link(drafts / KEY, home / KEY)      # the first of several processes wins; all then use its key
+                os.link(temp / KEY, home / KEY)      # the first of several processes wins; all then use its key
             except FileExistsError:
                 pass
             except OSError:                    # a file system without hard links
-                os.replace(drafts / KEY, home / KEY)
+                os.replace(temp / KEY, home / KEY)
         with self._folder(()) as folder:
             return folder.key()
 
     @contextmanager
     def _folder(self, parts: tuple[str, ...]) -> Iterator[_Folder]:
-        with _entered(self.root, (self.name, *parts)) as folder:
+        with _open_folders(self.root, (self.name, *parts)) as folder:
             yield folder
 
     def _check(self, folder: _Folder, parts: tuple[str, ...], content: bytes, ours: bool) -> None:
@@ -252,10 +254,10 @@ class Store:
         try:
             file = folder.open(f"{parts[-1]}.seal")
             try:
-                said = json.loads(os.read(file, _LONGEST_SEAL))
+                seal = json.loads(os.read(file, _SEAL_BYTES))
             finally:
                 os.close(file)
-            wanted, seal = str(said["sha256"]), str(said["seal"])
+            sealed_digest, mac = str(seal["sha256"]), str(seal["seal"])
         except FileNotFoundError as e:
             raise UntrustedFile(_no_seal(path)) from e
         except OSError as e:
@@ -263,33 +265,33 @@ class Store:
         except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise UntrustedFile(f"{path}: its seal cannot be read ({e}); it is not used") from e
         digest = hashlib.sha256(content).hexdigest()
-        if wanted != digest:
-            raise _Misfit(f"{path} is not the file that was sealed: wanted sha256 {wanted[:16]}, got {digest[:16]}; "
-                          "it is not used")
-        if not ours:                           # the administrator's, who alone can write here: the digest is his word
+        if digest != sealed_digest:
+            raise _SealMismatch(f"{path} is not the file that was sealed: wanted sha256 {sealed_digest[:16]}, got "
+                                f"{digest[:16]}; it is not used")
+        if not ours:                           # root's, and only root can write here: the digest is enough
             return
         try:
             key = self.key()
         except FileNotFoundError as e:
             raise UntrustedFile(f"{path}: the key it was sealed with, {self.path(KEY)}, is gone; it is not used") from e
-        if not hmac.compare_digest(seal.encode(), _seal(key, parts, digest).encode()):
-            raise _Misfit(f"{path}: its seal was not made with the key of this cache; it is not used")
+        if not hmac.compare_digest(mac.encode(), _seal(key, parts, digest).encode()):
+            raise _SealMismatch(f"{path}: its seal was not made with the key of this cache; it is not used")
 
 
-class _Misfit(UntrustedFile):
-    """File and seal do not belong together: damage, an attack, or another process that is replacing both."""
+class _SealMismatch(UntrustedFile):
+    """File and seal do not match: damage, an attack, or another process that is replacing both."""
 
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder that was checked; `descriptor` is None where the system opens no folders (Windows)."""
+    """An opened and checked folder; `descriptor` is None on Windows, which opens no folders."""
 
     path: Path
     descriptor: int | None
 
     def open(self, name: str) -> int:
-        """A plain file in it that only this user or root can write; OSError where there is none."""
-        flags = os.O_RDONLY | _FOLLOW_NOT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        """Open a plain file that only this user or root can write; OSError if there is none."""
+        flags = os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         try:
             file = os.open(self._at(name), flags, dir_fd=self.descriptor)
         except OSError as e:
@@ -297,10 +299,10 @@ class _Folder:
                 raise UntrustedFile(f"{self.path / name} is a link; wanted is a plain file, it is not used") from e
             raise
         try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
+            info = os.fstat(file)
+            if not stat.S_ISREG(info.st_mode):
                 raise UntrustedFile(f"{self.path / name}: wanted a plain file, got something else; it is not used")
-            check_owner(found, self.path / name)
+            check_owner(info, self.path / name)
         except BaseException:                  # passed on, an interrupt too: the file is not left open
             os.close(file)
             raise
@@ -321,41 +323,41 @@ class _Folder:
             if _POSIX and (not _is_ours(file) or os.fstat(file).st_mode & _OTHERS_ANY):
                 raise UntrustedFile(f"{path} can be read by others, so it is no secret; delete it and build or verify "
                                     f"again (or, if you alone use this machine: chmod 600 {path})")
-            found = os.read(file, KEY_BYTES + 1)
+            key = os.read(file, KEY_BYTES + 1)
         finally:
             os.close(file)
-        if len(found) != KEY_BYTES:
-            raise UntrustedFile(f"{path}: wanted {KEY_BYTES} bytes, got {len(found)} or more; delete it and build or "
+        if len(key) != KEY_BYTES:
+            raise UntrustedFile(f"{path}: wanted {KEY_BYTES} bytes, got {len(key)} or more; delete it and build or "
                                 "verify again")
-        return found
+        return key
 
     @contextmanager
-    def one_writer(self) -> Iterator[None]:
-        """One process replaces a file and its seal at a time, where folders can be locked."""
+    def write_lock(self) -> Iterator[None]:
+        """Let one process at a time replace a file and its seal, where folders can be locked."""
         try:
             import fcntl
         except ImportError:
             yield
             return
         if self.descriptor is not None:
-            end = time.monotonic() + 2.0       # whoever can read a folder can lock it: not for ever
-            while time.monotonic() < end:
+            deadline = time.monotonic() + 2.0  # whoever can read a folder can lock it: not for ever
+            while time.monotonic() < deadline:
                 try:
                     fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    time.sleep(_BETWEEN_TRIES)
+                    time.sleep(_RETRY_SECONDS)
                 except OSError:                # a file system without locks
                     break
-        yield                                  # closing the folder gives the lock back
+        yield                                  # closing the folder releases the lock
 
     def _at(self, name: str) -> str | Path:
         return name if self.descriptor is not None else self.path / name
 
 
 @contextmanager
-def _entered(root: Path, parts: tuple[str, ...], repair: bool = False) -> Iterator[_Folder]:
-    """`root/parts`, each folder opened below the one before and checked."""
+def _open_folders(root: Path, parts: tuple[str, ...], repair: bool = False) -> Iterator[_Folder]:
+    """Yield `root/parts`, with each folder opened relative to its parent and checked."""
     if not _POSIX:
         if not root.joinpath(*parts).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.joinpath(*parts)))
@@ -364,10 +366,10 @@ def _entered(root: Path, parts: tuple[str, ...], repair: bool = False) -> Iterat
     chosen = bool(os.environ.get("LAYERZERO_CACHE_DIR", "").strip())
     path, descriptor = root, -1
     try:
-        descriptor = _enter(root, None, repair and not chosen and root == cache_dir(), sticky=True)
+        descriptor = _open_folder(root, None, repair and not chosen and root == cache_dir(), sticky=True)
         for part in parts:
             path = path / part
-            inner = _enter(path, descriptor, repair)
+            inner = _open_folder(path, descriptor, repair)
             os.close(descriptor)
             descriptor = inner
         yield _Folder(path, descriptor)
@@ -376,8 +378,8 @@ def _entered(root: Path, parts: tuple[str, ...], repair: bool = False) -> Iterat
             os.close(descriptor)
 
 
-def _enter(path: Path, parent: int | None, repair: bool, sticky: bool = False) -> int:
-    """Open the folder `path`, which is in the folder `parent`, and check what was opened."""
+def _open_folder(path: Path, parent: int | None, repair: bool, sticky: bool = False) -> int:
+    """Open the folder `path` relative to the descriptor `parent` and check its owner."""
     name = str(path) if parent is None else path.name
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
@@ -393,31 +395,31 @@ def _enter(path: Path, parent: int | None, repair: bool, sticky: bool = False) -
                                 "remove it") from e
         folder = os.open(name, flags, dir_fd=parent)
     try:
-        found = os.fstat(folder)
-        if repair and found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE and not (
-                sticky and found.st_mode & stat.S_ISVTX):
+        info = os.fstat(folder)
+        if repair and info.st_uid == os.geteuid() and info.st_mode & _OTHERS_WRITE and not (
+                sticky and info.st_mode & stat.S_ISVTX):
             os.fchmod(folder, PRIVATE_FOLDER)
-            found = os.fstat(folder)
-        check_owner(found, path, sticky)
+            info = os.fstat(folder)
+        check_owner(info, path, sticky)
     except BaseException:                      # as above
         os.close(folder)
         raise
     return folder
 
 
-def check_owner(found: os.stat_result, path: Path, sticky: bool = False) -> None:
-    """UntrustedFile where a user other than this one and root has made what was found, or can write it."""
+def check_owner(info: os.stat_result, path: Path, sticky: bool = False) -> None:
+    """Raise UntrustedFile if a user other than this one and root owns `path` or can write it."""
     if not _POSIX:
         return
-    if found.st_uid not in (os.geteuid(), 0):
-        raise UntrustedFile(f"{path} belongs to user {found.st_uid}, not to this one ({os.geteuid()}) or root; nothing "
+    if info.st_uid not in (os.geteuid(), 0):
+        raise UntrustedFile(f"{path} belongs to user {info.st_uid}, not to this one ({os.geteuid()}) or root; nothing "
                             "is used from there. Remove it, or set LAYERZERO_CACHE_DIR to a folder of your own")
-    if found.st_mode & _OTHERS_WRITE and not (sticky and found.st_mode & stat.S_ISVTX):
-        raise UntrustedFile(f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); nothing is "
+    if info.st_mode & _OTHERS_WRITE and not (sticky and info.st_mode & stat.S_ISVTX):
+        raise UntrustedFile(f"{path} can be written by others (mode {stat.S_IMODE(info.st_mode):04o}); nothing is "
                             f"used from there. Run: chmod go-w {path}")
 
 
-def _make(path: Path) -> None:
+def _make_folder(path: Path) -> None:
     try:
         os.mkdir(path, PRIVATE_FOLDER)
     except FileExistsError:
@@ -426,14 +428,14 @@ def _make(path: Path) -> None:
 
 
 @contextmanager
-def _drafts(folder: Path) -> Iterator[Path]:
-    """A folder in `folder` for files in the making: its name cannot be foreseen, and nobody else can enter it."""
-    made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder))
+def _private_temp(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder in `folder` with an unguessable name that nobody else can enter."""
+    temp = Path(tempfile.mkdtemp(prefix=".making-", dir=folder))
     try:
-        os.chmod(made, PRIVATE_FOLDER)
-        yield made
+        os.chmod(temp, PRIVATE_FOLDER)
+        yield temp
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def _content(file: int) -> bytes:
@@ -446,8 +448,8 @@ def _is_ours(file: int) -> bool:
     return not _POSIX or os.fstat(file).st_uid == os.geteuid()
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _identity(info: os.stat_result) -> tuple[int, ...]:
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
 def _seal(key: bytes, parts: tuple[str, ...], digest: str) -> str:

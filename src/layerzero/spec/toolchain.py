@@ -1,4 +1,4 @@
-"""The user's C++ compiler, and what it makes: a sealed library in the cache folder."""
+"""The user's C++ compiler, which builds sealed libraries in the cache folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sealed import Store
 
 
 class Part(NamedTuple):
-    """What is compiled, in the words of its messages: "the CPU kernels", "its own CPU kernels", "them"."""
+    """What is compiled, as messages name it: "the CPU kernels", "its own CPU kernels", "them"."""
 
     name: str
     ours: str
@@ -25,10 +25,10 @@ class Part(NamedTuple):
 
 def build(part: Part, path: Path, source: Path, target: str, force: bool, say: Callable[[str], None],
           compile_: Callable[[list[str], Path], None]) -> Path:
-    """Compile `source` into the library `path` of the cache folder, unless it is there as it was sealed.
+    """Compile `source` into the library `path` of the cache folder, unless an intact one is there.
 
-    `compile_(compiler, draft)` makes the file `draft`. It is safe to do in several processes at once. `target` says
-    what the library is for.
+    `compile_(compiler, draft)` writes the file `draft`; `target` describes the machine in messages.
+    Several processes may build at once.
     """
     store, parts = Store.of(path)
     if not force and store.is_intact(*parts):
@@ -38,11 +38,11 @@ def build(part: Part, path: Path, source: Path, target: str, force: bool, say: C
         raise ConfigError(f"building {part.name} needs a C++ compiler (g++ or clang++); none was found. "
                           f"Install one, or set CXX; LayerZero works without {part.pronoun}")
     try:
-        with store.drafts(*parts) as draft:
+        with store.draft(*parts) as draft:
             say(f"compiling {source.name} with {Path(compiler).name} for {target}")
-            began = time.perf_counter()
+            started = time.perf_counter()
             compile_(shlex.split(compiler), draft)
-            say(f"{source.name} took {time.perf_counter() - began:.0f} s")
+            say(f"{source.name} took {time.perf_counter() - started:.0f} s")
             store.adopt(draft, *parts)
     except DataError as e:
         raise ConfigError(f"{e}; LayerZero works without {part.ours}") from e
@@ -52,18 +52,18 @@ def build(part: Part, path: Path, source: Path, target: str, force: bool, say: C
     return path
 
 
-def run(part: Part, command: list[str]) -> str:
-    """Run a command of the compiler: what went wrong, or nothing. ConfigError where it cannot be run at all."""
+def run_compiler(part: Part, command: list[str]) -> str:
+    """Run a compiler command; returns its errors, or "". ConfigError if it cannot be run at all."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        process = subprocess.run(command, capture_output=True, text=True)
     except OSError as e:
         raise ConfigError(f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
                           f"LayerZero works without {part.ours}") from e
-    if done.returncode == 0:
+    if process.returncode == 0:
         return ""
-    errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    errors = [line for line in process.stderr.splitlines() if "error" in line] or process.stderr.splitlines()
     return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"
 
 
-def failed(part: Part, problem: str) -> ConfigError:
+def compile_error(part: Part, problem: str) -> ConfigError:
     return ConfigError(f"{part.name} did not compile; LayerZero works without {part.pronoun}.\n  {problem}")

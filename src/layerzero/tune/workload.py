@@ -18,7 +18,7 @@ from ..spec.call import LIMITS, Call, TensorSpec, read_calls
 from ..spec.errors import ConfigError, DataError, InvalidCall, SpecError
 from ..spec.event import FileRefused
 from ..spec.op import Op
-from ..spec.reading import lines_of, parse_json
+from ..spec.reading import parse_json, read_lines
 from ..world import events
 from ..world import snapshot as worlds
 from .models import MODELS, Model, calls_of
@@ -134,7 +134,7 @@ def read_recordings(folder: Path) -> tuple[Call, ...]:
 
 
 def _recorded(path: Path) -> Iterator[Call]:
-    lines = tuple(lines_of(path, "calls as JSON lines, such as lz record writes", limits=LIMITS))
+    lines = tuple(read_lines(path, "calls as JSON lines, such as lz record writes", limits=LIMITS))
     for i, (number, line) in enumerate(lines, 1):
         try:
             origin = f"{path}:{number}"

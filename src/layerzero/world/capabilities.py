@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -25,8 +24,9 @@ from ..spec.errors import DataError, SpecError
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
+from ..spec.predicate import PREDICATES, is_number
 from ..spec.reason import Code, Reason
-from ..spec.rules import TESTS, condition_from_json
+from ..spec.rules import condition_from_json
 from . import snapshot as worlds
 from .catalog import Catalog
 
@@ -187,37 +187,22 @@ def _leaf(rule: Mapping[str, Any], at: str, op: Op) -> Iterator[Reason]:
     if "fact" not in bad and rule["fact"] not in op.fact_names:
         yield _bad(f"{at}.fact", f"a fact of {op.name}{_near(rule['fact'], op.fact_names)}", _shown(rule["fact"]))
         bad.add("fact")
-    if "test" not in bad and rule["test"] not in TESTS:
-        yield _bad(f"{at}.test", f"one of {', '.join(TESTS)}", _shown(rule["test"]))
+    if "test" not in bad and rule["test"] not in PREDICATES:
+        yield _bad(f"{at}.test", f"one of {', '.join(PREDICATES)}", _shown(rule["test"]))
         bad.add("test")
     if "code" not in bad and rule["code"] not in Code.__members__:
         yield _bad(f"{at}.code", f"a reason code{_near(rule['code'], Code.__members__)}", _shown(rule["code"]))
     if bad & {"fact", "test", "value"}:
         return
-    if rule["test"] in ("le", "ge", "multiple_of") and not is_numeric(rule["fact"], op):
+    test = PREDICATES[rule["test"]]
+    if test.reads == "number" and not is_numeric(rule["fact"], op):
         yield _bad(f"{at}.test", f"one for a value that is no number, as {rule['fact']} is none", rule["test"])
-    elif rule["test"] == "has" and rule["fact"] not in _SET_FACTS:
-        yield _bad(f"{at}.test", f"one for a single value, as {rule['fact']} is one", "has")
-    elif want := _value_wanted(rule["test"], rule["value"]):
-        yield _bad(f"{at}.value", want, _shown(rule["value"]))
+    elif test.reads == "set" and rule["fact"] not in _SET_FACTS:
+        yield _bad(f"{at}.test", f"one for a single value, as {rule['fact']} is one", rule["test"])
+    elif not test.takes(rule["value"]):
+        yield _bad(f"{at}.value", test.wanted, _shown(rule["value"]))
     elif "repair" not in bad and (want := _repair_wanted(rule, op)):
         yield _bad(f"{at}.repair", want, _shown(rule["repair"]))
-
-
-def _value_wanted(test: str, value: Any) -> str:
-    """What a test compares with, where `value` is not that."""
-    if test in ("le", "ge"):
-        return "" if _is_number(value) else "a number"
-    if test == "multiple_of":
-        return "" if type(value) is int and value > 0 else "a whole number > 0"
-    if test in ("in", "not_in"):
-        fits = isinstance(value, (list, tuple)) and bool(value) and all(map(_is_scalar, value))
-        return "" if fits else "a list of plain values"
-    if test in ("present", "absent"):
-        return "" if value is None else "null"
-    if test == "has":
-        return "" if isinstance(value, str) else "text"
-    return "" if _is_scalar(value) else "text, a number, true, false or null"
 
 
 def _repair_wanted(rule: Mapping[str, Any], op: Op) -> str:
@@ -225,8 +210,9 @@ def _repair_wanted(rule: Mapping[str, Any], op: Op) -> str:
     if repair == "contiguous":
         return "" if rule["fact"].partition(".")[0] in op.tensors else "empty: only a rule on a tensor is repaired so"
     if repair == "cast":
-        first = rule["value"][0] if rule["test"] == "in" else None
+        first = rule["value"][0] if isinstance(rule["value"], (list, tuple)) else None
         known = isinstance(first, str) and isinstance(getattr(torch, first, None), torch.dtype)
+        known = known and PREDICATES[rule["test"]](rule["value"]).holds(first)
         return "" if known else "empty: a cast needs test 'in' and a dtype as its first value"
     return "" if repair == "" else "contiguous, cast or empty"
 
@@ -267,21 +253,13 @@ def _shape(data: Mapping[str, Any], wanted: Mapping[str, type], at: str) -> Iter
         if name not in data:
             yield Reason(Code.MISSING_METADATA, _WORDS.get(kind, "a value"), None, f"{at}{name}")
         elif kind is float:
-            if not _is_number(data[name]):
+            if not is_number(data[name]):
                 yield _wrong(f"{at}{name}", "a number", _shown(data[name]))
         elif not isinstance(data[name], Mapping if kind is dict else (list, tuple) if kind is list else kind):
             yield _wrong(f"{at}{name}", _WORDS[kind], _shown(data[name]))
     for name in data:
         if name not in wanted:
             yield _bad(f"{at}{str(name)[:60]}", f"left out; the fields are {', '.join(wanted)}", _shown(data[name]))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
-
-
-def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, (str, bool)) or _is_number(value)
 
 
 def _bad(at: str, want: str, got: Any) -> Reason:

@@ -97,7 +97,7 @@ def _split(text: str) -> list[str]:
 def policy_path(environ: Mapping[str, str] | None = None) -> Path | None:
     """The policy file that LAYERZERO_POLICY names."""
     text = (os.environ if environ is None else environ).get("LAYERZERO_POLICY", "").strip()
-    return paths.expanded(text, "LAYERZERO_POLICY") if text else None
+    return paths.expand_path(text, "LAYERZERO_POLICY") if text else None
 
 
 # layers made by calls

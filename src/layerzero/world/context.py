@@ -15,7 +15,7 @@ from typing import Any
 from ..machine import locks
 from ..select.policy import Layer, PolicyRule
 from ..spec.errors import ConfigError
-from ..spec.reason import STRANGE, shown
+from ..spec.reason import FOREIGN_ERRORS, shown
 from .config import programmatic_layer
 
 _MAX_CALLS = 2048                              # what calls said
@@ -84,7 +84,7 @@ def for_call(backend: str | None, policy: Any) -> Override | None:
         said = tuple([(name, type(value), value) for name, value in policy.items()])
     try:
         found = _of_calls.get((backend, said, outer))
-    except STRANGE:                            # something in it has no hash
+    except FOREIGN_ERRORS:                            # something in it has no hash
         return _for_call(outer, backend, policy)
     if found is None:
         found = _for_call(outer, backend, policy)

@@ -173,7 +173,7 @@ def _left_out(key: tuple[str, str, str]) -> int | None:
 
 
 def describe(event: Event) -> str:
-    parts = [f"{k}={v}" for k, v in event.shown().items() if v not in ("", None, ())]
+    parts = [f"{k}={v}" for k, v in event.log_fields().items() if v not in ("", None, ())]
     return f"{event.name} " + " ".join(parts)
 
 

@@ -79,7 +79,7 @@ def unlock(op: str | None = None) -> None:
         old = next((layer for layer in world.policy.layers if layer.name == "programmatic"), None)
         if old is None:
             return world
-        layer = old.keeping(lambda r: r.action != "lock" or (op is not None and op not in r.ops))
+        layer = old.keep_rules(lambda r: r.action != "lock" or (op is not None and op not in r.ops))
         return world.replace(policy=world.policy.with_layer(layer))
 
     worlds.publish(change, "unlock")

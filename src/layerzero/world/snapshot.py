@@ -33,7 +33,7 @@ from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
-from ..spec.rules import AnyOf, Condition, Rule, When
+from ..spec.rules import Condition, Rule
 from . import config, events, health, perf_loading, redaction
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
@@ -97,7 +97,7 @@ class World:
             policy = self.policy
             for layer in override.layers if override else ():
                 policy = policy.with_layer(layer)
-            policy = policy.expired(time.monotonic())
+            policy = policy.at(time.monotonic())
             device = self.device(kind)
             if len(self.memo) > _MAX_MEMO:     # of overrides that may never come again
                 for old in [k for k in list(self.memo) if k[0] == "around"]:
@@ -213,7 +213,7 @@ def leaves_of(kernel: Kernel) -> tuple[Rule, ...]:
         elsewhere = any(_on_cpu(rule) is False for rule in kernel.requires)
         leaves = _leaves[kernel] = tuple(
             replace(leaf, fact=leaf.fact + OFF_CPU)
-            if leaf.fact.endswith(".alignment") and (elsewhere or _settled_on_cpu(rule)) else leaf
+            if leaf.fact.endswith(".alignment") and (elsewhere or _on_cpu(rule)) else leaf
             for rule in (*kernel.requires, *kernel.less_work_when) for leaf in rule.leaves())
     return leaves
 
@@ -222,15 +222,8 @@ _leaves: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
 
 
 def _on_cpu(rule: Condition) -> bool | None:
-    """What a rule about the device says of the CPU; None for any other rule."""
-    return rule.check({"device": "cpu"}) is None if isinstance(rule, Rule) and rule.fact == "device" else None
-
-
-def _settled_on_cpu(rule: Condition) -> bool:
-    """Does the device alone decide the rule there, so that nothing else of it is asked?"""
-    if isinstance(rule, AnyOf):
-        return any(_on_cpu(r) for r in rule.rules)
-    return isinstance(rule, When) and _on_cpu(rule.condition) is False
+    """What the rule says of every call on the CPU; None if that depends on more than the device."""
+    return rule.decide(lambda leaf: leaf.predicate.holds("cpu") if leaf.fact == "device" else None)
 
 
 _current: World | None = None
@@ -340,7 +333,7 @@ def pass_time(now: float) -> None:
         told.clear()
         changes: dict[str, Any] = {}
         ops: set[str] = set()
-        policy = world.policy.expired(now)
+        policy = world.policy.at(now)
         if policy is not world.policy:
             changes["policy"] = policy
         cooled = health.cooled(world.health, now)

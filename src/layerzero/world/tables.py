@@ -47,7 +47,7 @@ class InForce:
         steps = None if missed is not None else self.table.steps(op.name, facts)
         if missed is None and steps is None:
             missed = Reason(Code.PLAN_BUCKET_MISS, self.table.id, described(op, facts))
-        lock = around.policy.lock(op.name, facts) if around.policy.concerns(op.name) else None
+        lock = around.policy.lock(op.name, facts) if around.policy.has_rules_for(op.name) else None
         fit = self._serving(steps or (), roster, facts, around, lock is not None)
         if missed is None and not fit:
             out = ", ".join(s.kernel for s in steps or ())
@@ -55,9 +55,9 @@ class InForce:
         if missed is not None:
             return replace(select(op, roster, facts, around, thorough), missed=missed)
         if not thorough:
-            lacking = [s.workspace for s in steps or () if s not in fit and s.workspace > around.headroom()]
+            refused = [s.workspace for s in steps or () if s not in fit and s.workspace > around.headroom()]
             return Plan(op.name, facts, fit, (), around.policy.hash, lock.origin if lock else "", table=self.table.id,
-                        lacking=min(lacking, default=0))
+                        refused_workspace=min(refused, default=0))
         whole = select(op, roster, facts, around, True)
         judged = {s.kernel: s for s in whole.steps}
         ours = {s.kernel for s in fit}

@@ -24,7 +24,7 @@ from layerzero.dispatch import native
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec import replay
 from layerzero.spec.kernel import Kernel
-from layerzero.spec.replay import Varying, expanded, fields_of
+from layerzero.spec.replay import Varying, expand_format, fields_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 DRIVER = r"""
@@ -133,7 +133,7 @@ def test_varying_numbers_keep_what_is_compiled_in(driver: Any) -> None:
 
 
 def test_fields_are_where_c_puts_them() -> None:
-    assert expanded("@2Pq3if") == ["P", "P", "q", "i", "i", "i", "f"]
+    assert expand_format("@2Pq3if") == ["P", "P", "q", "i", "i", "i", "f"]
     assert fields_of("@iPbq") == ((0, 4), (8, 8), (16, 1), (24, 8))
 
 

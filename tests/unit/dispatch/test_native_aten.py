@@ -347,7 +347,7 @@ def test_a_call_of_torchs_own_function_is_known_as_its_operator():
 def test_a_constant_by_fact_is_right_for_every_call_until_more_is_known():
     call = direct(torch.sum, "x", ByFact("group", 1, False, True))
     assert call.facts == ("group",) and call.params == ("x",)
-    assert [call.settled(known).args[1] for known in ({}, {"group": 1}, {"group": 2})] == [
+    assert [call.resolve(known).args[1] for known in ({}, {"group": 1}, {"group": 2})] == [
         Const(True), Const(False), Const(True)]
 
 

@@ -13,7 +13,7 @@ from helpers import RMS_NORM, Fake, health_of, of, only, path_of, register, rows
 import layerzero as lz
 from layerzero.machine.watchdog import run_isolated
 from layerzero.spec.event import Fallback, HealthChanged
-from layerzero.spec.launch import LaunchLimits, LaunchRefused, misfits
+from layerzero.spec.launch import LaunchLimits, LaunchRefused, grid_problems
 from layerzero.verify.kernel.probing import probe, probe_unknown, tried
 
 FAULTS = Path(__file__).parents[2] / "faults"
@@ -119,7 +119,7 @@ def test_a_lost_device_is_said_to_be_lost(path, happened, text):
 
 
 def test_a_launch_that_was_refused_goes_on_to_the_next_and_trips_nothing(path, happened):
-    refused = LaunchRefused.of("fake.large", misfits((1, 70000), LaunchLimits()))
+    refused = LaunchRefused.of("fake.large", grid_problems((1, 70000), LaunchLimits()))
     large = Fake("fake.large", fault=refused)
     register(large)
     for _ in range(7):

@@ -459,14 +459,14 @@ def test_calls_that_no_leaf_tells_apart_get_the_same_verdict(a, b, text):
 def test_time_boxed_layers_and_rules_run_out():
     forever, short = rule("deny", "torch.*"), rule("deny", "flash_attn.*", expires_at=50.0)
     p = Policy((Layer("context", {"strict_mode": True}, (), 100.0), Layer("file", {}, (short, forever))))
-    assert p.next_deadline == 50.0 and p.expired(49.9) is p
-    later = p.expired(50.0)
+    assert p.next_deadline == 50.0 and p.at(49.9) is p
+    later = p.at(50.0)
     assert later.layers[1].rules == (forever,) and later.setting("strict_mode") is True and later.next_deadline == 100.0
-    last = later.expired(100.0)
+    last = later.at(100.0)
     assert [layer.name for layer in last.layers] == ["file"] and last.setting("strict_mode") is False
-    assert last.next_deadline is None and last.expired(1e9) is last
+    assert last.next_deadline is None and last.at(1e9) is last
     assert len({p.hash, later.hash, last.hash}) == 3
-    assert p.expired(1e9) == last                          # both at once
+    assert p.at(1e9) == last                          # both at once
 
 
 # the hash

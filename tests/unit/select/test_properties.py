@@ -20,8 +20,9 @@ from layerzero.operate.inspection import dispatcher_of
 from layerzero.select.policy import LAYERS, SETTINGS, Layer, Policy, PolicyRule
 from layerzero.spec.errors import InvalidCall
 from layerzero.spec.grid import bucket, bucket_bottom, bucket_label, bucket_top
+from layerzero.spec.predicate import PREDICATES
 from layerzero.spec.reason import Code, Reason
-from layerzero.spec.rules import TESTS, Rule, condition_from_json
+from layerzero.spec.rules import Rule, condition_from_json
 from layerzero.world import context
 from layerzero.world.config import programmatic_layer
 
@@ -154,7 +155,7 @@ def test_a_reason_is_said_written_and_read(code, want, got, fact):
 
 
 @steady
-@given(st.sampled_from(sorted(TESTS)), st.integers(1, 64), st.none() | st.integers(-5, 200))
+@given(st.sampled_from(sorted(PREDICATES)), st.integers(1, 64), st.none() | st.integers(-5, 200))
 def test_a_rule_from_json_decides_alike(test, limit, got):
     rule = Rule("hidden", test, (limit, 3) if test in ("in", "not_in") else limit, Code.SHAPE_UNSUPPORTED)
     facts = {"hidden": (got,) if test == "has" else got}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from layerzero.select import trial as trials
-from layerzero.select.trial import Budget, Trial, interval, interval_needs, worth_trying
+from layerzero.select.trial import Budget, Trial, fewest_samples, interval, worth_trying
 
 YES = lambda *_: True                          # noqa: E731
 
@@ -23,7 +23,7 @@ def play(trial: Trial, times: dict[str, float], calls: int = 1000, noise: float 
         kernel = ticket.kernel if ticket is not None else trial.serving
         served.append(kernel)
         if ticket is not None:
-            trial.sampled(ticket, times[kernel] * chance.lognormvariate(0.0, noise))
+            trial.record(ticket, times[kernel] * chance.lognormvariate(0.0, noise))
     return served
 
 
@@ -66,13 +66,14 @@ def test_without_a_default_a_tie_is_settled_all_the_same():
 
 def test_what_serves_anyway_is_timed_before_anything_is_tried():
     trial = trial_of("a")
-    served = play(trial, {"torch": 100.0, "a": 90.0}, calls=1 + trials.FIRST)
+    served = play(trial, {"torch": 100.0, "a": 90.0}, calls=1 + trials.FIRST_SAMPLES)
     assert set(served) == {"torch"}
 
 
 def test_everybody_still_in_gets_one_call_of_each_round():
     trial = trial_of("a", "b")
-    served = play(trial, {"torch": 100.0, "a": 99.0, "b": 101.0}, calls=1 + trials.FIRST + 12)[1 + trials.FIRST:]
+    before = 1 + trials.FIRST_SAMPLES
+    served = play(trial, {"torch": 100.0, "a": 99.0, "b": 101.0}, calls=before + 12)[before:]
     for i in range(0, 12, 3):
         assert sorted(served[i:i + 3]) == ["a", "b", "torch"]
 
@@ -102,7 +103,7 @@ def test_a_first_call_is_no_sample():
         first = ticket.kernel not in seen
         seen.add(ticket.kernel)
         assert ticket.warm_up == first
-        trial.sampled(ticket, 1e6 if first else {"torch": 100.0, "a": 50.0}[ticket.kernel])
+        trial.record(ticket, 1e6 if first else {"torch": 100.0, "a": 50.0}[ticket.kernel])
     assert trial.winner == "a"
     assert max(trial.results()["a"]) == 50.0
 
@@ -117,7 +118,7 @@ def test_a_kernel_that_may_not_cost_so_much_sits_out_and_the_others_go_on():
 def test_nothing_is_timed_while_nothing_may_be_tried():
     trial = trial_of("a", a=20.0)
     served = play(trial, {"torch": 100.0, "a": 10.0}, calls=50, allowed=lambda extra: extra == 0.0)
-    assert set(served) == {"torch"} and trial.samples == trials.FIRST and not trial.winner
+    assert set(served) == {"torch"} and trial.samples == trials.FIRST_SAMPLES and not trial.winner
 
 
 def test_after_so_many_calls_it_ends_without_a_result():
@@ -154,11 +155,11 @@ def test_calls_in_flight_are_limited_and_few_before_a_first_time_is_known():
     tickets = [t for _ in range(20) if (t := trial.next(YES, YES)) is not None]
     assert [t.kernel for t in tickets] == ["torch"] * trials.MOST_UNKNOWN
     for ticket in tickets:
-        trial.sampled(ticket, 100.0)
+        trial.record(ticket, 100.0)
     tickets = [t for _ in range(100) if (t := trial.next(YES, YES)) is not None]
     assert len(tickets) == trials.MOST_IN_FLIGHT == trial.in_flight
     assert sum(t.kernel == "a" for t in tickets) == trials.MOST_UNKNOWN
-    trial.sampled(tickets[0], None)
+    trial.record(tickets[0], None)
     assert trial.next(YES, YES) is not None
 
 
@@ -199,7 +200,7 @@ def test_the_budget_holds_over_a_stream_of_many_kinds(slow):
         us = {"torch": 100.0, "a": 100.0 * slow}[kernel] * chance.lognormvariate(0.0, 0.05)
         budget.count(total_us=us, lost_us=us - 100.0 if kernel == "a" else 0.0)
         if ticket is not None:
-            trial.sampled(ticket, us)
+            trial.record(ticket, us)
         assert budget.lost_us <= budget.allowance_us + budget.share * budget.total_us + 100.0 * slow
     assert [t.winner for t in kinds] == ["torch"] * 10
 
@@ -207,7 +208,7 @@ def test_the_budget_holds_over_a_stream_of_many_kinds(slow):
 # statistics
 
 def test_an_interval_needs_eight_values_and_holds_the_median():
-    assert interval_needs() == 8
+    assert fewest_samples() == 8
     assert interval([1.0] * 7) is None
     assert interval(range(8)) == (0, 7)
     chance, missed = random.Random(1), 0

@@ -10,7 +10,7 @@ import pytest
 import layerzero as lz
 from layerzero.integrations import chat_template
 from layerzero.spec.errors import ConfigError, DataError, SpecError
-from layerzero.spec.reading import Limits, Panicked, no_panic, parse_json, read_bytes, read_json, read_json_lines
+from layerzero.spec.reading import Limits, RustPanic, no_panic, parse_json, read_bytes, read_json, read_json_lines
 from layerzero.spec.reason import Code, Reason, shown
 from layerzero.tune.workload import read_recordings
 from layerzero.verify.trace.definition import find_definitions
@@ -135,7 +135,7 @@ def test_a_panic_is_an_exception():
     def function() -> None:
         raise panic("index out of bounds")
 
-    with pytest.raises(Panicked, match="index out of bounds"):
+    with pytest.raises(RustPanic, match="index out of bounds"):
         no_panic(function)()
     with pytest.raises(KeyboardInterrupt):
         no_panic(lambda: (_ for _ in ()).throw(KeyboardInterrupt()))()

@@ -257,7 +257,7 @@ def test_the_umask_does_not_matter(root, umask):
     try:
         store = Store(root, "native")
         store.write(b"content", "tag", "x.so")
-        with store.drafts("tag", "y.so") as draft:
+        with store.draft("tag", "y.so") as draft:
             assert mode(draft.parent) == 0o700
             draft.write_bytes(b"compiled")     # by a compiler, which asks for 0777
             draft.chmod(0o777)

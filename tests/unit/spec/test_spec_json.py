@@ -21,9 +21,9 @@ from layerzero.spec.event import Fallback
 from layerzero.spec.kernel import Const, Kernel, accepted_params, direct
 from layerzero.spec.op import FAMILY_FACTS, Op, Tolerance
 from layerzero.spec.plan import Plan, Rejected, Score, Step, Transform
+from layerzero.spec.predicate import PREDICATES
 from layerzero.spec.reason import Code, Reason
 from layerzero.spec.rules import (
-    TESTS,
     AnyOf,
     Rule,
     When,
@@ -52,7 +52,7 @@ def through_json(data):
 
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False),
                     st.text(max_size=8))
-rules = st.builds(Rule, st.text(min_size=1, max_size=12), st.sampled_from(sorted(TESTS)),
+rules = st.builds(Rule, st.text(min_size=1, max_size=12), st.sampled_from(sorted(PREDICATES)),
                   st.one_of(scalars, st.lists(scalars, max_size=3).map(tuple)), st.sampled_from(Code),
                   st.sampled_from(["", "contiguous", "cast"]))
 conditions = st.recursive(rules, lambda inner: st.one_of(

@@ -237,7 +237,7 @@ def test_time_boxed_rules(load):
     assert before + 600 <= ends[0] <= after + 600
     assert all(before + 3590 < end <= after + 3600 for end in ends[1:5])
     assert ends[5] < before and ends[6] is None
-    assert len(Policy((layer,)).expired(after).layers[0].rules) == 6     # the past one is gone at once
+    assert len(Policy((layer,)).at(after).layers[0].rules) == 6     # the past one is gone at once
 
 
 junk = st.one_of(
@@ -478,7 +478,7 @@ def test_what_is_said_for_a_time_ends_alone_and_what_held_before_holds_again(sai
     for name, value, expires_at in said:
         layer = programmatic_layer(layer, {name: value}, [PolicyRule.of("boost", "a.*", name, factor=value)],
                                    expires_at=expires_at)
-    policy = Policy((layer,) if layer else ()).expired(float(now))
+    policy = Policy((layer,) if layer else ()).at(float(now))
     want = {name: value for name, value, expires_at in said if expires_at is None or now < expires_at}
     assert {**(policy.layers[0].settings if policy.layers else {})} == want
     assert {name: policy.boost("a.b", name, {}) for name in want} == want
@@ -487,15 +487,15 @@ def test_what_is_said_for_a_time_ends_alone_and_what_held_before_holds_again(sai
 def test_a_lock_with_a_deadline_covers_the_old_one_until_then():
     forever, short = PolicyRule.of("lock", "a.b"), PolicyRule.of("lock", "a.c", expires_at=50.0)
     policy = Policy((programmatic_layer(programmatic_layer(None, {}, [forever]), {}, [short]),))
-    assert policy.lock("attention", {}) is short and policy.expired(50.0).lock("attention", {}) is forever
+    assert policy.lock("attention", {}) is short and policy.at(50.0).lock("attention", {}) is forever
 
 
 def test_rules_are_taken_out_of_what_holds_later_too():
     lock, deny = PolicyRule.of("lock", "a.b", "attention"), PolicyRule.of("deny", "a.c")
     layer = programmatic_layer(programmatic_layer(None, {}, [lock, deny]), {"strict_mode": True}, expires_at=50.0)
-    left = layer.keeping(lambda rule: rule.action != "lock")
+    left = layer.keep_rules(lambda rule: rule.action != "lock")
     assert left.rules == (deny,) and left.expires_at == 50.0 and left.settings["strict_mode"] is True
-    assert Policy((left,)).expired(60.0) == Policy((Layer("programmatic", {}, (deny,)),))
+    assert Policy((left,)).at(60.0) == Policy((Layer("programmatic", {}, (deny,)),))
 
 
 # all of them

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...spec import replay
 from ...spec.errors import ConfigError, DataError, warn_caller
-from ...spec.launch import LaunchLimits, LaunchRefused, misfits, too_large
+from ...spec.launch import LaunchLimits, LaunchRefused, block_problems, grid_problems
 from ...spec.paths import cache_dir
 from ...spec.reason import Code, Reason
 from ...spec.replay import Varying
@@ -356,7 +356,7 @@ class Compiled:
             raise self._refused(code, device, grid)
 
     def _refused(self, code: int, device: int, grid: tuple[int, int, int]) -> Exception:
-        wrong = misfits(grid, limits_of(device)) if code == INVALID_VALUE else ()
+        wrong = grid_problems(grid, limits_of(device)) if code == INVALID_VALUE else ()
         if wrong:
             return LaunchRefused.of(f"{self.source}:{self.name}", wrong)
         return failure(code, f"launching {self.source}:{self.name}, grid {grid}, {self.threads} threads, {self.shared} "
@@ -374,7 +374,7 @@ class Compiled:
 
     def _load(self, device: int) -> c_void_p:
         major, minor = torch.cuda.get_device_capability(device)
-        wrong = too_large(-(-self.threads // 32), self.shared, limits_of(device))
+        wrong = block_problems(-(-self.threads // 32), self.shared, limits_of(device))
         if self.cluster > 1 and major < 9:
             wrong += (Reason(Code.SM_TOO_OLD, ">= 90", 10 * major + minor, "sm"),)
         if wrong:

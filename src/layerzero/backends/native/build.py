@@ -94,12 +94,13 @@ def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> N
     link = [*compiler, "-shared", str(made), "-o", str(library),
             *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
     runtime = loaded_openmp()
-    if not (toolchain.run(PART, [*compile_, "-fopenmp"]) or toolchain.run(PART, [*link, runtime or "-fopenmp"])):
+    if not (toolchain.run_compiler(PART, [*compile_, "-fopenmp"])
+            or toolchain.run_compiler(PART, [*link, runtime or "-fopenmp"])):
         return
     say("the compiler has no OpenMP: the CPU kernels will use one thread")
-    problem = toolchain.run(PART, compile_) or toolchain.run(PART, link)
+    problem = toolchain.run_compiler(PART, compile_) or toolchain.run_compiler(PART, link)
     if problem:
-        raise toolchain.failed(PART, problem)
+        raise toolchain.compile_error(PART, problem)
 
 
 def loaded_openmp() -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...spec.replay import MOST, Grid, Launch, Varying, expanded, fields_of, places_of
+from ...spec.replay import MOST, Grid, Launch, Varying, expand_format, fields_of, places_of
 
 # Of types in a signature of Triton, as the struct module has them; pointers begin with a star.
 CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I",
@@ -63,7 +63,7 @@ def describe(fn: Any, made: Any, grid: Grid, args: tuple[Any, ...], varying: tup
     codes = ["P" if kind.startswith("*") else CODES.get(kind, "") for _, _, kind in passed]
     scratch = len(sizes) - len(codes)
     format = "@" + "".join(codes) + "P" * scratch
-    if "" in codes or not 0 <= scratch <= MOST_SCRATCH or tuple(map(struct.calcsize, expanded(format))) != sizes:
+    if "" in codes or not 0 <= scratch <= MOST_SCRATCH or tuple(map(struct.calcsize, expand_format(format))) != sizes:
         return f"parameters of {sizes} bytes are not those of the signature {[kind for _, _, kind in passed]}"
     given = [args[i] for i, _, _ in passed]
     try:

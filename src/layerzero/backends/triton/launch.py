@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ...spec import codegen, replay
-from ...spec.launch import LaunchLimits, LaunchRefused, malformed, misfits, too_large
+from ...spec.launch import LaunchLimits, LaunchRefused, block_problems, config_problems, grid_problems
 from ...spec.replay import Varying
 from . import bare
 
@@ -140,14 +140,14 @@ class Launcher:
         return ready
 
     def _compile(self, device: int, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any]) -> _Ready:
-        wrong = malformed(meta, blocks_of(meta))
+        wrong = config_problems(meta, blocks_of(meta))
         if wrong:
             raise LaunchRefused.of(self.name, wrong)
         found: list[bool] = []
         began = time.perf_counter()
         with _compilations(found):
             made = self.fn.warmup(*args, grid=tuple(grid), **meta)
-        wrong = too_large(made.metadata.num_warps, made.metadata.shared, limits_of(device))
+        wrong = block_problems(made.metadata.num_warps, made.metadata.shared, limits_of(device))
         if wrong:
             raise LaunchRefused.of(self.name, wrong)
         made[(1, 1, 1)]                        # loads it; nothing runs
@@ -205,7 +205,7 @@ def checked_grid(name: str, grid: Sequence[int], device: int | None) -> tuple[in
     """The grid, or LaunchRefused if the device cannot take it. `device` None: the interpreter."""
     if len(grid) == 1 and type(grid[0]) is int and 0 < grid[0] < WIDE:
         return grid[0],
-    wrong = misfits(grid, LaunchLimits() if device is None else limits_of(device))
+    wrong = grid_problems(grid, LaunchLimits() if device is None else limits_of(device))
     if wrong:
         raise LaunchRefused.of(name, wrong)
     return tuple(grid)

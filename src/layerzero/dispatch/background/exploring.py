@@ -157,7 +157,7 @@ class Kind:
         while self.failed:
             ticket, kernel, why = self.failed.popleft()
             if ticket is not None:
-                self.trial.sampled(ticket, None)
+                self.trial.record(ticket, None)
                 account.charge(reserved_us=-ticket.reserved_us)
             self.trial.drop(kernel, why)
         while self.done:
@@ -174,7 +174,7 @@ class Kind:
         counts = not sample.prepared and times in (0, ATTEMPTS)
         if times == ATTEMPTS:                  # a busy machine: better this one than none
             self.disturbed[ticket.kernel] = 0
-        trial.sampled(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None)
+        trial.record(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None)
         lost = min(sample.overhead_us, MOST_OVERHEAD_US)
         if ticket.kernel != trial.base:
             if ticket.warm_up or sample.prepared:      # that another process took the CPU is not our cost

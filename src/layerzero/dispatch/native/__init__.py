@@ -135,9 +135,9 @@ def build_fast_path(force: bool = False, say: Callable[[str], None] = lambda tex
 
 
 def _compile(compiler: list[str], draft: Path) -> None:
-    problem = toolchain.run(PART, compile_command(compiler, draft))
+    problem = toolchain.run_compiler(PART, compile_command(compiler, draft))
     if problem:
-        raise toolchain.failed(PART, problem)
+        raise toolchain.compile_error(PART, problem)
 
 
 def compile_command(compiler: list[str], target: Path) -> list[str]:

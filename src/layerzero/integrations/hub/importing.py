@@ -23,7 +23,7 @@ import torch
 from ...machine.loading import LOAD_ERRORS, findable
 from ...spec.errors import DataError
 from ...spec.reading import Limits, no_panic, read_json
-from ...spec.reason import STRANGE
+from ...spec.reason import FOREIGN_ERRORS
 from ...spec.sealed import replace_file
 from .content import Content
 from .errors import HubError, NamespaceClash
@@ -144,7 +144,7 @@ def metadata_of(build: Path) -> Any:
     try:
         read_json(path, "the metadata of a kernel", limits=LIMITS)
         found = no_panic(Metadata.read_from_file)(path)
-    except STRANGE as e:
+    except FOREIGN_ERRORS as e:
         raise HubError(f"{path}: wanted the metadata of a kernel; {e}") from e
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,200}", found.id):
         raise HubError(f"{build / 'metadata.json'}: wanted an id that is a name in Python, got {found.id!r:.80}")

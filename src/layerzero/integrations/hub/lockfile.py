@@ -15,7 +15,7 @@ from typing import Any
 
 from ...plan.table import check_keys, check_schema, read_json, text_of, write_json, wrong
 from ...spec.reading import no_panic
-from ...spec.reason import STRANGE
+from ...spec.reason import FOREIGN_ERRORS
 from .content import Content
 from .errors import HubError, LockViolation
 
@@ -98,7 +98,7 @@ def _of_kernels(path: Path, data: list[Any]) -> Lock:
     from kernels._rust import KernelLocks, KernelVersion
     try:
         locks = no_panic(KernelLocks.from_json)(json.dumps(data))
-    except STRANGE as e:
+    except FOREIGN_ERRORS as e:
         raise HubError(f"{path}: wanted a kernels.lock, as kernels lock writes it; {e}") from e
     pins = {}
     for wanted, lock in locks.items():

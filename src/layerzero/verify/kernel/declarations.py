@@ -289,51 +289,25 @@ def _meeting(rule: Condition) -> Iterator[Facts]:
         for part in rule.rules:
             yield from _meeting(part)
     else:
-        value: Any = rule.value
-        if rule.test in ("eq", "le", "ge", "multiple_of"):
-            yield {rule.fact: value}
-        elif rule.test == "in":
-            yield from ({rule.fact: v} for v in value)
-        elif rule.test in ("ne", "not_in"):
-            yield from ({rule.fact: v} for v in (None, "another", 1, 7) if v not in (value, *_listed(value)))
-        else:
-            yield {rule.fact: {"present": "float32", "absent": None, "has": (value,)}[rule.test]}
-
-
-def _listed(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+        yield from ({rule.fact: v} for v in rule.predicate.boundaries() if rule.predicate.holds(v))
 
 
 def _others(rule: Rule, op: Op) -> Iterator[Any]:
     """Values that the leaf refuses."""
-    value: Any = rule.value
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if rule.test in ("eq", "ne") and not number:
-        yield from (not value if rule.test == "eq" else value,) if isinstance(value, bool) else _words(rule, op)
-    elif number:
-        step, least = 0.5 if isinstance(value, float) else 1, 0 if rule.fact in op.dims else -math.inf
-        beyond = {"le": (value + step,), "ge": (value - step,), "eq": (value + step, value - step), "ne": (value,),
-                  "multiple_of": (value + 1, 2 * value - 1)}.get(rule.test, ())
-        yield from (n for n in beyond if n >= least)           # a size is not negative
-    elif rule.test == "not_in":
-        yield from value
-    elif rule.test in ("present", "absent"):
-        yield from (None,) if rule.test == "present" else ("float32", "bfloat16", "float16", "int32", 1, "silu")
-    elif rule.test == "has":
-        yield ()
-    else:
-        yield from _words(rule, op)
+    test = rule.predicate
+    values = test.boundaries() + (_words(rule, op) if test.reads == "value" else ())
+    least = 0 if rule.fact in op.dims else -math.inf           # a size is not negative
+    refused = (v for v in values if not test.holds(v))
+    yield from (v for v in refused if not isinstance(v, (int, float)) or v >= least)
 
 
-def _words(rule: Rule, op: Op) -> Iterator[Any]:
-    """Other values of a fact that is text or nothing: the choices of a parameter, dtypes, devices, numbers."""
+def _words(rule: Rule, op: Op) -> tuple[Any, ...]:
+    """Values of a fact that may be text or nothing: the choices of a parameter, dtypes, devices, numbers."""
     param = op.by_name.get(rule.fact)
-    known: tuple[Any, ...] = param.choices if param is not None and param.choices else (
+    return param.choices if param is not None and param.choices else (
         "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool", "float8_e4m3fn",
         "float8_e5m2", "cpu", "cuda", "xpu", "mps", "nvidia", "amd", "intel", "subclass", "another", "BPE", None,
         True, False, 0, 1, 2, 3, 7, 64, 192, 1000, "ampere", "hopper", "blackwell")
-    refused = rule.check
-    yield from (v for v in known if refused({rule.fact: v}) is not None)
 
 
 def _claims(kernel: Kernel) -> Iterator[str]:
@@ -360,9 +334,9 @@ def _claims(kernel: Kernel) -> Iterator[str]:
 
 def _named(kernel: Kernel) -> Iterator[tuple[str, str]]:
     """The dtypes and variants that the declaration names."""
-    limits = [_listed(r.value) for r in kernel.requires if isinstance(r, Rule) and r.fact == "dtype" and r.test == "in"]
+    limits = [r.predicate for r in kernel.requires if isinstance(r, Rule) and r.fact == "dtype"]
     if limits:
-        yield from (("dtype", d) for d in kernel.op.dtypes if all(d in allowed for allowed in limits))
+        yield from (("dtype", d) for d in kernel.op.dtypes if all(test.holds(d) for test in limits))
     yield from ((kernel.op.variant, variant) for variant in kernel.variants)
 
 

@@ -201,7 +201,7 @@ def _alternative(op: Op, alter: Any, values: dict[str, Any]) -> tuple[Any, ...] 
             made = alter(op, upcast(values))
             if made is None:
                 return None
-            return made.given if isinstance(made, Results) else formula(op, made)
+            return made.values if isinstance(made, Results) else formula(op, made)
     except FAULTS:                             # the alteration makes no sense for this call
         return None
 

@@ -237,7 +237,7 @@ def _altered(op: Op, row: Alteration, values: Given, result: int) -> Tensor | No
     except FAULTS:                             # it makes no sense for this call
         return None
     if isinstance(made, Results):
-        found = made.given[result]
+        found = made.values[result]
         return found if isinstance(found, Tensor) else None
     return None if made is None else _formula(op, made, result)
 

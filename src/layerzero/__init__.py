@@ -90,7 +90,7 @@ def clear_cache() -> None:
     _world.forget()
 
 
-__all__ = sorted({*_PLACES, *_GROUPS, *_OPS, "clear_cache", "op", "register", "unregister"})   # noqa: PLE0605
+__all__ = sorted({*_PLACES, *_GROUPS, *_OPS, "clear_cache", "op", "register", "unregister"})
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,7 @@ from ..dispatch import dispatcher as dispatch
 from ..dispatch.binding import permutation
 from ..machine import faults
 from ..models.block import Block, Either, Glue, Part, Stage
-from ..spec.errors import InvalidCall, NoKernel, SpecError
+from ..spec.errors import InvalidCall, NoKernelFoundError, SpecError
 from ..spec.op import Op
 from ..spec.plan import Step as PlanStep
 from ..world import snapshot as worlds
@@ -179,7 +179,7 @@ class _Search:
             if key not in best or way.cost < best[key].cost:
                 best[key] = replace(way, values=values)
         if not best:
-            raise NoKernel("no way through this part of the block: every kernel failed or was refused")
+            raise NoKernelFoundError("no way through this part of the block: every kernel failed or was refused")
         return list(best.values())
 
     def onward(self, part: Part, way: _Way, alive: frozenset[str]) -> Iterator[_Way]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..machine import faults, loading, watchdog
 from ..machine.faults import Hung, InputsChanged, Settled
-from ..spec.errors import InputDamaged, InvalidCall, KernelExecutionError
+from ..spec.errors import InputDamaged, InvalidCall, KernelExecutionError, SelectionTimeoutError
 from ..spec.event import Fallback
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
@@ -112,13 +112,13 @@ def _damaged(found: Dispatcher, entry: Entry, kernel: Kernel | None, fault: Inpu
         f"  hint: {reason.code.advice}", [reason])
 
 
-def _hung(found: Dispatcher, entry: Entry, kernel: Kernel | None, fault: Hung) -> KernelExecutionError:
+def _hung(found: Dispatcher, entry: Entry, kernel: Kernel | None, fault: Hung) -> SelectionTimeoutError:
     """The error for a call that took too long. The next one must not hang too: the breaker opens at once."""
     name, reason = entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason
     if kernel is not None:
         now, cooldown = time.monotonic(), worlds.current().policy.setting("breaker_cooldown")
         change_health(kernel.health, lambda old: health.failed(old, reason, now, True, 1, cooldown))
-    return KernelExecutionError(
+    return SelectionTimeoutError(
         f"lz.{found.op.name}: {name} {reason.message}, the call_timeout of the policy. It cannot be stopped and may "
         "be at work on the inputs still, so no other kernel was tried.\n  hint: leave these inputs alone and call "
         "again with others; lz.testing.probe runs a kernel in a process of its own, where it can be stopped", [reason])

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from .errors import DataError
+from .errors import CacheCorruptionError, DataError
 from .paths import cache_dir
 
 KEY = "seal.key"
@@ -276,7 +276,7 @@ class Store:
             raise _Misfit(f"{path}: its seal was not made with the key of this cache; it is not used")
 
 
-class _Misfit(UntrustedFile):
+class _Misfit(UntrustedFile, CacheCorruptionError):
     """File and seal do not belong together: damage, an attack, or another process that is replacing both."""
 
 

@@ -13,13 +13,19 @@ from typing import Any, NamedTuple
 
 from ..machine import faults, loading, locks
 from ..select.engine import kind_to_compile
-from ..spec.errors import DeviceLost, KernelExecutionError, NamedKernelRefused, NoKernelFoundError
+from ..spec.errors import (
+    BackendNotAvailableError,
+    CudaGraphUnsafeError,
+    DeviceLost,
+    NamedKernelRefused,
+    NoKernelFoundError,
+)
 from ..spec.event import BackendUnavailable, HealthChanged, KernelRefused
 from ..spec.kernel import Kernel
 from ..spec.launch import LaunchRefused
 from ..spec.op import Op
 from ..spec.plan import Plan, Rejected
-from ..spec.reason import Code, Reason
+from ..spec.reason import Category, Code, Reason
 from . import events, health
 from . import snapshot as worlds
 from .catalog import Catalog
@@ -286,16 +292,16 @@ def _suspect(reason: Reason) -> None:
 faults.when_lost.append(_suspect)
 
 
-def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> KernelExecutionError:
+def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> CudaGraphUnsafeError:
     """The error for a call inside a capture that is no more: no other kernel could serve it either."""
     if not guilty:
-        return KernelExecutionError(
+        return CudaGraphUnsafeError(
             f"lz.{op}: the CUDA graph capture under way was spoilt before {kernel.id} was called "
             f"({reason.got}); lz.graphs.validate_graph_capture says by what", [reason])
     from . import certificates  # reads files; not needed before something is captured
     certificates.note_capture(kernel, str(reason.got))
     worlds.publish(lambda w: w.replace(), f"capture:{kernel.id}")
-    return KernelExecutionError(
+    return CudaGraphUnsafeError(
         f"lz.{op}: {kernel.id} cannot be captured in a CUDA graph ({reason.got}), and the capture "
         "under way is lost; capture again: another kernel will be chosen", [reason])
 
@@ -324,10 +330,17 @@ def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override |
         ours = [r for r in plan.rejected if lock and lock.covers(r.kernel)]
         lines = [f"  {r.kernel}: {'; '.join(map(str, r.reasons))}" for r in ours] or [
             f"  no kernel of lz.{op.name} matches; there are {', '.join(k.id for k in world.kernels(op.name))}"]
-        return NamedKernelRefused(
+        error = BackendNotAvailableError if ours and all(map(_not_available, ours)) else NamedKernelRefused
+        return error(
             f"lz.{op.name}: {', '.join(patterns)} was asked for by {plan.locked} and cannot serve this call:\n"
             + "\n".join(lines), [x for r in ours for x in r.reasons])
     return NoKernelFoundError(f"lz.{op.name}: no kernel can serve this call\n{plan}", reasons)
+
+
+def _not_available(rejected: Rejected) -> bool:
+    """Is it the library that is missing or cannot be used here?"""
+    codes = {reason.code for reason in rejected.reasons} - {Code.UNTESTED_ON_HARDWARE}
+    return any(code.category is Category.SOFTWARE for code in codes)
 
 
 def after_fork() -> None:

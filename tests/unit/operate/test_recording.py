@@ -240,7 +240,7 @@ def test_a_child_does_not_write_its_parents_file(world, tmp_path):
 # whole programs
 
 whole_programs = pytest.mark.skipif(
-    recording.VARIABLE not in config.VARIABLES or "recording" not in lz._LATER,
+    recording.VARIABLE not in config.VARIABLES or "recording" not in lz._PLACES,
     reason=f"{recording.VARIABLE} is not read by this library")
 
 APP = """

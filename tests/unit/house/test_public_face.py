@@ -135,8 +135,7 @@ BAD = {
     "lz.solve": ("has no attribute", "is not a known attribute"),
     'lz.quant.limit_packed("1 GB")': ("incompatible type", "cannot be assigned"),
 }
-PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "architecture", "guide", "tuning", "learning", "production", "tables", "adding-an-op", "adding-a-backend"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The functions of an example need no annotations, and torch and transformers are typed in part.
 SETTINGS = """
 [mypy]
@@ -159,9 +158,9 @@ def checked(tmp_path_factory) -> Path:
     (folder / "good.py").write_text(GOOD)
     (folder / "bad.py").write_text("import torch\nimport layerzero as lz\nq = torch.ones(1, 2, 3, 4)\n"
                                    + "\n".join(BAD) + "\n")
-    for name in PAGES:
-        blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL)
-        (folder / f"{Path(name).stem.replace('-', '_')}_page.py").write_text("\n\n".join(blocks))
+    for page in PAGES:
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        (folder / f"{page.stem.replace('-', '_')}_page.py").write_text("\n\n".join(blocks))
     (folder / "examples_page.py").write_text("import torch\nimport layerzero as lz\n" + "".join(
         f"\n\ndef example_{i}() -> None:\n    " + STUB.example(name).replace("\n", "\n    ") + "\n"
         for i, name in enumerate(EXAMPLES)))

@@ -81,9 +81,7 @@ def decided_by(op: Op, typed: list[tuple[Mapping[str, Any], str]]) -> tuple[str,
     for param in op.params:
         types: dict[str, set[str]] = {}
         for values, returned in typed:
-            value = values[param.name]
-            kind = f"Literal[{value}]" if isinstance(value, bool) else "None" if value is None else "Tensor"
-            types.setdefault(kind, set()).add(returned)
+            types.setdefault(kind_of(op, values, param.name), set()).add(returned)
         if len(types) > 1 and all(len(returned) == 1 for returned in types.values()):
             return param.name, {kind: next(iter(returned)) for kind, returned in types.items()}
     return None
@@ -91,14 +89,14 @@ def decided_by(op: Op, typed: list[tuple[Mapping[str, Any], str]]) -> tuple[str,
 
 # Examples
 
-def example(name: str) -> str:
-    """The lines that show how a name is used; of an operation, made from one of its cases."""
+def example(name: str, decided: Mapping[str, str] = {}) -> str:
+    """The lines that show how a name is used; of an operation, made from a case that fits what an overload decides."""
     if name in EXAMPLES:
         return textwrap.dedent(EXAMPLES[name]).strip()
     if name not in CATALOG:
         raise SystemExit(f"{name} has no example; add one to docs/public_examples.py")
     op = layerzero.op(name)
-    values = {n: v for n, v in smallest(op).items() if not is_default(op, n, v)}
+    values = {n: v for n, v in simplest(op, decided).items() if not is_default(op, n, v)}
     written = {n: literal(v) for n, v in values.items()}
     if any(text is None for text in written.values()):
         return f"op = lz.op({name!r})\nout = lz.{name}(**op.inputs(**op.cases[0]))".replace("'", '"')
@@ -108,13 +106,21 @@ def example(name: str) -> str:
     return line if len(line) < 88 else f"out = lz.{name}(\n" + "".join(f"    {a},\n" for a in arguments) + ")"
 
 
-def smallest(op: Op) -> Mapping[str, Any]:
-    """The inputs of the smallest case, without those that have a dimension of one or none."""
-    def size(values: Mapping[str, Any]) -> tuple[bool, int]:
+def simplest(op: Op, decided: Mapping[str, str]) -> Mapping[str, Any]:
+    """The inputs of the case with the fewest arguments, then the fewest numbers; better none with a size of 0 or 1."""
+    def size(values: Mapping[str, Any]) -> tuple[bool, int, int]:
         shapes = [v.shape for v in values.values() if isinstance(v, torch.Tensor)]
-        return any(n < 2 for shape in shapes for n in shape), sum(s.numel() for s in shapes)
+        return (any(n < 2 for shape in shapes for n in shape),
+                sum(not is_default(op, n, v) for n, v in values.items()), sum(s.numel() for s in shapes))
 
-    return min((op.inputs(**case) for case in op.cases), key=size)
+    inputs = [op.inputs(**case) for case in op.cases]
+    return min((v for v in inputs if all(kind in ("bool", kind_of(op, v, n)) for n, kind in decided.items())), key=size)
+
+
+def kind_of(op: Op, values: Mapping[str, Any], name: str) -> str:
+    """The annotation that an argument decides by."""
+    value = values.get(name, next(p for p in op.params if p.name == name).default)
+    return f"Literal[{value}]" if isinstance(value, bool) else "None" if value is None else "Tensor"
 
 
 def is_default(op: Op, name: str, value: Any) -> bool:
@@ -132,7 +138,7 @@ def literal(value: Any) -> str | None:
         return f"torch.{maker}({size}{'' if value.dtype is torch.float32 else f', dtype={value.dtype}'})"
     if value.is_floating_point() or value.dtype is torch.bool:
         return f"torch.ones({size}).to({value.dtype})"
-    if value.numel() <= 8:
+    if value.numel() <= 16:
         return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
     return f"torch.randint({value.min()}, {int(value.max()) + 1}, ({size}), dtype={value.dtype})"
 
@@ -235,7 +241,7 @@ class Stub:
         overload = "@overload\n" if len(forms) > 1 else ""
         for decided, returns in forms:
             listed = self.with_call(op, decided)
-            doc = docstring(op.reference, listed, returns, example(name), patterns(op))
+            doc = docstring(op.reference, listed, returns, example(name, decided), patterns(op))
             self.written.append(f"{overload}{header(name, listed, returns)}\n{doc}\n")
 
     def with_call(self, op: Op, decided: Mapping[str, str] = {}) -> list[str]:

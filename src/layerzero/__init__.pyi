@@ -895,7 +895,7 @@ def add_rms_norm(
     Returns: tuple[Tensor, Tensor]
 
     Example:
-        out = lz.add_rms_norm(torch.randn(5, 17), torch.randn(5, 17), weight=torch.randn(17))
+        out = lz.add_rms_norm(torch.randn(5, 64), torch.randn(5, 64))
     """
 
 
@@ -918,7 +918,7 @@ def alibi(
     Returns: Tensor
 
     Example:
-        out = lz.alibi(torch.rand(2), 1, 3000, causal_align="bottom_right")
+        out = lz.alibi(torch.rand(4), 17, 17)
     """
 
 
@@ -962,11 +962,9 @@ def attention(
 
     Example:
         out = lz.attention(
-            torch.randn(2, 4, 9, 64),
-            torch.randn(2, 4, 5, 64),
-            torch.randn(2, 4, 5, 64),
-            is_causal=True,
-            causal_align="bottom_right",
+            torch.randn(2, 4, 64, 8),
+            torch.randn(2, 4, 64, 8),
+            torch.randn(2, 4, 64, 8),
         )
     """
 
@@ -1011,11 +1009,10 @@ def attention(
 
     Example:
         out = lz.attention(
-            torch.randn(2, 4, 9, 64),
-            torch.randn(2, 4, 5, 64),
-            torch.randn(2, 4, 5, 64),
-            is_causal=True,
-            causal_align="bottom_right",
+            torch.randn(2, 4, 64, 64),
+            torch.randn(2, 2, 64, 64),
+            torch.randn(2, 2, 64, 64),
+            return_lse=True,
         )
     """
 
@@ -1060,11 +1057,9 @@ def attention(
 
     Example:
         out = lz.attention(
-            torch.randn(2, 4, 9, 64),
-            torch.randn(2, 4, 5, 64),
-            torch.randn(2, 4, 5, 64),
-            is_causal=True,
-            causal_align="bottom_right",
+            torch.randn(2, 4, 64, 8),
+            torch.randn(2, 4, 64, 8),
+            torch.randn(2, 4, 64, 8),
         )
     """
 
@@ -1118,10 +1113,9 @@ def dequantize(
 
     Example:
         out = lz.dequantize(
-            torch.randint(1, 255, (2, 3, 19), dtype=torch.uint8),
-            torch.ones(2, 3, 2).to(torch.float8_e8m0fnu),
+            torch.randint(1, 256, (5, 32), dtype=torch.uint8),
+            torch.ones(5, 2).to(torch.float8_e8m0fnu),
             format="mxfp4",
-            size=37,
         )
     """
 
@@ -1233,7 +1227,7 @@ def layer_norm(
     Returns: Tensor
 
     Example:
-        out = lz.layer_norm(torch.randn(5, 17), weight=torch.randn(17), bias=torch.randn(17))
+        out = lz.layer_norm(torch.randn(5, 64))
     """
 
 
@@ -1255,7 +1249,7 @@ def linear(
     Returns: Tensor
 
     Example:
-        out = lz.linear(torch.randn(5, 17), torch.randn(33, 17), bias=torch.randn(33))
+        out = lz.linear(torch.randn(5, 64), torch.randn(48, 64))
     """
 
 
@@ -1321,17 +1315,15 @@ def mla_paged_attention(
 
     Example:
         out = lz.mla_paged_attention(
-            torch.randn(9, 4, 64),
-            torch.randn(9, 4, 16),
-            torch.randn(3, 16, 64),
-            torch.randn(3, 16, 16),
-            torch.tensor([[2, -1], [-1, -1]], dtype=torch.int32),
-            torch.tensor([3, 0], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 5, 9], dtype=torch.int32),
+            torch.randn(3, 4, 64),
+            torch.randn(3, 4, 16),
+            torch.randn(8, 16, 64),
+            torch.randn(8, 16, 16),
+            torch.tensor([[4, 0, -1], [7, 3, -1], [2, 5, -1]], dtype=torch.int32),
+            torch.tensor([24, 24, 24], dtype=torch.int32),
             is_causal=True,
             scale=0.125,
-            max_seqlen_q=5,
-            return_lse=True,
+            max_seqlen_q=1,
         )
     """
 
@@ -1368,16 +1360,15 @@ def mla_paged_attention(
 
     Example:
         out = lz.mla_paged_attention(
-            torch.randn(9, 4, 64),
-            torch.randn(9, 4, 16),
-            torch.randn(3, 16, 64),
-            torch.randn(3, 16, 16),
-            torch.tensor([[2, -1], [-1, -1]], dtype=torch.int32),
-            torch.tensor([3, 0], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 5, 9], dtype=torch.int32),
+            torch.randn(3, 4, 64),
+            torch.randn(3, 4, 16),
+            torch.randn(6, 16, 64),
+            torch.randn(6, 16, 16),
+            torch.tensor([[-1, -1, -1, -1], [2, -1, -1, -1], [5, 3, 0, -1]], dtype=torch.int32),
+            torch.tensor([0, 7, 33], dtype=torch.int32),
             is_causal=True,
             scale=0.125,
-            max_seqlen_q=5,
+            max_seqlen_q=1,
             return_lse=True,
         )
     """
@@ -1415,17 +1406,15 @@ def mla_paged_attention(
 
     Example:
         out = lz.mla_paged_attention(
-            torch.randn(9, 4, 64),
-            torch.randn(9, 4, 16),
-            torch.randn(3, 16, 64),
-            torch.randn(3, 16, 16),
-            torch.tensor([[2, -1], [-1, -1]], dtype=torch.int32),
-            torch.tensor([3, 0], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 5, 9], dtype=torch.int32),
+            torch.randn(3, 4, 64),
+            torch.randn(3, 4, 16),
+            torch.randn(8, 16, 64),
+            torch.randn(8, 16, 16),
+            torch.tensor([[4, 0, -1], [7, 3, -1], [2, 5, -1]], dtype=torch.int32),
+            torch.tensor([24, 24, 24], dtype=torch.int32),
             is_causal=True,
             scale=0.125,
-            max_seqlen_q=5,
-            return_lse=True,
+            max_seqlen_q=1,
         )
     """
 
@@ -1494,7 +1483,7 @@ def moe(
             torch.randn(6, 17),
             torch.randn(4, 18, 17),
             torch.randn(4, 17, 9),
-            topk_ids=torch.randint(0, 4, (6, 2), dtype=torch.int64),
+            topk_ids=torch.tensor([[3, 1], [2, 0], [0, 1], [1, 3], [0, 1], [3, 1]], dtype=torch.int64),
             topk_weights=torch.rand(6, 2),
         )
     """
@@ -1568,15 +1557,13 @@ def paged_attention(
 
     Example:
         out = lz.paged_attention(
-            torch.randn(9, 4, 32),
-            torch.randn(3, 16, 2, 32),
-            torch.randn(3, 16, 2, 32),
-            torch.tensor([[2, -1], [-1, -1]], dtype=torch.int32),
-            torch.tensor([3, 0], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 5, 9], dtype=torch.int32),
+            torch.randn(3, 4, 32),
+            torch.randn(8, 16, 2, 32),
+            torch.randn(8, 16, 2, 32),
+            torch.tensor([[4, 0, -1], [7, 3, -1], [2, 5, -1]], dtype=torch.int32),
+            torch.tensor([24, 24, 24], dtype=torch.int32),
             is_causal=True,
-            max_seqlen_q=5,
-            return_lse=True,
+            max_seqlen_q=1,
         )
     """
 
@@ -1622,14 +1609,13 @@ def paged_attention(
 
     Example:
         out = lz.paged_attention(
-            torch.randn(9, 4, 32),
-            torch.randn(3, 16, 2, 32),
-            torch.randn(3, 16, 2, 32),
-            torch.tensor([[2, -1], [-1, -1]], dtype=torch.int32),
-            torch.tensor([3, 0], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 5, 9], dtype=torch.int32),
+            torch.randn(3, 4, 32),
+            torch.randn(6, 16, 2, 32),
+            torch.randn(6, 16, 2, 32),
+            torch.tensor([[-1, -1, -1, -1], [2, -1, -1, -1], [5, 3, 0, -1]], dtype=torch.int32),
+            torch.tensor([0, 7, 33], dtype=torch.int32),
             is_causal=True,
-            max_seqlen_q=5,
+            max_seqlen_q=1,
             return_lse=True,
         )
     """
@@ -1676,15 +1662,13 @@ def paged_attention(
 
     Example:
         out = lz.paged_attention(
-            torch.randn(9, 4, 32),
-            torch.randn(3, 16, 2, 32),
-            torch.randn(3, 16, 2, 32),
-            torch.tensor([[2, -1], [-1, -1]], dtype=torch.int32),
-            torch.tensor([3, 0], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 5, 9], dtype=torch.int32),
+            torch.randn(3, 4, 32),
+            torch.randn(8, 16, 2, 32),
+            torch.randn(8, 16, 2, 32),
+            torch.tensor([[4, 0, -1], [7, 3, -1], [2, 5, -1]], dtype=torch.int32),
+            torch.tensor([24, 24, 24], dtype=torch.int32),
             is_causal=True,
-            max_seqlen_q=5,
-            return_lse=True,
+            max_seqlen_q=1,
         )
     """
 
@@ -1718,7 +1702,7 @@ def quantize(
     Returns: Any
 
     Example:
-        out = lz.quantize(torch.randn(64), "fp8_e4m3", granularity="tensor")
+        out = lz.quantize(torch.randn(2, 3, 37), "int8")
     """
 
 
@@ -1772,7 +1756,7 @@ def rms_norm(
     Returns: Tensor
 
     Example:
-        out = lz.rms_norm(torch.randn(5, 17), weight=torch.randn(17))
+        out = lz.rms_norm(torch.randn(5, 64))
     """
 
 
@@ -1843,10 +1827,10 @@ def rope(
 
     Example:
         out = lz.rope(
-            torch.randn(2, 4, 33, 6),
-            torch.randn(2, 2, 33, 6),
-            torch.randn(33, 3),
-            torch.randn(33, 3),
+            torch.randn(2, 4, 9, 64),
+            None,
+            torch.randn(9, 32),
+            torch.randn(9, 32),
             style="rotate_half",
         )
     """
@@ -1898,12 +1882,7 @@ def sample(
     Returns: Tensor | tuple[Tensor, Tensor]
 
     Example:
-        out = lz.sample(
-            torch.randn(4, 2),
-            top_k=1,
-            uniforms=torch.rand(4),
-            return_logprobs=True,
-        )
+        out = lz.sample(torch.randn(4, 257), seed=1234, offset=5)
     """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import json
 import re
 import shutil
@@ -23,13 +23,12 @@ PACKAGE = ROOT / "src" / "layerzero"
 
 
 def load_stub() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stub", ROOT / "docs" / "stub.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        return importlib.import_module("stub")
+    finally:
+        sys.path[:] = path
 
 
 STUB = load_stub()

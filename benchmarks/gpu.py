@@ -202,7 +202,7 @@ def against_stock(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for one in stock():
         tune(one.calls, device="cuda", mode="captured", rounds=rounds, save=keep)
-        race = Race(GraphWatch(), (RuntimeError, lz.LayerZeroError))
+        race = Race(GraphWatch(), (RuntimeError, lz.errors.LayerZeroError))
         before = hits()
         for label, way in (("stock", one.theirs), ("lz", one.run)):
             race.enter(label, way)

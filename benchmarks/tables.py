@@ -47,7 +47,7 @@ def calls(dtype: str) -> list[Call]:
     return [Call("attention", dict.fromkeys(("query", "key", "value"), shape)), *found, *norms]
 
 
-def lookups(table: lz.Table, attention: Dispatcher, tensors: tuple[Tensor, ...]) -> Iterator[Contestant]:
+def lookups(table: lz.tables.Table, attention: Dispatcher, tensors: tuple[Tensor, ...]) -> Iterator[Contestant]:
     """Finding the row of a call: from plain sizes, from its facts, from its tensors."""
     values = attention.bound(tensors, {})
     facts = attention.facts(values, worlds.current())
@@ -75,7 +75,7 @@ def sizes_of(function: Any, facts: dict[str, Any]) -> list[Any]:
     return [facts[n] for n in function.__code__.co_varnames[:function.__code__.co_argcount]]
 
 
-def crowded(table: lz.Table, facts: dict[str, Any]) -> lz.Table:
+def crowded(table: lz.tables.Table, facts: dict[str, Any]) -> lz.tables.Table:
     """A table as it would be if every bucket had another winner: the row of this call, cut into many."""
     row = table.find("attention", facts)
     assert row is not None
@@ -91,15 +91,17 @@ def kernels(s: Any) -> Iterator[Contestant]:
     scope, result = s.tiny.qkv, s.tiny.result
     name, call = BY_HAND[s.kernels[0]]
     yield Contestant("attention by hand", f"out = {call}", {**scope, "f": getattr(torch, name)}, "", result)
-    for label, f in (("lz.bind: attention", lz.bind("attention", *scope.values())), ("lz.attention", lz.attention)):
+    bound = lz.tables.bind("attention", *scope.values())
+    for label, f in (("lz.tables.bind: attention", bound), ("lz.attention", lz.attention)):
         yield Contestant(label, "out = f(q, k, v)", {**scope, "f": f}, "attention by hand", result)
     x, w, eps = (s.norm[n] for n in ("x", "w", "eps"))
     own = loaded(worlds.current().catalog.by_id[s.kernels[1]])         # the kernel as its backend declares it
     if isinstance(own, Direct):
         own = own.otherwise or own.fn
     yield Contestant("rms_norm by hand", "out = f(x, w, eps)", {"x": x, "w": w, "eps": eps, "f": own}, "", s.rms_result)
-    yield Contestant("lz.bind: rms_norm", "out = f(x, w)", {"x": x, "w": w, "f": lz.bind("rms_norm", x, w, eps)},
-                     "rms_norm by hand", s.rms_result)
+    yield Contestant(
+        "lz.tables.bind: rms_norm", "out = f(x, w)", {"x": x, "w": w, "f": lz.tables.bind("rms_norm", x, w, eps)},
+        "rms_norm by hand", s.rms_result)
     yield Contestant("lz.rms_norm", "out = f(x, w, eps)", {"x": x, "w": w, "eps": eps, "f": lz.rms_norm},
                      "rms_norm by hand", s.rms_result)
 
@@ -108,12 +110,12 @@ def nothing(s: Any) -> Iterator[Contestant]:
     """The same with a kernel in C that does nothing: no kernel's own noise hides what a call costs."""
     x = s.norm["x"]
     lz.unlock()
-    lz.register(lz.Kernel("benchmark.nothing", lz.op("rms_norm"), lambda: lz.direct(id, "x"), prior=1e9,
+    lz.register(lz.Kernel("benchmark.nothing", lz.op("rms_norm"), lambda: lz.kernels.direct(id, "x"), prior=1e9,
                           less_work="none at all"))
-    bound = lz.bind("rms_norm", x)
+    bound = lz.tables.bind("rms_norm", x)
     assert bound.kernel == lz.which("rms_norm", x) == "benchmark.nothing"
     direct = "id(x), by hand"
-    for label, f, target in ((direct, id, ""), ("lz.bind: nothing", bound, direct),
+    for label, f, target in ((direct, id, ""), ("lz.tables.bind: nothing", bound, direct),
                              ("lz.rms_norm: nothing", lz.rms_norm, direct)):
         yield Contestant(label, "out = f(x)", {"x": x, "f": f}, target)
 
@@ -159,8 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = environment()
     with torch.no_grad():
         s = prepare(args.device)
-        table = lz.solve(calls(str(s.tiny.result.dtype)[6:]), device=args.device)
-        lz.use_table(table)
+        table = lz.tables.solve(calls(str(s.tiny.result.dtype)[6:]), device=args.device)
+        lz.tables.use_table(table)
         print(f"{table}, load average {env['load_average']}\n")
         lz.attention(*s.tiny.qkv.values())     # the entry is there: what is measured is a hit
         assert lz.explain("attention", *s.tiny.qkv.values()).table == table.id

@@ -103,7 +103,7 @@ def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> R
         row["seconds_to_compile"] = time.perf_counter() - began
         found, ordered = resolved(op, values)
         for mode in modes:
-            race = Race(stopwatch(device, mode), (RuntimeError, lz.LayerZeroError))
+            race = Race(stopwatch(device, mode), (RuntimeError, lz.errors.LayerZeroError))
             for name, way in (("torch", theirs), ("lz", lambda: public(**given))):
                 race.enter(name, way)
             if race.failed:

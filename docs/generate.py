@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent / "src"))
+sys.path[:0] = [str(DOCS.parent / "src"), str(DOCS)]
+
+import stub  # noqa: E402
 
 from layerzero.backends import CATALOG as BACKENDS  # noqa: E402
 from layerzero.dispatch.facts import in_range  # noqa: E402
@@ -213,10 +215,40 @@ def events() -> str:
          inspect.cleandoc(k.__doc__ or "")) for k in kinds])
 
 
+# public names
+
+def api_entry(name: str, value: Any) -> str:
+    """A heading, the signature or the kind of class, what it is, and an example."""
+    text = f"### lz.{name}\n\n"
+    if inspect.isfunction(value):
+        text += f"```text\n{stub.plain_signature(name.rpartition('.')[2], value)}\n```\n\n"
+    first = inspect.getdoc(value) or ""
+    text += first.split("\n\n")[0].replace("\n", " ") + "\n\n"
+    return text + f"```python\n{stub.example(name)}\n```\n\n"
+
+
+def api() -> str:
+    top, groups = stub.top(), stub.groups()
+    text = (f"# Public names\n\n{len(top)} names at the top, beside the [operations](ops.md); the rest is grouped. "
+            "All are loaded when first used. Each example starts with torch imported, and layerzero as `lz`; a test "
+            "runs it.\n\n")
+    text += table(("", "names"), [
+        ("`lz`", listed(top)), *((code(f"lz.{name}"), listed(module.__all__)) for name, module in groups.items())])
+    text += "\n## lz\n\n" + "".join(api_entry(name, value) for name, value in top.items())
+    for group, module in groups.items():
+        doc = inspect.cleandoc(module.__doc__ or "")
+        if group == "errors":
+            text += f"## lz.errors\n\n```text\n{doc}\n```\n\n"
+            continue
+        text += f"## lz.{group}\n\n{doc}\n\n" + "".join(
+            api_entry(f"{group}.{name}", getattr(module, name)) for name in module.__all__)
+    return text
+
+
 def pages() -> dict[Path, str]:
     """Every generated file with the text it should have."""
     policy = DOCS / "policy.md"
-    made = {"reason-codes": reason_codes, "capabilities": capabilities, "ops": ops, "settings": settings,
+    made = {"api": api, "reason-codes": reason_codes, "capabilities": capabilities, "ops": ops, "settings": settings,
             "events": events}
     found = {DOCS / "reference" / f"{name}.md": NOTE + make().rstrip() + "\n" for name, make in made.items()}
     text, blocks = BLOCK.subn(lambda m: m[1] + setting_rows() + m[2], policy.read_text("utf-8"))

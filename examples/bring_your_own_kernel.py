@@ -65,7 +65,7 @@ def main() -> int:
     try:
         lz.rms_norm(x.bfloat16(), weight.bfloat16(), backend=MINE.id)
         refused = False
-    except lz.NamedKernelRefused as reason:                # asked for by name, it is never replaced in silence
+    except lz.errors.NamedKernelRefused as reason:                # asked for by name, it is never replaced in silence
         print(f"for bfloat16:\n  {str(reason).splitlines()[0]}")
         refused = True
 

@@ -21,7 +21,7 @@ from layerzero.models.kv_cache import KVCache
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER, LAYERS = 256, 64, 4, 2, 16, 128, 2
 PAGES, PAGE = 16, 8
-COS, SIN = lz.rope_tables(DIM, 512)
+COS, SIN = lz.positions.rope_tables(DIM, 512)
 
 
 @dataclass

@@ -69,7 +69,7 @@ def test_capture_in_a_graph() -> None:
 
 def test_mixed_devices_are_the_callers_mistake() -> None:
     q = torch.randn(1, 2, 8, 64, device="cuda")
-    with pytest.raises(lz.InvalidCall, match="MIXED_DEVICES"):
+    with pytest.raises(lz.errors.InvalidCall, match="MIXED_DEVICES"):
         lz.attention(q, q.cpu(), q)
 
 

@@ -86,7 +86,7 @@ STRAY = """
         try:
             lz.rms_norm(x, backend="stray.norm")
             torch.cuda.synchronize()
-        except lz.DeviceLost as e:
+        except lz.errors.DeviceLost as e:
             errors.append(["DeviceLost", str(e), [c.value for c in e.codes]])
         except RuntimeError as e:              # torch's own, from the wait
             errors.append([type(e).__name__, str(e)[:200], []])

@@ -124,7 +124,7 @@ def test_a_grid_beyond_the_device_is_refused_with_a_typed_reason(mine):
         kernel.load()(rows())
     assert caught.value.codes == (Code.CUDA_BLOCK_LIMIT_EXCEEDED,)
     lz.register(kernel)
-    with pytest.raises(lz.KernelFailed):
+    with pytest.raises(lz.errors.KernelExecutionError):
         lz.rms_norm(rows(), backend="mine.long")
     assert "mine" not in worlds.current().health           # it trips nothing
 
@@ -170,7 +170,7 @@ def test_the_tuner_times_every_configuration_and_selection_follows(mine, tmp_pat
     lz.configure(perfdb=str(tmp_path / "perf.sqlite"), rules=(lz.PolicyRule.of("deny", compiling),))
     for kernel in mine.TUNED:
         lz.register(kernel)
-    call = lz.Call("rms_norm", {"x": lz.TensorSpec((512, 1024), "float16")})
+    call = lz.testing.Call("rms_norm", {"x": lz.testing.TensorSpec((512, 1024), "float16")})
     report = lz.tune([call], device="cuda")
     (tuned,) = report.tuned
     timed = {t.kernel for t in tuned.kernels}

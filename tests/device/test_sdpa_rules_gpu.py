@@ -18,7 +18,7 @@ from helpers import ATTENTION, call_facts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
-from layerzero.spec.errors import NoKernel
+from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.kernel import SDPA
 from layerzero.spec.reason import Code
 from layerzero.world import snapshot as worlds
@@ -180,6 +180,6 @@ def test_what_no_allowed_implementation_takes_is_refused_and_nobody_is_blamed():
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings():
         warnings.simplefilter("ignore")        # torch says why each implementation cannot
         for _ in range(5):
-            with pytest.raises(NoKernel, match="allows only FLASH_ATTENTION"):
+            with pytest.raises(NoKernelFoundError, match="allows only FLASH_ATTENTION"):
                 lz.attention(q, q, q)
     assert not worlds.current().health

@@ -229,7 +229,7 @@ def test_a_launch_that_the_driver_refuses(serve: Any, monkeypatch: pytest.Monkey
     call(x, eps=1e-3)
     monkeypatch.setattr(Kernel, "launch", too_tall)
     call(x)
-    with pytest.raises(lz.KernelFailed, match="CUDA error: invalid argument"):
+    with pytest.raises(lz.errors.KernelExecutionError, match="CUDA error: invalid argument"):
         call(x)
     assert told == [(1, -1, (1, 70000, 1))]
     monkeypatch.undo()

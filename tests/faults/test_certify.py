@@ -108,10 +108,10 @@ def test_the_command_as_json(capsys):
     ({"backend": "torhc"}, "--backend"), ({"kernel": "torch.nothing"}, "--kernel"), ({"op": "attentoin"}, "attention"),
     ({"backend": "torch", "kernel": "reference.*"}, "no kernel")])
 def test_a_name_that_fits_nothing_is_an_error(asked, word):
-    with pytest.raises(lz.ConfigError, match=word):
+    with pytest.raises(lz.errors.ConfigError, match=word):
         chosen_kernels(**asked)
 
 
 def test_an_unknown_lane_is_an_error():
-    with pytest.raises(lz.ConfigError, match="quick, full, stress"):
+    with pytest.raises(lz.errors.ConfigError, match="quick, full, stress"):
         level_one("fast")

@@ -319,7 +319,7 @@ def test_nothing_is_kept_of_a_model_that_is_gone():
     del model
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4 and made() is None
-    with pytest.raises(lz.ConfigError, match="gone"):
+    with pytest.raises(lz.errors.ConfigError, match="gone"):
         report.explain(**inputs("llama"))
 
 
@@ -327,7 +327,7 @@ def test_a_class_that_came_after_ours_is_reported():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     patch(model, only="linear")
     nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
-    with pytest.raises(lz.ConfigError, match="parametrized"):
+    with pytest.raises(lz.errors.ConfigError, match="parametrized"):
         unpatch(model)
     assert type(model[1]) is nn.Linear
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
@@ -335,11 +335,11 @@ def test_a_class_that_came_after_ours_is_reported():
 
 
 def test_what_is_wrong_is_said():
-    with pytest.raises(lz.ConfigError, match="Module, got dict"):
+    with pytest.raises(lz.errors.ConfigError, match="Module, got dict"):
         patch({})
-    with pytest.raises(lz.ConfigError, match="rms_norm"):
+    with pytest.raises(lz.errors.ConfigError, match="rms_norm"):
         patch(Home(), only="rmsnorm")
-    with pytest.raises(lz.ConfigError, match="no kind 'lm-head'"), patched(Home(), skip=("lm-head",)):
+    with pytest.raises(lz.errors.ConfigError, match="no kind 'lm-head'"), patched(Home(), skip=("lm-head",)):
         pass
     assert kinds(Home(), only=("rms_norm", "mlp"), skip="mlp") == {"rms_norm": 2}
 

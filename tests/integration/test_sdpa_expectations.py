@@ -22,7 +22,7 @@ TOLERANCE = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-5), torch.f
 def stand_in(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """lz.attention with torch's signature and torch's defaults."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lz.CausalAlignmentWarning)
+        warnings.simplefilter("ignore", lz.errors.CausalAlignmentWarning)
         return lz.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

@@ -291,7 +291,7 @@ def test_closing_frees_the_port_and_stops_the_threads():
     before = threading.active_count()
     server = lz.serve_metrics(every=0.05)
     port = server.port
-    with pytest.raises(lz.ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+    with pytest.raises(lz.errors.ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
         lz.serve_metrics(port)
     server.close()
     server.close()                                                  # twice does no harm
@@ -304,7 +304,7 @@ def test_closing_frees_the_port_and_stops_the_threads():
 @pytest.mark.parametrize("wrong", [{"port": 70000}, {"port": -1}, {"every": 0}, {"every": float("nan")},
                                    {"host": "no such host"}, {"calls": ["x"]}, {"calls": "no_such_file"}])
 def test_what_cannot_be_is_said_at_once(wrong):
-    with pytest.raises(lz.LayerZeroError):
+    with pytest.raises(lz.errors.LayerZeroError):
         lz.serve_metrics(**wrong)
 
 

@@ -68,6 +68,6 @@ if __name__ == "__main__":
     try:
         lz.rms_norm(x, backend="mine.long")
         status = "failed"
-    except lz.KernelFailed as e:
+    except lz.errors.KernelExecutionError as e:
         status = "passed" if e.codes == (lz.Code.CUDA_BLOCK_LIMIT_EXCEEDED,) else "failed"
     print(json.dumps({"kernel": "limits", "status": status, "text": ""}))

@@ -63,22 +63,22 @@ def mine(monkeypatch):
 def test_a_configuration_that_no_device_takes_is_refused_when_it_is_declared(mine, meta, word):
     import layerzero as lz
     from layerzero.operate.triton_kernels import triton_kernel
-    with pytest.raises(lz.RegistrationError, match=word):
+    with pytest.raises(lz.errors.RegistrationError, match=word):
         triton_kernel("mine.x", mine.OP, mine.scaled_rows, launch=mine.launch, grid=(1,), meta=meta)
 
 
 def test_what_is_no_triton_function_is_refused(mine):
     import layerzero as lz
     from layerzero.operate.triton_kernels import triton_kernel, triton_kernels
-    with pytest.raises(lz.RegistrationError, match=r"wanted a @triton\.jit function, got function"):
+    with pytest.raises(lz.errors.RegistrationError, match=r"wanted a @triton\.jit function, got function"):
         triton_kernel("mine.x", mine.OP, mine.launch, launch=mine.launch, grid=(1,))
-    with pytest.raises(lz.RegistrationError, match=r"'package\.module:name', got 'own_triton'"):
+    with pytest.raises(lz.errors.RegistrationError, match=r"'package\.module:name', got 'own_triton'"):
         triton_kernel("mine.x", mine.OP, "own_triton", launch=mine.launch, grid=(1,))
-    with pytest.raises(lz.RegistrationError, match=r"launch wants a parameter 'y'; lz\.rms_norm has x, weight"):
+    with pytest.raises(lz.errors.RegistrationError, match=r"launch wants a parameter 'y'; lz\.rms_norm has x, weight"):
         triton_kernel("mine.x", mine.OP, mine.scaled_rows, launch=lambda y: None, grid=(1,))
-    with pytest.raises(lz.RegistrationError, match="two configurations"):
+    with pytest.raises(lz.errors.RegistrationError, match="two configurations"):
         triton_kernels("mine.x", mine.OP, mine.scaled_rows, launch=mine.launch, grid=(1,), configs=[{}, {}])
-    with pytest.raises(lz.RegistrationError, match="at least one configuration"):
+    with pytest.raises(lz.errors.RegistrationError, match="at least one configuration"):
         triton_kernels("mine.x", mine.OP, mine.scaled_rows, launch=mine.launch, grid=(1,), configs=[])
 
 

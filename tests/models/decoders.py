@@ -222,8 +222,8 @@ class Decoder:
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config, self.weights = config, weights
-        self.cos, self.sin = lz.rope_tables(config.rope_dim if config.latent else config.head_dim,
-                                            config.max_positions, device=self.device)
+        self.cos, self.sin = lz.positions.rope_tables(config.rope_dim if config.latent else config.head_dim,
+                                                      config.max_positions, device=self.device)
 
     @property
     def dtype(self) -> torch.dtype:

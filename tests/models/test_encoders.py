@@ -174,7 +174,7 @@ def test_t5_encoder_cache_is_written_once():
     model, (source, _) = LzT5(SHAPE, t5_weights(SHAPE)), texts()
     cache = model.caches("paged", model.encode(source, LENGTHS), LENGTHS, **KINDS["paged"])[0]
     rows = torch.zeros(sum(LENGTHS), SHAPE.heads, SHAPE.head_dim)
-    with pytest.raises(lz.InvalidCall, match="written once"):
+    with pytest.raises(lz.errors.InvalidCall, match="written once"):
         cache.cross.append(rows, rows, lengths=LENGTHS)
 
 

@@ -377,7 +377,7 @@ def test_a_masked_prompt_reaches_pixart():
 def test_a_mask_with_causal_is_refused(how):
     register_diffusers()
     query, mask = torch.randn(1, 4, 4, 8), torch.ones(4, 4, dtype=torch.bool)
-    with pytest.raises(lz.InvalidCall, match="attn_mask and is_causal=True were both given") as caught:
+    with pytest.raises(lz.errors.InvalidCall, match="attn_mask and is_causal=True were both given") as caught:
         if how == "backend":
             attention_dispatch.dispatch_attention_fn(query, query, query, mask, 0.0, True, backend="layerzero")
         else:
@@ -440,13 +440,13 @@ def test_context_parallelism_is_refused():
     config = object()
     first = next(iter(model.attn_processors.values()))
     first._parallel_config = config
-    with pytest.raises(lz.ConfigError, match=r"cannot split a sequence over devices.*Nothing was patched"):
+    with pytest.raises(lz.errors.ConfigError, match=r"cannot split a sequence over devices.*Nothing was patched"):
         patch_diffusers(model)
     assert not [m for m in model.modules() if hasattr(type(m), "_layerzero_diffusers")]
     with pytest.raises(ValueError, match="does not support context parallelism"):
         model.set_attention_backend("layerzero")
     query = torch.randn(1, 4, 2, 8)
-    with pytest.raises(lz.ConfigError, match="cannot split a sequence over devices"):
+    with pytest.raises(lz.errors.ConfigError, match="cannot split a sequence over devices"):
         attention_dispatch.dispatch_attention_fn(query, query, query, backend="layerzero", parallel_config=config)
 
 
@@ -465,7 +465,7 @@ def test_only_the_parts_asked_for():
     model = denoiser(pipeline("sd15"))
     assert patch_diffusers(model, parts=["attention"]).count("mlp") == 0
     assert not [m for m in model.modules() if hasattr(type(m), "_layerzero_diffusers")]
-    with pytest.raises(lz.ConfigError, match="must be among attention, norm, mlp, linear, got attn"):
+    with pytest.raises(lz.errors.ConfigError, match="must be among attention, norm, mlp, linear, got attn"):
         patch_diffusers(model, parts="attn")
 
 
@@ -513,9 +513,9 @@ def test_norms_of_all_kinds_agree():
 
 @pytest.mark.parametrize("wrong", [None, "pipe", torch.zeros(1)])
 def test_what_is_no_pipeline_is_refused(wrong):
-    with pytest.raises(lz.ConfigError, match="wanted a pipeline or a model of diffusers, got"):
+    with pytest.raises(lz.errors.ConfigError, match="wanted a pipeline or a model of diffusers, got"):
         patch_diffusers(wrong)
-    with pytest.raises(lz.ConfigError, match="wanted a processor that calls"):
+    with pytest.raises(lz.errors.ConfigError, match="wanted a processor that calls"):
         attn_processor(AttnProcessor())
 
 

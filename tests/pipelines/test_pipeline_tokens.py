@@ -101,17 +101,18 @@ def test_from_the_components_of_diffusers():
 def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(tmp_path):
     llama(200).save_pretrained(tmp_path)
     fast(320).save_pretrained(tmp_path)
-    with pytest.raises(lz.DataError, match=r"ids below 200, got one with the id \d+; the model has no embedding"):
+    with pytest.raises(
+            lz.errors.DataError, match=r"ids below 200, got one with the id \d+; the model has no embedding"):
         tokenizer_for(LlamaForCausalLM.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize(("source", "error", "word"), [
-    (object(), lz.ConfigError, "pass its tokenizer"), (None, lz.ConfigError, "got NoneType"),
-    ("/no/such/folder", lz.DataError, "nothing is downloaded here")])
+    (object(), lz.errors.ConfigError, "pass its tokenizer"), (None, lz.errors.ConfigError, "got NoneType"),
+    ("/no/such/folder", lz.errors.DataError, "nothing is downloaded here")])
 def test_where_there_is_none(source, error, word):
     with pytest.raises(error, match=word):
         tokenizer_for(source)
-    with pytest.raises(lz.ConfigError, match="knows the folder"):
+    with pytest.raises(lz.errors.ConfigError, match="knows the folder"):
         tokenizer_for(llama())                 # made from a config: it has no folder
 
 
@@ -167,7 +168,7 @@ def test_how_a_gguf_file_says_that_text_is_cut(pre, digits, tmp_path):
 def test_smollm2s_own():
     try:
         path = packaged_model()
-    except lz.ConfigError as e:
+    except lz.errors.ConfigError as e:
         pytest.skip(str(e))
     handle = tokenizer_for(path)
     assert lz.tokenize("Hello 123 world", handle).ids == [19556, 216, 33, 34, 35, 905]
@@ -187,11 +188,11 @@ def test_damaged_gguf_files(tmp_path):
     for content, word in ((b"nothing", "does not begin"), (whole[:60], "cut short"), (whole[:2000], "cut short"),
                           (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 2 or 3"), (bytes(huge), "damaged")):
         path.write_bytes(content)
-        with pytest.raises(lz.DataError, match=word):
+        with pytest.raises(lz.errors.DataError, match=word):
             tokenizer_for(path)
-    with pytest.raises(lz.DataError, match="cannot be read"):
+    with pytest.raises(lz.errors.DataError, match="cannot be read"):
         tokenizer_for(tmp_path / "none.gguf")
-    with pytest.raises(lz.DataError, match=r"got 'odd' with the pre-tokenizer 'default'"):
+    with pytest.raises(lz.errors.DataError, match=r"got 'odd' with the pre-tokenizer 'default'"):
         tokenizer_for(gguf(tmp_path / "odd.gguf", trained(), model="odd"))
 
 
@@ -328,7 +329,7 @@ def test_a_tokenizer_that_encodes_its_own_way_is_left():
 
     own = Own(tokenizer_object=trained(), pad_token="<pad>")
     for wrong in (own, trained(), None, llama()):
-        with pytest.raises(lz.ConfigError, match="wanted a fast tokenizer of transformers 5"):
+        with pytest.raises(lz.errors.ConfigError, match="wanted a fast tokenizer of transformers 5"):
             patch_tokenizer(wrong)
 
 

@@ -158,13 +158,13 @@ def test_what_is_no_report_is_a_data_error(tmp_path):
                  json.dumps({**good, "parts": [{}]}), json.dumps({**good, "target_seconds": "long"}),
                  json.dumps({**good, "parts": [{**good["parts"][0], "samples": [{"at": 1}]}]})):
         path.write_text(data)
-        with pytest.raises(lz.DataError, match=r"soak\.json"):
+        with pytest.raises(lz.errors.DataError, match=r"soak\.json"):
             Report.load(path)
-    with pytest.raises(lz.DataError, match="cannot read"):
+    with pytest.raises(lz.errors.DataError, match="cannot read"):
         Report.load(tmp_path / "none.json")
-    with pytest.raises(lz.ConfigError, match="seconds > 0"):
+    with pytest.raises(lz.errors.ConfigError, match="seconds > 0"):
         soak(0.0)
-    with pytest.raises(lz.ConfigError, match="no operation is named nothing"):
+    with pytest.raises(lz.errors.ConfigError, match="no operation is named nothing"):
         soak(1.0, ops=("nothing",))
 
 

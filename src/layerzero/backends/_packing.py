@@ -3,7 +3,7 @@
 An entry belongs to the storages of the tensors it was made from: it goes when one of them is freed. It is
 valid while their addresses, shapes, strides, dtypes and versions are what they were, so a write in place
 (`mul_`, an optimizer's step) makes a new one. A write that bumps no version (through `.data`, NumPy, or a
-raw pointer) cannot be seen: call `lz.forget_packed(weight)` after one.
+raw pointer) cannot be seen: call `lz.quant.forget_packed(weight)` after one.
 
 When the room is used up by living weights, a newcomer is not packed and its kernel uses it as it is: that
 is slower than packed, but taking turns would pack on every call.

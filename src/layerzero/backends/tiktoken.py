@@ -36,7 +36,7 @@ def _build(handle: TokenizerHandle) -> Any:
     except FOREIGN_ERRORS as e:
         raise InvalidCall.of("tokenize", Reason(
             Code.WRONG_TYPE, "ranks that tiktoken can make an encoding of; for a file that is not named like one of "
-            "tiktoken's own pass its split pattern: lz.load_tokenizer(path, pattern=..., special_tokens=...)",
+            "tiktoken's own pass its split pattern: lz.tokens.load_tokenizer(path, pattern=..., special_tokens=...)",
             f"{handle.source} ({type(e).__name__}: {e})", "tokenizer")) from e
 
 

@@ -15,7 +15,7 @@ from ..machine import hardware
 from ..operate import inspection
 from ..select.policy import suggest
 from ..spec.device import Device
-from ..spec.errors import ConfigError, NoKernel
+from ..spec.errors import ConfigError, NoKernelFoundError
 from ..spec.plan import Plan
 from ..spec.reading import read_json
 from ..world import snapshot as worlds
@@ -137,7 +137,7 @@ def which(op: OpName, words: Words, dtype: Dtype = "bfloat16", device: DeviceKin
     """The kernel that would serve a call; an error if there is none."""
     plan = _plan(op, words, dtype, device, backend, on)
     if plan.kernel is None:
-        raise NoKernel(f"no kernel can serve this call\n{plan}")
+        raise NoKernelFoundError(f"no kernel can serve this call\n{plan}")
     show.as_json({"op": plan.op, "kernel": plan.kernel}) if as_json else show.text(plan.kernel)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..machine import faults, loading, watchdog
 from ..machine.faults import Hung, InputsChanged, Settled
-from ..spec.errors import InputDamaged, InvalidCall, KernelFailed
+from ..spec.errors import InputDamaged, InvalidCall, KernelExecutionError, SelectionTimeoutError
 from ..spec.event import Fallback
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
@@ -88,8 +88,8 @@ def recover(found: Dispatcher, entry: Entry, values: tuple[Any, ...], fault: Bas
         _count(found, failures)
     lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
     named = f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked else ""
-    raise KernelFailed(f"lz.{op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
-                       [failure.reason for failure in failures]) from fault
+    raise KernelExecutionError(f"lz.{op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
+                               [failure.reason for failure in failures]) from fault
 
 
 def _count(found: Dispatcher, failures: list[Failure]) -> None:
@@ -112,16 +112,16 @@ def _damaged(found: Dispatcher, entry: Entry, kernel: Kernel | None, fault: Inpu
         f"  hint: {reason.code.advice}", [reason])
 
 
-def _hung(found: Dispatcher, entry: Entry, kernel: Kernel | None, fault: Hung) -> KernelFailed:
+def _hung(found: Dispatcher, entry: Entry, kernel: Kernel | None, fault: Hung) -> SelectionTimeoutError:
     """The error for a call that took too long. The next one must not hang too: the breaker opens at once."""
     name, reason = entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason
     if kernel is not None:
         now, cooldown = time.monotonic(), worlds.current().policy.setting("breaker_cooldown")
         change_health(kernel.health, lambda old: health.failed(old, reason, now, True, 1, cooldown))
-    return KernelFailed(
+    return SelectionTimeoutError(
         f"lz.{found.op.name}: {name} {reason.message}, the call_timeout of the policy. It cannot be stopped and may "
         "be at work on the inputs still, so no other kernel was tried.\n  hint: leave these inputs alone and call "
-        "again with others; lz.probe runs a kernel in a process of its own, where it can be stopped", [reason])
+        "again with others; lz.testing.probe runs a kernel in a process of its own, where it can be stopped", [reason])
 
 
 def _suspect(found: Dispatcher, entry: Entry, kernel: Kernel | None, failure: Failure) -> None:

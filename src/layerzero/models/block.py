@@ -1,6 +1,6 @@
 """A block of a model as data: its ops, the plain torch between them, and where there are several ways.
 
-`lz.plan_block` looks for the cheapest way through it; models/decoder.py runs one call by call.
+`lz.tables.plan_block` looks for the cheapest way through it; models/decoder.py runs one call by call.
 """
 
 from __future__ import annotations

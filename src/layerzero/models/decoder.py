@@ -2,7 +2,7 @@
 
 A layer is norm -> qkv -> rope -> attention -> projection -> residual -> norm -> MLP -> residual.
 `layer_parts` says so as data: `Decoder` runs the parts one call after the other, `decoder_block`
-hands them to lz.plan_block. What a Decoder computes on the way is noted under the name of its
+hands them to lz.tables.plan_block. What a Decoder computes on the way is noted under the name of its
 stage, so that two runs can be compared stage by stage. Tensors are (batch, seq, ...), heads
 (batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP is one.
 """
@@ -438,7 +438,7 @@ def _values(weights: Mapping[str, Tensor], at: str) -> dict[str, Any]:
 
 def decoder_block(c: DecoderConfig, *, cached: bool = False,
                   dtypes: tuple[torch.dtype, ...] = ()) -> Block:
-    """A layer for lz.plan_block, with heads as (batch, heads, seq, head_dim).
+    """A layer for lz.tables.plan_block, with heads as (batch, heads, seq, head_dim).
 
     Its alternatives: add and norm apart or fused, the MLP in parts or fused. With `cached` the
     keys "past_k" and values "past_v" come before the new ones, and the new ones are results too.

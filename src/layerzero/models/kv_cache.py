@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..dispatch import dispatcher as dispatch
 from ..ops.formulas.paged import page_table_from_csr as page_table_from_csr
-from ..spec.errors import InvalidCall, LayerZeroError
+from ..spec.errors import CacheFull, InvalidCall
 from ..spec.reason import Code, Reason
 from ..world import catalog
 
@@ -36,15 +36,6 @@ LAYOUTS = ("NHD", "HND")
 # The largest magnitude that each quantized dtype stores.
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 HEADROOM = 1.25            # over what the first append held, for scales that are taken from it
-
-
-class CacheFull(LayerZeroError, MemoryError):
-    """No page is left, or a sequence is as long as it may get. Nothing was changed: remove a sequence and try again."""
-
-    @classmethod
-    def of(cls, want: str, got: str) -> CacheFull:
-        return cls(f"lz.kv_cache: {want}, but {got}; nothing was changed. Remove a sequence, or make the cache larger.",
-                   (Reason(Code.OUT_OF_MEMORY, want, got),))
 
 
 def _wrong(code: Code, want: Any, got: Any, name: str) -> InvalidCall:

@@ -108,10 +108,11 @@ def _out_of_service(world: World, kernel: Kernel) -> Reason | None:
 def graph(cuda_graph: Any, **options: Any) -> Iterator[HeldGraph]:
     """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and hold what the calls choose.
 
-    Takes the options of torch.cuda.graph (pool, stream, capture_error_mode). Warm up first: `lz.warmup_capture(fn)`.
+    Takes the options of torch.cuda.graph (pool, stream, capture_error_mode). Warm up first:
+    `lz.graphs.warmup_capture(fn)`.
     """
     if absent := absence():
-        raise ConfigError(f"lz.graph: {absent}; run without a graph")
+        raise ConfigError(f"lz.graphs.graph: {absent}; run without a graph")
     held = HeldGraph(f"graph {id(cuda_graph):#x}")
     before = hits()
     with capturing(cuda_graph, **options):
@@ -176,7 +177,7 @@ def warm_up(fn: Callable[[], Any], stream: Any = None, times: int = WARM_UPS) ->
 def warmup_capture(fn: Callable[..., Any], *args: Any, times: int = WARM_UPS, **kwargs: Any) -> None:
     """Call this before capturing `fn(*args, **kwargs)`: it runs it a few times as it will be captured."""
     if absent := absence():
-        raise ConfigError(f"lz.warmup_capture: {absent}")
+        raise ConfigError(f"lz.graphs.warmup_capture: {absent}")
     warm_up(lambda: fn(*args, **kwargs), times=times)
 
 

@@ -203,7 +203,7 @@ def _listed(source: Source) -> tuple[Call, ...]:
         (source,) if isinstance(source, Call) else tuple(source))  # type: ignore[arg-type]
     wrong = next((c for c in calls if not isinstance(c, Call)), None)
     if wrong is not None:
-        raise ConfigError(f"lz.warmup: wanted calls (lz.Call), a file of them or a table, got {wrong!r:.120}")
+        raise ConfigError(f"lz.warmup: wanted calls (lz.testing.Call), a file of them or a table, got {wrong!r:.120}")
     return calls
 
 

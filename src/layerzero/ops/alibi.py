@@ -3,8 +3,8 @@
 The distance of key j from query i is measured from the *diagonal*, as in lz.attention: query i stands at key i for
 causal_align="top_left", and the last query at the last key for "bottom_right", which decoding with a KV cache wants.
 With is_causal the keys after it get -inf, so that the bias alone makes attention causal. Slopes are one for each
-head (lz.alibi_slopes; lz.alibi_bias takes the number of heads instead); the result has their dtype and is computed in
-float32 or wider.
+head (lz.positions.alibi_slopes; lz.positions.alibi_bias takes the number of heads instead);
+the result has their dtype and is computed in float32 or wider.
 """
 
 from __future__ import annotations

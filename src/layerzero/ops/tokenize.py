@@ -2,7 +2,7 @@
 
 - `tokenizer` is a `tokenizers.Tokenizer`, a fast tokenizer of transformers, a `tiktoken.Encoding`, a
   `sentencepiece.SentencePieceProcessor`, the path of a tokenizer.json, *.model or *.tiktoken file or of a folder with
-  one, or what `lz.load_tokenizer` returned. With the last nothing has to be looked at again on every call.
+  one, or what `lz.tokens.load_tokenizer` returned. With the last nothing has to be looked at again on every call.
 - Special tokens are added as the tokenizer does it: by its post-processor, by a processor's add_bos and add_eos;
   tiktoken adds none. `parse_special` says whether special tokens written in the text become special tokens (True) or
   stay text (False); None leaves it to the library: tokenizers reads them, tiktoken refuses the text, sentencepiece

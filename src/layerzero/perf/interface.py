@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ..spec.errors import DataError
+from ..spec.errors import CacheCorruptionError, DataError
 from .exchange import export_lines, read_lines
 from .record import EAGER, Measurement, PerfView, Rates, environment_id
 
@@ -48,7 +48,7 @@ class ForeignFile(StoreError):
         self.path = path
 
 
-class CorruptStore(StoreError):
+class CorruptStore(StoreError, CacheCorruptionError):
     """A store of ours that is damaged. `file` (device and inode) tells which one it was, even after
     it was renamed."""
 

@@ -69,12 +69,14 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     named = dict(zip(found.names, values))
     tensors = reading.check_types(found.op, named)
     if not tensors:
-        raise ConfigError(f"lz.bind: lz.{found.op.name} was given no tensor; give the call as you would make it")
+        raise ConfigError(f"lz.tables.bind: lz.{found.op.name} was given no tensor; give the call as you would make it")
     if casting.autocast(found.op, named, next(iter(tensors.values()))) is not None:
-        raise ConfigError(f"lz.bind: lz.{found.op.name} under autocast: cast the tensors, then bind outside of it")
+        raise ConfigError(
+            f"lz.tables.bind: lz.{found.op.name} under autocast: cast the tensors, then bind outside of it")
     if found.op.canonical is not None and found.op.canonical(dict(named)) is not None:
-        raise ConfigError(f"lz.bind: this call of lz.{found.op.name} is rewritten before it is served (its rank or "
-                          "layout='auto'); give it in the op's own form: " + _form(found.op))
+        raise ConfigError(
+            f"lz.tables.bind: this call of lz.{found.op.name} is rewritten before it is served (its rank or "
+            "layout='auto'); give it in the op's own form: " + _form(found.op))
     facts = found.facts(values)
     while True:
         world = worlds.current()
@@ -96,7 +98,7 @@ def _told(run: Any, found: Dispatcher, named: Mapping[str, Any], given: tuple[st
     """The function with what is to be known of it. It stays a plain function: an object would cost a call more."""
     def facts(tensors: Sequence[Tensor]) -> dict[str, Any]:
         if len(tensors) != len(given):
-            raise ConfigError(f"lz.bind: lz.{found.op.name} was bound with {', '.join(given)}; "
+            raise ConfigError(f"lz.tables.bind: lz.{found.op.name} was bound with {', '.join(given)}; "
                               f"got {len(tensors)} tensors")
         values = {**named, **dict(zip(given, tensors))}
         return found.facts(tuple(values[n] for n in found.names))

@@ -27,8 +27,9 @@ from ..dispatch import dispatcher as dispatch
 from ..dispatch.binding import permutation
 from ..machine import faults
 from ..models.block import Block, Either, Glue, Part, Stage
-from ..spec.errors import InvalidCall, NoKernel, SpecError
+from ..spec.errors import InvalidCall, NoKernelFoundError, SpecError
 from ..spec.op import Op
+from ..spec.plan import SelectionReport
 from ..spec.plan import Step as PlanStep
 from ..world import snapshot as worlds
 
@@ -55,12 +56,12 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class BlockPlan:
+class BlockPlan(SelectionReport):
     block: str
     signature: str
     steps: tuple[Chosen, ...]
     results: tuple[str, ...]
-    fused_ops: tuple[str, ...]                 # ops taken in place of several, as the block's alternatives name them
+    fused: tuple[str, ...]                     # ops taken in place of several, as the block's alternatives name them
     ways_seen: int
 
     @property
@@ -70,6 +71,10 @@ class BlockPlan:
     @property
     def transform_cost_total(self) -> float:
         return sum(s.transform_us for s in self.steps)
+
+    @property
+    def fused_ops(self) -> tuple[str, ...]:
+        return self.fused
 
     def __call__(self, **values: Any) -> tuple[Any, ...]:
         """Run the block as planned, with no selection on the way."""
@@ -179,7 +184,7 @@ class _Search:
             if key not in best or way.cost < best[key].cost:
                 best[key] = replace(way, values=values)
         if not best:
-            raise NoKernel("no way through this part of the block: every kernel failed or was refused")
+            raise NoKernelFoundError("no way through this part of the block: every kernel failed or was refused")
         return list(best.values())
 
     def onward(self, part: Part, way: _Way, alive: frozenset[str]) -> Iterator[_Way]:

@@ -49,7 +49,7 @@ class DryRun:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """What lz.solve and lz.tune take."""
+        """What lz.tables.solve and lz.tune take."""
         return tuple(row.call for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
                 model(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
         raise DataError(f"lz.dry_run: the model looks at the values of a tensor ({e.func}), which has none here; run "
-                        "it in `with lz.recording(path)` instead and give the calls to lz.solve") from e
+                        "it in `with lz.recording(path)` instead and give the calls to lz.tables.solve") from e
     return DryRun(tuple(seen.values()))
 
 

@@ -1,4 +1,4 @@
-"""A dispatch table in force: lz.use_table. It is part of the world from then on, and calls are looked up in it."""
+"""A dispatch table in force: lz.tables.use_table. It is part of the world from then on; calls are looked up in it."""
 
 from __future__ import annotations
 

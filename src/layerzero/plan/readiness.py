@@ -79,7 +79,7 @@ def listed(calls: Calls) -> tuple[Call, ...]:
     found = (calls,) if isinstance(calls, Call) else tuple(calls)
     wrong = next((c for c in found if not isinstance(c, Call)), None)
     if wrong is not None:
-        raise ConfigError(f"lz.readiness_check: wanted calls (lz.Call) or a file of them, got {wrong!r:.120}")
+        raise ConfigError(f"lz.readiness_check: wanted calls (lz.testing.Call) or a file of them, got {wrong!r:.120}")
     return found
 
 

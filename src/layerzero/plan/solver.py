@@ -48,7 +48,7 @@ def solve(calls: Iterable[Call] | Callable[..., Any], *example: Any, path: str |
     """
     listed: Iterable[Call] = dry_run(calls, *example, **named).calls if callable(calls) else calls
     if (example or named) and not callable(calls):
-        raise ConfigError("lz.solve: example arguments go with a model; calls are given alone")
+        raise ConfigError("lz.tables.solve: example arguments go with a model; calls are given alone")
     world = replace(worlds.current(), table=None, memo={})
     kind = device or hardware.main_kind()
     solver = _Solver(world, kind, fill)
@@ -84,7 +84,7 @@ class _Solver:
         try:
             op, facts = facts_of(call, self.world, self.kind)
         except InvalidCall as e:
-            raise DataError(f"lz.solve: {owner} cannot be decided: {e}") from e
+            raise DataError(f"lz.tables.solve: {owner} cannot be decided: {e}") from e
         fields = number_fields(self.world, op, self.kind)
         axes = tuple(n for n in op.dims if n in fields and fields[n].bucket and facts[n] is not None)
         when = conditions(self.world, op, facts, fields)
@@ -256,13 +256,13 @@ def conditions(world: World, op: Op, facts: Facts, fields: Mapping[str, NumberFi
 def tuple_free(name: str, value: Any) -> Scalar:
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    raise DataError(f"lz.solve: {name} is {value!r:.80}, which cannot be written in a table")
+    raise DataError(f"lz.tables.solve: {name} is {value!r:.80}, which cannot be written in a table")
 
 
 def span_of(f: NumberField, value: Number, whole: bool) -> Span:
     """The numbers that `f` does not tell from `value`."""
     if value != value:
-        raise DataError(f"lz.solve: {f.fact} is not a number; a table has no row for that")
+        raise DataError(f"lz.tables.solve: {f.fact} is not a number; a table has no row for that")
     if f.exact:
         return Span(value, value)
     low: Number | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Union
 
-from ..spec.errors import ConfigError
+from ..spec.errors import PolicyValidationError
 from ..spec.reason import Code, Reason, shown
 from ..spec.rules import Facts, Rule
 
@@ -60,14 +60,15 @@ Test = Union[Rule, Like]
 def parse_when(when: Mapping[str, Any]) -> tuple[Test, ...]:
     """Parse conditions like `{"head_dim": "> 128", "dtype": ["float16", "bfloat16"], "device": "cu*"}`."""
     if not isinstance(when, Mapping) or not all(isinstance(fact, str) for fact in when):
-        raise ConfigError(f"when wants a mapping of facts to values, got {shown(when)}")
+        raise PolicyValidationError(f"when wants a mapping of facts to values, got {shown(when)}")
     tests = tuple(test for fact in sorted(when) for test in _parse_test(fact, when[fact]))
     for test in tests:
         if isinstance(test, Rule) and test.fact.rpartition(".")[2] in _TEXT_FACTS:
             values = test.value if isinstance(test.value, tuple) else (test.value,)
             if any(isinstance(v, (int, float)) for v in values):
-                raise ConfigError(f"{test.fact} is text and never equals a number, got {shown(when[test.fact])}; "
-                                  "write it in quotes, or a pattern like '2.8.*'")
+                raise PolicyValidationError(
+                    f"{test.fact} is text and never equals a number, got {shown(when[test.fact])}; "
+                    "write it in quotes, or a pattern like '2.8.*'")
     return tests
 
 
@@ -79,14 +80,14 @@ def _parse_test(fact: str, value: Any) -> Iterator[Test]:
     if span:
         low, high = (_parse_number(fact, text) for text in span.groups())
         if low > high:
-            raise ConfigError(f"{fact}: the range {shown(value)} is empty; write the smaller number first")
+            raise PolicyValidationError(f"{fact}: the range {shown(value)} is empty; write the smaller number first")
         yield from (Rule(fact, "present", None, _CODE), Rule(fact, "ge", low, _CODE), Rule(fact, "le", high, _CODE))
     elif comparison is None or comparison[1] == "==":
         yield _parse_membership(fact, _parse_word(comparison[2]) if comparison else value)
     elif comparison[1] == "!=":
         operand = _parse_word(comparison[2])
         if fact in _SET_FACTS or operand == "" or (isinstance(operand, str) and is_pattern(operand)):
-            raise ConfigError(f"{fact}: '!=' takes one plain value, got {shown(value)}")
+            raise PolicyValidationError(f"{fact}: '!=' takes one plain value, got {shown(value)}")
         yield Rule(fact, "present" if operand is None else "ne", operand, _CODE)
     else:
         number = _parse_number(fact, comparison[2])
@@ -99,17 +100,18 @@ def _parse_test(fact: str, value: Any) -> Iterator[Test]:
 def _parse_membership(fact: str, value: Any) -> Test:
     values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not values:
-        raise ConfigError(f"{fact}: an empty list matches nothing; name at least one value")
+        raise PolicyValidationError(f"{fact}: an empty list matches nothing; name at least one value")
     for v in values:
         unknown = v is not None and not isinstance(v, (str, bool, int, float))
         if unknown or v == "" or (isinstance(v, (int, float)) and not abs(v) < _LARGEST):
-            raise ConfigError(f"{fact}: wants text, a number, true, false or null, got {shown(v)}")
+            raise PolicyValidationError(f"{fact}: wants text, a number, true, false or null, got {shown(v)}")
         if isinstance(v, str) and (_COMPARISON.fullmatch(v) or _RANGE.fullmatch(v)):
-            raise ConfigError(f"{fact}: a list takes plain values, got {shown(v)}; write one rule for each comparison")
+            raise PolicyValidationError(
+                f"{fact}: a list takes plain values, got {shown(v)}; write one rule for each comparison")
     words = [v for v in values if isinstance(v, str)]
     if fact in _SET_FACTS or any(map(is_pattern, words)):
         if len(words) < len(values):
-            raise ConfigError(f"{fact}: wildcards and other values do not mix, got {shown(list(values))}")
+            raise PolicyValidationError(f"{fact}: wildcards and other values do not mix, got {shown(list(values))}")
         return Like(fact, tuple(words))
     return Rule(fact, "absent", None, _CODE) if values == (None,) else Rule(fact, "in", values, _CODE)
 
@@ -117,8 +119,8 @@ def _parse_membership(fact: str, value: Any) -> Test:
 def _parse_number(fact: str, text: str) -> float:
     number = _parse_word(text)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise ConfigError(f"{fact}: a comparison wants a number, got {shown(text)}; write it like '> 128' or "
-                          "'512..4096'")
+        raise PolicyValidationError(f"{fact}: a comparison wants a number, got {shown(text)}; write it like '> 128' or "
+                                    "'512..4096'")
     return number
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..spec.errors import ConfigError, warn_caller
+from ..spec.errors import PolicyValidationError, warn_caller
 from ..spec.reason import Code, Reason, shown
 from ..spec.rules import Facts, Rule, condition_from_json
 from .conditions import Like, Test, is_pattern, matches_any, parse_when
@@ -101,14 +101,14 @@ def validate_setting(name: str, value: Any) -> Any:
     if name in RENAMED:
         return validate_setting(RENAMED[name], _convert_allow_jit(name, value))
     if name not in SETTINGS:
-        raise ConfigError(f"unknown setting {shown(name)}{suggest(str(name), SETTINGS)}")
+        raise PolicyValidationError(f"unknown setting {shown(name)}{suggest(str(name), SETTINGS)}")
     kind, default, _ = SETTINGS[name]
     if default is None and (value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))):
         return None
     try:
         return _coerce(name, kind, value)
     except (ValueError, TypeError, KeyError, OverflowError):
-        raise ConfigError(f"{name} must be {_describe(name)}, got {shown(value)}") from None
+        raise PolicyValidationError(f"{name} must be {_describe(name)}, got {shown(value)}") from None
 
 
 def _convert_allow_jit(name: str, value: Any) -> str:
@@ -117,8 +117,8 @@ def _convert_allow_jit(name: str, value: Any) -> str:
         return value
     allowed = _BOOLS.get(shown(value, str).strip().lower())
     if allowed is None:
-        raise ConfigError(f"{name} must be true or false, got {shown(value)}; it is deprecated: write jit: "
-                          "in_request for true, jit: never for false")
+        raise PolicyValidationError(f"{name} must be true or false, got {shown(value)}; it is deprecated: write jit: "
+                                    "in_request for true, jit: never for false")
     new = "in_request" if allowed else "never"
     warn_caller(f"the setting {name} is deprecated; write jit: {new} for {str(allowed).lower()}, or leave it out: "
                 "kernels are compiled in the background then", DeprecationWarning)
@@ -180,32 +180,35 @@ class PolicyRule:
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
-            raise ConfigError(f"unknown action {shown(self.action)}{suggest(shown(self.action, str), ACTIONS)}")
+            raise PolicyValidationError(
+                f"unknown action {shown(self.action)}{suggest(shown(self.action, str), ACTIONS)}")
         for what, patterns in (("kernel", self.kernels), ("op", self.ops)):
             if not patterns:
-                raise ConfigError(f"{self.action} names no {what}; give at least one pattern")
+                raise PolicyValidationError(f"{self.action} names no {what}; give at least one pattern")
             for p in patterns:
                 if not isinstance(p, str) or not _PATTERN.fullmatch(p):
-                    raise ConfigError(f"{self.action}: a {what} pattern has a-z 0-9 _ . * ? [ ] only, at most "
-                                      f"{_LONGEST} of them, got {shown(p)}")
+                    raise PolicyValidationError(
+                        f"{self.action}: a {what} pattern has a-z 0-9 _ . * ? [ ] only, at most "
+                        f"{_LONGEST} of them, got {shown(p)}")
         for p in self.kernels:
             if "." not in p and not is_pattern(p):
-                raise ConfigError(f"{self.action}: {p!r} matches no kernel, ids look like 'backend.name'; "
-                                  f"write {p + '.*'!r} for all of a backend")
+                raise PolicyValidationError(f"{self.action}: {p!r} matches no kernel, ids look like 'backend.name'; "
+                                            f"write {p + '.*'!r} for all of a backend")
         if not all(isinstance(test, (Rule, Like)) for test in self.when):
-            raise ConfigError(f"{self.action}: when takes single rules; build it with parse_when")
+            raise PolicyValidationError(f"{self.action}: when takes single rules; build it with parse_when")
         for test in self.when:
             words = (test.fact, *test.patterns) if isinstance(test, Like) else (test.fact,)
             if not all(isinstance(word, str) for word in words):
-                raise ConfigError(f"{self.action}: a condition has a fact and patterns that are text, got {test!r}")
+                raise PolicyValidationError(
+                    f"{self.action}: a condition has a fact and patterns that are text, got {test!r}")
         try:
             factor = float(self.factor)
             if not 0 < factor < math.inf or isinstance(self.factor, (str, bool)):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"boost: the factor must be a number > 0, got {shown(self.factor)}") from None
+            raise PolicyValidationError(f"boost: the factor must be a number > 0, got {shown(self.factor)}") from None
         if self.action != "boost" and factor != 1.0:
-            raise ConfigError(f"{self.action} takes no factor; only boost does")
+            raise PolicyValidationError(f"{self.action} takes no factor; only boost does")
         object.__setattr__(self, "factor", factor)
 
     @classmethod
@@ -234,12 +237,12 @@ class PolicyRule:
         """Raise for an op pattern or a fact that matches none of `ops` (name -> facts), a likely typo."""
         for pattern in self.ops:
             if not any(fnmatchcase(op, pattern) for op in ops):
-                raise ConfigError(f"{self.action}: no op matches {pattern!r}{suggest(pattern, ops)}")
+                raise PolicyValidationError(f"{self.action}: no op matches {pattern!r}{suggest(pattern, ops)}")
         facts = {fact for op, names in ops.items() if self.applies_to(op) for fact in names}
         for test in self.when:
             if test.fact not in facts:
-                raise ConfigError(f"{self.action}: no op of {', '.join(self.ops)} has the fact "
-                                  f"{test.fact!r}{suggest(test.fact, facts)}")
+                raise PolicyValidationError(f"{self.action}: no op of {', '.join(self.ops)} has the fact "
+                                            f"{test.fact!r}{suggest(test.fact, facts)}")
 
     def __str__(self) -> str:
         text = f"{self.action} {', '.join(self.kernels)}"
@@ -260,8 +263,8 @@ class PolicyRule:
             return cls(data["action"], tuple(data["kernels"]), tuple(data["ops"]), when, data["factor"],
                        data["origin"], data.get("expires_at"))
         except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise ConfigError(f"not a policy rule ({type(e).__name__}: {e}): {shown(data)}; "
-                              "it has action, kernels, ops, when, factor and origin") from e
+            raise PolicyValidationError(f"not a policy rule ({type(e).__name__}: {e}): {shown(data)}; "
+                                        "it has action, kernels, ops, when, factor and origin") from e
 
 
 @dataclass(frozen=True)
@@ -276,7 +279,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         if self.name not in LAYERS:
-            raise ConfigError(f"unknown policy layer {self.name!r}{suggest(str(self.name), LAYERS)}")
+            raise PolicyValidationError(f"unknown policy layer {self.name!r}{suggest(str(self.name), LAYERS)}")
         settings = {RENAMED.get(name, name): validate_setting(name, value) for name, value in
                     sorted(self.settings.items(), key=lambda item: item[0] not in RENAMED)}    # the new name wins
         object.__setattr__(self, "settings", MappingProxyType(settings))
@@ -319,7 +322,8 @@ class Policy:
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
-            raise ConfigError(f"each policy layer may be given once, got {', '.join(names)}; merge them first")
+            raise PolicyValidationError(
+                f"each policy layer may be given once, got {', '.join(names)}; merge them first")
         ranked = tuple(sorted(self.layers, key=lambda layer: LAYERS.index(layer.name)))
         object.__setattr__(self, "layers", ranked)
 
@@ -339,7 +343,7 @@ class Policy:
         try:
             return self.settings[name]
         except KeyError:
-            raise ConfigError(f"unknown setting {name!r}{suggest(str(name), SETTINGS)}") from None
+            raise PolicyValidationError(f"unknown setting {name!r}{suggest(str(name), SETTINGS)}") from None
 
     # rules
 

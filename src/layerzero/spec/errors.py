@@ -1,16 +1,33 @@
 """The error tree, drawn once. Every message says what was wanted, what came, and what to do.
 
     LayerZeroError
-    ├── InvalidCall            the caller's mistake; trips nothing        (also a ValueError)
-    ├── NoKernel               nothing here can serve this call           (also a RuntimeError)
-    │   └── NamedKernelRefused    the kernel asked for by name cannot
-    ├── KernelFailed           every kernel of the plan was tried and failed (also a RuntimeError)
-    ├── InputDamaged           a kernel wrote into its inputs and failed  (also a RuntimeError)
-    ├── DeviceLost             a sticky device fault; restart the process (also a RuntimeError)
-    ├── ConfigError            a bad setting, policy file or environment variable
-    ├── RegistrationError      an op, kernel or plugin was refused
-    ├── SpecError              a declaration lacks something or contradicts itself
-    └── DataError              a file that cannot be read or must not be trusted
+    ├── InvalidCall                       the caller's mistake; trips nothing       (ValueError)
+    ├── NoKernelFoundError                nothing here can serve this call          (RuntimeError)
+    │   └── NamedKernelRefused            the kernel asked for by name cannot
+    │       └── BackendNotAvailableError  its library is missing or cannot be loaded
+    ├── KernelExecutionError              every kernel of the plan failed           (RuntimeError)
+    │   ├── CudaGraphUnsafeError          the graph capture under way was lost
+    │   └── SelectionTimeoutError         the selected kernel exceeded call_timeout
+    ├── InputDamaged                      a kernel wrote into its inputs and failed (RuntimeError)
+    ├── DeviceLost                        a sticky fault; restart the process       (RuntimeError)
+    ├── LaunchRefused                     the device cannot take such a launch      (RuntimeError)
+    ├── CacheFull                         a KV cache has no room left               (MemoryError)
+    ├── ConfigError                       a bad setting or environment variable     (ValueError)
+    │   └── PolicyValidationError         a bad policy file, rule or condition
+    ├── RegistrationError                 an op, kernel or plugin was refused       (TypeError)
+    ├── SpecError                         a declaration contradicts itself          (ValueError)
+    └── DataError                         a file that cannot be read or trusted     (ValueError)
+        ├── CacheCorruptionError          a file of our own cache is damaged
+        │   └── CorruptStore              a store of measurements, also a StoreError
+        ├── UntrustedFile                 compiled code that others could have written
+        ├── StoreError                    a store of measurements cannot be used
+        │   ├── NewerStore                it was written by a later release
+        │   └── ForeignFile               it is no store of ours
+        ├── Unmapped                      a definition of others without a mapping to an op
+        └── HubError                      the kernel hub; its kinds are in integrations/hub/errors.py
+
+LaunchRefused is raised by spec/launch.py, UntrustedFile by spec/sealed.py, the errors of a store by
+perf/interface.py, Unmapped by verify/trace/readings.py; all others are defined here.
 """
 
 from __future__ import annotations
@@ -44,28 +61,54 @@ class InvalidCall(LayerZeroError, ValueError):
         return cls("\n".join(lines + [f"  hint: {a}" for a in dict.fromkeys(advice)]), reasons)
 
 
-class NoKernel(LayerZeroError, RuntimeError):
-    """No kernel may serve this call."""
+class NoKernelFoundError(LayerZeroError, RuntimeError):
+    """No kernel may serve this call; the message lists every kernel with its reasons."""
 
 
-class NamedKernelRefused(NoKernel):
+class NamedKernelRefused(NoKernelFoundError):
     """A kernel was asked for by name and cannot serve the call. It is never replaced in silence."""
 
 
-class KernelFailed(LayerZeroError, RuntimeError):
+class BackendNotAvailableError(NamedKernelRefused):
+    """The library of the kernel asked for by name is missing, too old or cannot be loaded here."""
+
+
+class KernelExecutionError(LayerZeroError, RuntimeError):
     """Every kernel in the plan failed when called."""
 
 
+class CudaGraphUnsafeError(KernelExecutionError):
+    """The CUDA graph capture under way was lost; capture again."""
+
+
+class SelectionTimeoutError(KernelExecutionError):
+    """The selected kernel did not finish within `call_timeout`, and no other one was tried."""
+
+
 class InputDamaged(LayerZeroError, RuntimeError):
-    """A kernel wrote into its inputs and then failed: what they hold now is no longer what the call was about."""
+    """A kernel wrote into its inputs and then failed, so no other kernel can serve the call."""
 
 
 class DeviceLost(LayerZeroError, RuntimeError):
     """The device context is unusable after a fault; only a new process can use it again."""
 
 
+class CacheFull(LayerZeroError, MemoryError):
+    """A KV cache has no page left, or a sequence has reached its limit. Nothing was changed."""
+
+    @classmethod
+    def of(cls, want: str, got: str) -> CacheFull:
+        return cls(f"lz.kv_cache: {want}, but {got}; nothing was changed. "
+                   "Remove a sequence, or make the cache larger.",
+                   (Reason(Code.OUT_OF_MEMORY, want, got),))
+
+
 class ConfigError(LayerZeroError, ValueError):
     """A setting, policy or environment variable is wrong; nothing of it was applied."""
+
+
+class PolicyValidationError(ConfigError):
+    """A policy (its file, a rule, a condition or a setting) is not valid."""
 
 
 class RegistrationError(LayerZeroError, TypeError):
@@ -78,6 +121,10 @@ class SpecError(LayerZeroError, ValueError):
 
 class DataError(LayerZeroError, ValueError):
     """A file does not match its schema, is corrupt, or is not to be trusted."""
+
+
+class CacheCorruptionError(DataError):
+    """A file in our own cache folder is damaged: a store of measurements, or compiled code."""
 
 
 class AmbiguousLayoutWarning(UserWarning):

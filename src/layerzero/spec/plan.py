@@ -79,8 +79,22 @@ class Rejected:
         return {"kernel": self.kernel, "reasons": [r.to_json() for r in self.reasons]}
 
 
+class SelectionReport:
+    """What was selected: for one call (`Plan`), or for a whole block (`BlockPlan`)."""
+
+    @property
+    def transform_cost_total(self) -> float:
+        """Microseconds that copies and casts of the inputs are expected to take."""
+        raise NotImplementedError
+
+    @property
+    def fused_ops(self) -> tuple[str, ...]:
+        """Ops taken in place of several; only a block has a choice between them."""
+        return ()
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(SelectionReport):
     """`steps` in the order they are tried; the first is the choice, the rest the fallback."""
 
     op: str
@@ -97,6 +111,10 @@ class Plan:
     @property
     def kernel(self) -> str | None:
         return self.steps[0].kernel if self.steps else None
+
+    @property
+    def transform_cost_total(self) -> float:
+        return self.steps[0].score.transform_us if self.steps else 0.0
 
     def __bool__(self) -> bool:
         return bool(self.steps)

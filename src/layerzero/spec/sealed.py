@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from .errors import DataError
+from .errors import CacheCorruptionError, DataError
 from .paths import cache_dir
 
 KEY = "seal.key"
@@ -278,7 +278,7 @@ class Store:
             raise _SealMismatch(f"{path}: its seal was not made with the key of this cache; it is not used")
 
 
-class _SealMismatch(UntrustedFile):
+class _SealMismatch(UntrustedFile, CacheCorruptionError):
     """File and seal do not match: damage, an attack, or another process that is replacing both."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from ..select.conditions import parse_when
 from ..select.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, suggest, validate_setting
 from ..spec import paths
-from ..spec.errors import ConfigError
+from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.paths import cache_dir as cache_dir
 from ..spec.reading import read_text
 from ..spec.reason import shown
@@ -52,7 +52,7 @@ def _raise_all(errors: list[str], end: str) -> None:
     if errors:
         more = [f"... and {len(errors) - MAX_ERRORS} more"] if len(errors) > MAX_ERRORS else []
         lines = [shown(error, str, _MAX_MESSAGE) for error in errors[:MAX_ERRORS]]
-        raise ConfigError("\n".join([*lines, *more, end]))
+        raise PolicyValidationError("\n".join([*lines, *more, end]))
 
 
 # the environment
@@ -67,7 +67,7 @@ def environment_layer(environ: Mapping[str, str] | None = None, ops: OpFacts | N
         text, name = environ[variable].strip(), variable[len(PREFIX):].lower()
         try:
             if variable not in VARIABLES:
-                raise ConfigError(f"unknown variable{suggest(variable, VARIABLES)}")
+                raise PolicyValidationError(f"unknown variable{suggest(variable, VARIABLES)}")
             if text and name in (*SETTINGS, *RENAMED):
                 settings[name] = validate_setting(name, text)
             elif text and name in ACTIONS:
@@ -82,8 +82,8 @@ def _variable_rules(action: str, text: str, origin: str, ops: OpFacts | None) ->
     parts = [part for part in text.split(";") if part.strip()] if action == "lock" else [f"*={text}"]
     for op, sign, kernels in (part.partition("=") for part in parts):
         if not sign:
-            raise ConfigError(f"wants op=kernel pairs separated by ';', got {op.strip()!r}; "
-                              "write it like attention=torch.sdpa_math;rms_norm=torch.rms_norm")
+            raise PolicyValidationError(f"wants op=kernel pairs separated by ';', got {op.strip()!r}; "
+                                        "write it like attention=torch.sdpa_math;rms_norm=torch.rms_norm")
         rule = PolicyRule.of(action, _split(kernels), _split(op), origin=origin)
         if ops is not None:
             rule.check(ops)
@@ -164,7 +164,7 @@ def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -
     try:
         text = read_text(path, "a policy file", size=_MAX_SIZE, error=ConfigError)
     except ConfigError as e:
-        raise ConfigError(f"{e}; correct the file or unset LAYERZERO_POLICY") from e
+        raise PolicyValidationError(f"{e}; correct the file or unset LAYERZERO_POLICY") from e
     reader = _Reader(Path(path), text, ops)
     layer = reader.layer()
     ordered = [f"{path}:{line}: {message}" for line, message in sorted(reader.errors, key=itemgetter(0))]
@@ -172,7 +172,7 @@ def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -
     return layer
 
 
-class _Fault(ConfigError):
+class _Fault(PolicyValidationError):
     """Something wrong at one node of the file."""
 
     def __init__(self, node: Any, message: str) -> None:
@@ -187,7 +187,7 @@ class _Reader:
         try:
             import yaml  # type: ignore[import-untyped]
         except ImportError as e:
-            raise ConfigError(f"{path}: reading a policy file needs PyYAML; install pyyaml") from e
+            raise PolicyValidationError(f"{path}: reading a policy file needs PyYAML; install pyyaml") from e
         self.yaml, self.path, self.text, self.ops = yaml, path, text, ops
         self.errors: list[tuple[int, str]] = []
 
@@ -229,7 +229,7 @@ class _Reader:
             return []                          # a misspelt action was named already
         if len(actions) != 1:
             got = " and ".join(actions) or "none"
-            raise ConfigError(f"a rule wants exactly one of {', '.join(ACTIONS)}, got {got}")
+            raise PolicyValidationError(f"a rule wants exactly one of {', '.join(ACTIONS)}, got {got}")
         action, target = actions[0], fields[actions[0]]
         factors: list[tuple[tuple[str, ...], Any]]
         if action == "boost" and isinstance(target, self.yaml.MappingNode):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..machine import locks
 from ..select.policy import Layer, PolicyRule
-from ..spec.errors import ConfigError
+from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.reason import FOREIGN_ERRORS, shown
 from .config import programmatic_layer
 
@@ -106,7 +106,8 @@ def _for_call(outer: Override | None, backend: str | None, policy: Any) -> Overr
     elif isinstance(policy, Mapping):
         settings = policy
     elif policy is not None:
-        raise ConfigError(f"policy= must be a mapping of settings or a Layer, got {type(policy).__name__}")
+        raise PolicyValidationError(
+            f"policy= must be a mapping of settings or a Layer, got {type(policy).__name__}")
     if backend is not None:
         if not backend:
             raise ConfigError("backend= must be a kernel id or backend name, got ''")

@@ -13,13 +13,19 @@ from typing import Any, NamedTuple
 
 from ..machine import faults, loading, locks
 from ..select.engine import kind_to_compile
-from ..spec.errors import DeviceLost, KernelFailed, NamedKernelRefused, NoKernel
+from ..spec.errors import (
+    BackendNotAvailableError,
+    CudaGraphUnsafeError,
+    DeviceLost,
+    NamedKernelRefused,
+    NoKernelFoundError,
+)
 from ..spec.event import BackendUnavailable, HealthChanged, KernelRefused
 from ..spec.kernel import Kernel
 from ..spec.launch import LaunchRefused
 from ..spec.op import Op
 from ..spec.plan import Plan, Rejected
-from ..spec.reason import Code, Reason
+from ..spec.reason import Category, Code, Reason
 from . import events, health
 from . import snapshot as worlds
 from .catalog import Catalog
@@ -286,20 +292,22 @@ def _suspect(reason: Reason) -> None:
 faults.when_lost.append(_suspect)
 
 
-def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> KernelFailed:
+def _capture_lost(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> CudaGraphUnsafeError:
     """The error for a call inside a capture that is no more: no other kernel could serve it either."""
     if not guilty:
-        return KernelFailed(f"lz.{op}: the CUDA graph capture under way was spoilt before {kernel.id} was called "
-                            f"({reason.got}); lz.validate_graph_capture says by what", [reason])
+        return CudaGraphUnsafeError(
+            f"lz.{op}: the CUDA graph capture under way was spoilt before {kernel.id} was called "
+            f"({reason.got}); lz.graphs.validate_graph_capture says by what", [reason])
     from . import certificates  # reads files; not needed before something is captured
     certificates.note_capture(kernel, str(reason.got))
     worlds.publish(lambda w: w.replace(), f"capture:{kernel.id}")
-    return KernelFailed(f"lz.{op}: {kernel.id} cannot be captured in a CUDA graph ({reason.got}), and the capture "
-                        "under way is lost; capture again: another kernel will be chosen", [reason])
+    return CudaGraphUnsafeError(
+        f"lz.{op}: {kernel.id} cannot be captured in a CUDA graph ({reason.got}), and the capture "
+        "under way is lost; capture again: another kernel will be chosen", [reason])
 
 
 def switched_off(world: World, op: Op, plan: Plan, refused: Sequence[Failure],
-                 override: Override | None) -> NoKernel:
+                 override: Override | None) -> NoKernelFoundError:
     """The error for a call that everything sdpa_kernel allows has refused when it was called."""
     reasons = [failure.reason for failure in refused]
     told = tuple(Rejected(failure.name, (failure.reason,)) for failure in refused)
@@ -307,11 +315,12 @@ def switched_off(world: World, op: Op, plan: Plan, refused: Sequence[Failure],
         return NamedKernelRefused(f"lz.{op.name}: {refused[0].name} was asked for by {plan.locked} and cannot serve "
                                   f"this call: {reasons[0]}", reasons)
     rejected = world.plan(op, plan.facts, override, thorough=True).rejected
-    return NoKernel(f"lz.{op.name}: no kernel can serve this call\n{replace(plan, steps=(), rejected=told + rejected)}"
-                    f"\n  hint: {Code.SDPA_BACKEND_DISABLED.advice}", reasons)
+    return NoKernelFoundError(
+        f"lz.{op.name}: no kernel can serve this call\n{replace(plan, steps=(), rejected=told + rejected)}"
+        f"\n  hint: {Code.SDPA_BACKEND_DISABLED.advice}", reasons)
 
 
-def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernel:
+def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernelFoundError:
     """The error for a call nothing can serve: every kernel, every reason."""
     plan: Plan = world.plan(op, facts, override, thorough=True)
     reasons = [r for rejected in plan.rejected for r in rejected.reasons]
@@ -321,10 +330,17 @@ def refusal(world: World, op: Op, facts: Mapping[str, Any], override: Override |
         ours = [r for r in plan.rejected if lock and lock.covers(r.kernel)]
         lines = [f"  {r.kernel}: {'; '.join(map(str, r.reasons))}" for r in ours] or [
             f"  no kernel of lz.{op.name} matches; there are {', '.join(k.id for k in world.kernels(op.name))}"]
-        return NamedKernelRefused(
+        error = BackendNotAvailableError if ours and all(map(_not_available, ours)) else NamedKernelRefused
+        return error(
             f"lz.{op.name}: {', '.join(patterns)} was asked for by {plan.locked} and cannot serve this call:\n"
             + "\n".join(lines), [x for r in ours for x in r.reasons])
-    return NoKernel(f"lz.{op.name}: no kernel can serve this call\n{plan}", reasons)
+    return NoKernelFoundError(f"lz.{op.name}: no kernel can serve this call\n{plan}", reasons)
+
+
+def _not_available(rejected: Rejected) -> bool:
+    """Is it the library that is missing or cannot be used here?"""
+    codes = {reason.code for reason in rejected.reasons} - {Code.UNTESTED_ON_HARDWARE}
+    return any(code.category is Category.SOFTWARE for code in codes)
 
 
 def after_fork() -> None:

@@ -177,7 +177,7 @@ def test_what_the_driver_refuses_is_said_as_triton_says_it(served: Callable[...,
     x = torch.randn(1, 8)
     served(x, eps=2.0)
     ctypes.c_int.in_dll(driver, "fails").value = 700
-    with pytest.raises(lz.KernelFailed, match=r"Triton Error \[CUDA\]: out of cheese"):
+    with pytest.raises(lz.errors.KernelExecutionError, match=r"Triton Error \[CUDA\]: out of cheese"):
         served(x, eps=2.0)
 
 

@@ -91,5 +91,5 @@ def test_a_target_outside_the_vocabulary_is_found(wrong):
         assert lz.which("cross_entropy", logits, targets) == "torch.compiled_cross_entropy"
         lz.cross_entropy(logits, targets)
         targets[4] = wrong
-        with pytest.raises(lz.InvalidCall, match="targets"):
+        with pytest.raises(lz.errors.InvalidCall, match="targets"):
             lz.cross_entropy(logits, targets)

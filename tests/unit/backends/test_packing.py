@@ -230,5 +230,5 @@ def test_without_room_the_answer_is_the_same(shared):
 
 
 def test_a_negative_limit_is_refused(shared):
-    with pytest.raises(lz.ConfigError, match="-1"):
+    with pytest.raises(lz.errors.ConfigError, match="-1"):
         limit_packed(-1)

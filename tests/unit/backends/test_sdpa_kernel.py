@@ -14,7 +14,7 @@ import layerzero as lz
 from layerzero.machine import faults
 from layerzero.operate import recording
 from layerzero.operate.inspection import dispatcher_of
-from layerzero.spec.errors import NamedKernelRefused, NoKernel, RegistrationError
+from layerzero.spec.errors import NamedKernelRefused, NoKernelFoundError, RegistrationError
 from layerzero.spec.kernel import SDPA, SDPA_BACKENDS
 from layerzero.spec.reason import Code
 from layerzero.world import snapshot as worlds
@@ -89,7 +89,7 @@ def test_the_reason_names_what_is_allowed():
         told = str(lz.explain("attention", *qkv()))
     assert "is FLASH_ATTENTION; torch.nn.attention.sdpa_kernel allows only MATH" in told
     assert "is none of torch's implementations; torch.nn.attention.sdpa_kernel allows only MATH" in told
-    with off(*SWITCHES), pytest.raises(NoKernel, match="allows only none"):
+    with off(*SWITCHES), pytest.raises(NoKernelFoundError, match="allows only none"):
         lz.attention(*qkv())
 
 
@@ -167,7 +167,7 @@ def test_what_nothing_allowed_can_serve_is_refused_and_nobody_is_blamed(path, ca
     before = lz.which("attention", *args)
     with sdpa_kernel(allowed):
         for _ in range(5):
-            with pytest.raises(NamedKernelRefused if "backend" in extra else NoKernel) as caught:
+            with pytest.raises(NamedKernelRefused if "backend" in extra else NoKernelFoundError) as caught:
                 attention(*args, **extra)
             assert Code.SDPA_BACKEND_DISABLED in caught.value.codes
     assert not worlds.current().health

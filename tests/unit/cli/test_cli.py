@@ -88,7 +88,7 @@ def test_offsets_are_whole_numbers_by_default():
     (("q=1x8:floaty16",), "did you mean"),
 ])
 def test_a_wrong_word_is_named(words, part):
-    with pytest.raises(lz.InvalidCall) as error:
+    with pytest.raises(lz.errors.InvalidCall) as error:
         call("attention", *words)
     assert part in str(error.value)
 

@@ -108,7 +108,7 @@ def test_backends_with_many_names(small):
     x = rows()
 
     def call(n: int) -> None:
-        with pytest.raises(lz.NamedKernelRefused):
+        with pytest.raises(lz.errors.NamedKernelRefused):
             lz.rms_norm(x, backend=f"nobody.number{n}")
 
     assert_bounded(call)

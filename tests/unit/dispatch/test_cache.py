@@ -307,10 +307,10 @@ def test_those_who_wait_get_the_error_of_the_first_one_and_the_next_call_tries_a
     def make():
         tries.append(1)
         time.sleep(0.05)
-        raise lz.NoKernel("nothing serves")
+        raise lz.errors.NoKernelFoundError("nothing serves")
 
     results = together(20, lambda: cache.obtain("key", make))
-    assert len(tries) == 1 and all(isinstance(r, lz.NoKernel) for r in results)
+    assert len(tries) == 1 and all(isinstance(r, lz.errors.NoKernelFoundError) for r in results)
     assert cache.table == {}
     assert cache.obtain("key", entry) is cache.table["key"]
 

@@ -119,7 +119,7 @@ def test_the_policy_says_when_it_is_compiled(slow, happened, mode, thread):
 def test_a_warm_up_still_waits(slow):
     x = rows(40)
     measure(slow.kernel, x)
-    report = lz.warmup([lz.Call("rms_norm", {"x": lz.TensorSpec((40, 16), "float32")})])
+    report = lz.warmup([lz.testing.Call("rms_norm", {"x": lz.testing.TensorSpec((40, 16), "float32")})])
     assert report.ok and lz.which("rms_norm", x) == slow.id
 
 

@@ -81,7 +81,7 @@ def test_nothing_is_answered_from_inputs_that_the_first_call_has_damaged(damage,
     vandal = Vandal(damage)
     register(vandal)
     call, x = path_of(RMS_NORM, path), rows()
-    with pytest.raises(lz.InputDamaged, match=r"fake\.vandal failed .*lost my way.* changed x"):
+    with pytest.raises(lz.errors.InputDamaged, match=r"fake\.vandal failed .*lost my way.* changed x"):
         call(x)
     assert not of(Fallback, happened) and faults_of("fake.vandal") == 1
     (refused,) = of(KernelRefused, happened)
@@ -96,7 +96,7 @@ def test_the_error_is_of_our_tree_and_says_what_to_do(path):
     register(Vandal(by_pointer))
     with pytest.raises(RuntimeError) as caught:
         path_of(RMS_NORM, path)(rows())
-    assert isinstance(caught.value, lz.LayerZeroError) and caught.value.codes == (Code.INPUT_CHANGED,)
+    assert isinstance(caught.value, lz.errors.LayerZeroError) and caught.value.codes == (Code.INPUT_CHANGED,)
     assert "restore the inputs" in str(caught.value) and isinstance(caught.value.__cause__.fault, RuntimeError)
 
 
@@ -121,7 +121,7 @@ def test_a_hit_that_damages_as_torch_counts_it_is_noticed(path, inference):
         if inference:
             call(x)                                        # documented: see protect_inputs
         else:
-            with pytest.raises(lz.InputDamaged):
+            with pytest.raises(lz.errors.InputDamaged):
                 call(x)
 
 
@@ -138,7 +138,7 @@ def test_after_a_fault_the_kernel_is_looked_at_again_with_checksums(damage, path
     for _ in range(protection.CLEAN // 2):
         call(rows())
     vandal.armed = True
-    with pytest.raises(lz.InputDamaged):
+    with pytest.raises(lz.errors.InputDamaged):
         call(rows())
 
 
@@ -172,7 +172,7 @@ def test_policy_can_ask_for_every_call_to_be_looked_at(damage, inference, path):
         for _ in range(40):
             torch.testing.assert_close(call(rows()), RMS_NORM.reference(rows()))
         vandal.armed, x = True, rows()
-        with pytest.raises(lz.InputDamaged):
+        with pytest.raises(lz.errors.InputDamaged):
             call(x)
 
 
@@ -189,7 +189,7 @@ def test_inputs_of_every_layout_are_read_rightly(make, dtype, path):
     register(Vandal(by_pointer))
     x = make().to(dtype) if dtype is not torch.float32 else make()
     kept = x.clone()
-    with pytest.raises(lz.InputDamaged):
+    with pytest.raises(lz.errors.InputDamaged):
         path_of(RMS_NORM, path)(x)
     assert not torch.equal(x, kept)
     lz.unregister("fake.vandal")
@@ -200,7 +200,7 @@ def test_inputs_of_every_layout_are_read_rightly(make, dtype, path):
 def test_whole_numbers_are_protected_too(path):
     register(Vandal(by_pointer, EMBEDDING, "ids"))
     ids, weight = torch.arange(6).view(2, 3), torch.randn(8, 4)
-    with pytest.raises(lz.InputDamaged, match="changed ids"):
+    with pytest.raises(lz.errors.InputDamaged, match="changed ids"):
         path_of(EMBEDDING, path)(ids, weight)
 
 
@@ -240,7 +240,7 @@ def test_of_a_large_tensor_both_ends_and_all_parts_are_sampled(view):
 
 def test_the_second_kernel_of_a_plan_may_be_the_vandal(path, happened):
     register(Fake("fake.broken", fault=RuntimeError("no"), prior=1e7), Vandal(by_data))
-    with pytest.raises(lz.InputDamaged, match=r"fake\.vandal"):
+    with pytest.raises(lz.errors.InputDamaged, match=r"fake\.vandal"):
         path_of(RMS_NORM, path)(rows())
     assert not of(Fallback, happened)
 
@@ -252,16 +252,16 @@ def test_out_of_memory_after_half_a_write_is_damage_too(path):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     register(Greedy(by_torch))
-    with pytest.raises(lz.InputDamaged, match="out of memory"):
+    with pytest.raises(lz.errors.InputDamaged, match="out of memory"):
         path_of(RMS_NORM, path)(rows())
 
 
 def test_a_named_kernel_that_damages_raises_the_same(path):
     register(Vandal(by_data))
     call = path_of(RMS_NORM, path)
-    with pytest.raises(lz.InputDamaged):
+    with pytest.raises(lz.errors.InputDamaged):
         call(rows(), backend="fake.vandal")
-    with pytest.raises(lz.NamedKernelRefused, match="INPUT_CHANGED"):
+    with pytest.raises(lz.errors.NamedKernelRefused, match="INPUT_CHANGED"):
         call(rows(), backend="fake.vandal")
 
 
@@ -272,14 +272,14 @@ def test_several_inputs_are_told_by_name(path):
 
     fake = Vandal(both, ATTENTION, "query")
     register(fake)
-    with pytest.raises(lz.InputDamaged, match="changed query, value"):
+    with pytest.raises(lz.errors.InputDamaged, match="changed query, value"):
         path_of(ATTENTION, path)(*qkv())
 
 
 def test_parameters_and_gradients_are_read_without_a_trace(path):
     register(Vandal(by_data, name="weight"))
     x, weight = rows(hidden=16), torch.nn.Parameter(torch.ones(16))
-    with pytest.raises(lz.InputDamaged, match="weight"):
+    with pytest.raises(lz.errors.InputDamaged, match="weight"):
         path_of(RMS_NORM, path)(x, weight)
     lz.unregister("fake.vandal")
     out = path_of(RMS_NORM, path)(x, weight)
@@ -289,7 +289,7 @@ def test_parameters_and_gradients_are_read_without_a_trace(path):
 
 def test_a_caller_s_mistake_is_still_the_caller_s(path):
     register(Vandal(by_torch))
-    with pytest.raises(lz.InvalidCall):
+    with pytest.raises(lz.errors.InvalidCall):
         path_of(RMS_NORM, path)(rows(), torch.ones(3))
 
 
@@ -312,7 +312,7 @@ def test_in_pure_python_it_is_the_same():
         armed = True
         try:
             lz.rms_norm(torch.randn(3, 16))
-        except lz.InputDamaged as e:
+        except lz.errors.InputDamaged as e:
             print(type(e).__name__)
     """, LAYERZERO_NATIVE="0")
     assert out == "InputDamaged"
@@ -352,9 +352,9 @@ def test_a_wrong_result_is_caught_on_first_use_and_the_next_kernel_serves(what, 
 def test_a_named_kernel_with_a_wrong_result_raises(path):
     register(Returns(WRONG["another shape"]))
     call = path_of(RMS_NORM, path)
-    with pytest.raises(lz.KernelFailed, match=r"returned float32\[1, 16\]"):
+    with pytest.raises(lz.errors.KernelExecutionError, match=r"returned float32\[1, 16\]"):
         call(rows(), backend="fake.odd")
-    with pytest.raises(lz.NamedKernelRefused, match="WRONG_RESULT"):
+    with pytest.raises(lz.errors.NamedKernelRefused, match="WRONG_RESULT"):
         call(rows(), backend="fake.odd")
 
 
@@ -475,9 +475,9 @@ def test_an_op_may_declare_what_it_writes_into(world):
         raise RuntimeError("half way")
 
     lz.register(lz.Kernel("fake.half", op, lambda: half, prior=1e6, less_work="none"))
-    with pytest.raises(lz.InputDamaged, match=r"writes into it, and this was not finished"):
+    with pytest.raises(lz.errors.InputDamaged, match=r"writes into it, and this was not finished"):
         call(torch.zeros(2, 3))
-    with pytest.raises(lz.SpecError, match="in_place names 'y'"):
+    with pytest.raises(lz.errors.SpecError, match="in_place names 'y'"):
         lz.Op("odd", "elementwise", reference, meta, lambda: {}, ({},), op.tolerance, {"x": "rows cols"},
               in_place=("y",))
 
@@ -486,8 +486,8 @@ def test_a_table_s_choice_is_looked_at_like_any_other(path, happened):
     odd = Returns(WRONG["another shape"])
     register(odd)
     x, weight = rows(4, 64), torch.ones(64)
-    specs = {"x": lz.TensorSpec((4, 64), "float32"), "weight": lz.TensorSpec((64,), "float32")}
-    lz.use_table(lz.solve([lz.Call("rms_norm", specs)], device="cpu"))
+    specs = {"x": lz.testing.TensorSpec((4, 64), "float32"), "weight": lz.testing.TensorSpec((64,), "float32")}
+    lz.tables.use_table(lz.tables.solve([lz.testing.Call("rms_norm", specs)], device="cpu"))
     torch.testing.assert_close(path_of(RMS_NORM, path)(x, weight), RMS_NORM.reference(x, weight))
     assert odd.calls == 1 and of(Selected, happened)[-1].kernel == "fake.odd"
     assert [e.reason.code for e in of(Fallback, happened)] == [Code.WRONG_RESULT]

@@ -34,12 +34,12 @@ def bytes_read(given: dict[str, Any], name: str) -> int:
 @each_mixture
 def test_without_leave_it_is_refused_with_advice(path, dtype, stored):
     given = values(dtype, stored=stored)
-    with pytest.raises(lz.InvalidCall) as refused:
+    with pytest.raises(lz.errors.InvalidCall) as refused:
         path_of(PAGED, path)(**given)
     assert set(refused.value.codes) == {Code.KV_CACHE_DTYPE_MISMATCH}
     for word in (dtype, stored, "allow_adaptation: true", "scales"):
         assert word in str(refused.value)
-    with pytest.raises(lz.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
+    with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         lz.explain("paged_attention", **given)
 
 
@@ -103,13 +103,13 @@ def test_leave_may_be_given_for_one_call_or_a_block(path, happened, layer):
             got = call(**given)
     torch.testing.assert_close(got, want)
     assert len(of(Adapted, happened)) == 1
-    with pytest.raises(lz.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
+    with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         call(**given)
 
 
 def test_strict_mode_wins(path):
     lz.configure(allow_adaptation=True, strict_mode=True)
-    with pytest.raises(lz.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
+    with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         path_of(PAGED, path)(**values(stored="float16"))
 
 
@@ -118,14 +118,14 @@ def test_a_quantized_cache_without_its_scales_stays_refused(path, happened, stor
     given = values(stored=stored, scales="one")
     lz.configure(allow_adaptation=True)
     path_of(PAGED, path)(**given)                          # with them it needs no leave
-    with pytest.raises(lz.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
+    with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         path_of(PAGED, path)(**{**given, "value_scale": None})
     assert not of(Adapted, happened)
 
 
 def test_another_mistake_beside_it_is_not_adapted(path):
     lz.configure(allow_adaptation=True)
-    with pytest.raises(lz.InvalidCall) as refused:
+    with pytest.raises(lz.errors.InvalidCall) as refused:
         path_of(PAGED, path)(**{**values(stored="float16"), "softcap": -1.0})
     assert set(refused.value.codes) == {Code.KV_CACHE_DTYPE_MISMATCH, Code.VALUE_OUT_OF_RANGE}
 
@@ -160,7 +160,7 @@ def test_a_cache_object_under_a_wider_query(happened, kind):
     for _ in range(2):
         cache.add()
     cache.append(keys, keys)
-    with pytest.raises(lz.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
+    with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         cache.attend(query)
     with lz.prefer(allow_adaptation=True):
         got = cache.attend(query)
@@ -180,7 +180,7 @@ def test_mla_stays_refused(path):
     mla = lz.op("mla_paged_attention")
     lz.configure(allow_adaptation=True)
     given = mla.inputs()
-    with pytest.raises(lz.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
+    with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         path_of(mla, path)(**{**given, "ckv_cache": given["ckv_cache"].half()})
 
 

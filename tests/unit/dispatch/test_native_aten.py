@@ -416,7 +416,7 @@ def test_a_policy_is_read_again_when_it_has_changed(both, path_name):
     for _ in range(3):
         run(q, k, v, policy=layer)
     assert [e.plan.kernel for e in found.cache.table.values()][2:] == ["torch.sdpa_math"]
-    with pytest.raises(lz.LayerZeroError):
+    with pytest.raises(lz.errors.LayerZeroError):
         run(q, k, v, policy={"no_such_setting": 1})
-    with pytest.raises(lz.LayerZeroError):
+    with pytest.raises(lz.errors.LayerZeroError):
         run(q, k, v, policy={"deterministic": [1]})

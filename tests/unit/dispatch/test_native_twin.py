@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from random_calls import MAKERS, neighbour, synthetic_sweeps
 
 import layerzero as lz
-from layerzero.spec.errors import InvalidCall, KernelFailed
+from layerzero.spec.errors import InvalidCall, KernelExecutionError
 from layerzero.world import snapshot as worlds
 
 steady = settings(deadline=None, max_examples=60, derandomize=True,
@@ -451,7 +451,7 @@ def test_hits_leak_no_references(both):
     found = both("synthetic")
     x, y, mask = torch.ones(2, 3), torch.ones(2, 4), torch.ones(3)
     answer = torch.ones(())
-    kernel = lz.Kernel("synthetic.answer", synthetic.OP, lambda: lz.direct(lambda x: answer, "x"), prior=1e9,
+    kernel = lz.Kernel("synthetic.answer", synthetic.OP, lambda: lz.kernels.direct(lambda x: answer, "x"), prior=1e9,
                        less_work="a test")
     lz.register(kernel)
     mode, gain = built("wide"), 0.125
@@ -504,7 +504,7 @@ def test_failing_kernels_leak_no_references(both):
     gc.collect()
     before = sys.getrefcount(x)
     for _ in range(200):
-        assert outcome(found.public, ((x,), {}))[1] is KernelFailed
+        assert outcome(found.public, ((x,), {}))[1] is KernelExecutionError
     gc.collect()
     assert sys.getrefcount(x) == before
 
@@ -521,7 +521,7 @@ def test_an_exception_keeps_its_traceback(both, path_name):
     lz.configure(breaker_threshold=10**9)
     run = getattr(both("rms_norm"), path_name)
     for _ in range(3):
-        with pytest.raises(KernelFailed, match=r"fake.deep") as caught:
+        with pytest.raises(KernelExecutionError, match=r"fake.deep") as caught:
             run(rows())
         cause = caught.value.__cause__
         assert str(cause) == "boom"

@@ -74,7 +74,7 @@ def test_strict_mode_refuses_even_a_view(path):
     torch.testing.assert_close(got, ATTENTION.reference(q, k, v, layout="bshd"))
     assert fake.calls == 0
     assert reasons("fake.one", q, k, v, layout="bshd") == [Code.LAYOUT_UNSUPPORTED]
-    with pytest.raises(lz.NamedKernelRefused, match="LAYOUT_UNSUPPORTED"):
+    with pytest.raises(lz.errors.NamedKernelRefused, match="LAYOUT_UNSUPPORTED"):
         lz.attention(q, k, v, layout="bshd", backend="fake.one")
 
 
@@ -201,14 +201,14 @@ def test_all_three_at_once(path):
 def test_mixed_dtypes_are_refused_or_adapted_but_never_passed_on(path, happened):
     call = path_of(ATTENTION, path)
     q, k, v = qkv()
-    with pytest.raises(lz.InvalidCall) as refused:
+    with pytest.raises(lz.errors.InvalidCall) as refused:
         call(q, k.double(), v)
     assert refused.value.codes == (Code.MIXED_DTYPES,) and "allow_adaptation" in str(refused.value)
     lz.configure(allow_adaptation=True)
     torch.testing.assert_close(call(q, k.double(), v), ATTENTION.reference(q, k, v))
     assert [e.transforms for e in happened if isinstance(e, Adapted)] == [("cast(key)",)]
     lz.configure(strict_mode=True)
-    with pytest.raises(lz.InvalidCall):
+    with pytest.raises(lz.errors.InvalidCall):
         call(q, k.double(), v)
 
 

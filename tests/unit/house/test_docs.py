@@ -45,7 +45,7 @@ def test_check_names_what_is_stale_and_writes_nothing(generate, tmp_path, monkey
     monkeypatch.setattr(generate, "DOCS", tmp_path / "docs")
     assert generate.main(["--check"]) == 1
     told = capsys.readouterr().out
-    names = ("reason-codes", "capabilities", "ops", "settings", "events")
+    names = ("api", "reason-codes", "capabilities", "ops", "settings", "events")
     assert [line.split()[0] for line in told.splitlines()] == [f"docs/reference/{name}.md" for name in names]
     assert not (tmp_path / "docs" / "reference").exists()
     assert generate.main([]) == 0
@@ -125,8 +125,11 @@ def test_every_name_of_the_public_interface_that_is_used_exists(page):
     import layerzero as lz
 
     local = {"add_one", "geglu"}                # what the walk-throughs register
-    names = set(re.findall(r"\blz\.([A-Za-z_]\w*)", page.read_text("utf-8")))
-    assert [name for name in sorted(names - local) if not hasattr(lz, name)] == []
+    text = page.read_text("utf-8")
+    names = set(re.findall(r"\blz\.([A-Za-z_]\w*)", text)) - local
+    assert [name for name in sorted(names) if not hasattr(lz, name)] == []
+    grouped = set(re.findall(rf"\blz\.({'|'.join(lz._GROUPS)})\.([A-Za-z_]\w*)", text))
+    assert [f"{group}.{name}" for group, name in sorted(grouped) if not hasattr(getattr(lz, group), name)] == []
 
 
 # examples

@@ -30,7 +30,7 @@ CALL = Call("rms_norm", {"x": TensorSpec((4, 4096), "float32")}, name="mine")
 @pytest.fixture
 def table(tmp_path):
     path = tmp_path / "table.json"
-    lz.solve([CALL], path=path, device="cpu")
+    lz.tables.solve([CALL], path=path, device="cpu")
     return path
 
 
@@ -52,8 +52,8 @@ def everything(path) -> bytes:
 def test_it_has_everything_and_the_manifest_checks_it(table, perfdb, tmp_path):
     lock, out = tmp_path / "layerzero.lock", tmp_path / "b.tar.gz"
     lz.configure(strict_mode=False)
-    lz.solve([CALL], path=table, device="cpu")                      # under the policy of now
-    lz.write_lockfile(table, lock)
+    lz.tables.solve([CALL], path=table, device="cpu")                      # under the policy of now
+    lz.tables.write_lockfile(table, lock)
     lz.rms_norm(rows())
     manifest = lz.write_bundle(out, table=table, lock=lock, device="cpu")
     files = read_bundle(out)
@@ -64,7 +64,7 @@ def test_it_has_everything_and_the_manifest_checks_it(table, perfdb, tmp_path):
     exported = json.loads(files["capabilities.json"])
     assert capabilities.capabilities_hash(exported) == manifest["capabilities_hash"]
     capabilities.validate(exported)
-    assert lz.Table.from_json(json.loads(files["dispatch_table.json"])).id == lz.Table.load(table).id
+    assert lz.tables.Table.from_json(json.loads(files["dispatch_table.json"])).id == lz.tables.Table.load(table).id
     assert json.loads(files["dispatch_table.validation.json"])["state"] == "ok"
     assert json.loads(files["lockfile.validation.json"]) == {"ok": True, "violations": []}
     assert json.loads(files["readiness.json"])["ready"] is manifest["ready"] is True
@@ -120,10 +120,10 @@ def test_what_was_changed_is_found(tmp_path):
             else:
                 path.write_bytes(content)
                 forged.add(path, name)
-    with pytest.raises(lz.DataError, match=r"readiness\.json"):
+    with pytest.raises(lz.errors.DataError, match=r"readiness\.json"):
         read_bundle(tmp_path / "forged.tar.gz")
     out.write_bytes(out.read_bytes()[:500])
-    with pytest.raises(lz.DataError, match="wanted a bundle"):
+    with pytest.raises(lz.errors.DataError, match="wanted a bundle"):
         read_bundle(out)
 
 
@@ -186,7 +186,7 @@ def test_a_policy_that_cannot_be_read_hides_everything(tmp_path):
 def test_a_file_that_is_there_stays(tmp_path):
     out = tmp_path / "b.tar.gz"
     out.write_text("mine")
-    with pytest.raises(lz.ConfigError, match="there already"):
+    with pytest.raises(lz.errors.ConfigError, match="there already"):
         lz.write_bundle(out, device="cpu")
     assert out.read_text() == "mine"
     lz.write_bundle(out, device="cpu", force=True)
@@ -204,7 +204,7 @@ def test_a_link_is_replaced_not_followed(tmp_path):
 @pytest.mark.parametrize("out", ["no/such/folder/b.tar.gz"])
 def test_where_it_cannot_be_written_is_said_and_nothing_is_left(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(lz.ConfigError, match="cannot be written"):
+    with pytest.raises(lz.errors.ConfigError, match="cannot be written"):
         lz.write_bundle(out, device="cpu")
     assert list(tmp_path.iterdir()) == []
 

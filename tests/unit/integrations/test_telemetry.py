@@ -238,7 +238,7 @@ def test_the_page_prometheus_reads_is_well_formed(registry, x):
 def test_prometheus_uninstalls_whole_and_installs_again(x):
     registry = prometheus_client.CollectorRegistry()
     uninstall = prometheus.install(registry)
-    with pytest.raises(lz.ConfigError, match="already"):
+    with pytest.raises(lz.errors.ConfigError, match="already"):
         prometheus.install(registry)
     uninstall()
     uninstall()
@@ -409,7 +409,7 @@ def test_opentelemetry_counts_changes_of_a_breaker(telemetry, x):
 def test_opentelemetry_uninstalls_and_installs_again(x):
     telemetry = Telemetry()
     uninstall = telemetry.install()
-    with pytest.raises(lz.ConfigError, match="already"):
+    with pytest.raises(lz.errors.ConfigError, match="already"):
         telemetry.install()
     uninstall()
     uninstall()
@@ -447,5 +447,5 @@ def test_without_a_configured_sdk_nothing_happens(x):
     (prometheus, "prometheus_client"), (opentelemetry, "opentelemetry")], ids=["prometheus", "opentelemetry"])
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(module, library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)                 # what an import finds when nothing is installed
-    with pytest.raises(lz.ConfigError, match=rf"{library}.*install layerzero\[telemetry\]"):
+    with pytest.raises(lz.errors.ConfigError, match=rf"{library}.*install layerzero\[telemetry\]"):
         module.install()

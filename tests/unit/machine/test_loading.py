@@ -114,7 +114,7 @@ def test_an_interrupt_while_importing_is_the_users(library):
 def test_what_was_asked_for_by_name_raises_if_it_does_not_load(library, path):
     kernel(library("raise ImportError('libfoo.so: undefined symbol: bar')"))
     for _ in range(2):
-        with pytest.raises(lz.NamedKernelRefused, match="undefined symbol: bar") as raised:
+        with pytest.raises(lz.errors.NamedKernelRefused, match="undefined symbol: bar") as raised:
             path_of(RMS_NORM, path)(rows(), backend="broken.rms_norm")
         assert raised.value.codes == (Code.ABI_MISMATCH,)
 

@@ -103,7 +103,7 @@ def test_a_kernel_that_would_not_fit_does_not_serve(path):
     torch.testing.assert_close(path_of(RMS_NORM, path)(x), RMS_NORM.reference(x))
     assert greedy.calls == 0
     assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.greedy")] == [Code.MEMORY_HEADROOM_EXCEEDED]
-    with pytest.raises(lz.NamedKernelRefused, match="MEMORY_HEADROOM_EXCEEDED"):
+    with pytest.raises(lz.errors.NamedKernelRefused, match="MEMORY_HEADROOM_EXCEEDED"):
         lz.rms_norm(x, backend="fake.greedy")
 
 

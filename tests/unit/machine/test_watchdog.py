@@ -51,9 +51,9 @@ def test_what_hangs_is_stopped_with_all_it_started(tmp_path):
 
 
 def test_what_cannot_travel_is_refused_before_anything_starts():
-    with pytest.raises(lz.ConfigError, match="plain JSON values"):
+    with pytest.raises(lz.errors.ConfigError, match="plain JSON values"):
         run_isolated("math:gcd", object())
-    with pytest.raises(lz.ConfigError, match=r"package\.module:name"):
+    with pytest.raises(lz.errors.ConfigError, match=r"package\.module:name"):
         run_isolated("math.gcd", 1, 2)
 
 
@@ -87,7 +87,7 @@ def test_only_unknown_libraries_are_probed():
 def test_a_kernel_that_another_process_cannot_know_is_not_condemned():
     fake = Fake("fake.local")
     register(fake)
-    with pytest.raises(lz.ConfigError, match="function of a module"):
+    with pytest.raises(lz.errors.ConfigError, match="function of a module"):
         probe(fake.kernel)
     assert health_of("fake.local") is None
 
@@ -111,7 +111,7 @@ def test_out_of_memory_goes_to_the_kernel_that_needs_less(path, happened):
 def test_a_lost_device_is_said_to_be_lost(path, happened, text):
     register(Fake("fake.stray", fault=RuntimeError(text), package="torch"), Fake("fake.other", prior=1e5,
              package="torch"))
-    with pytest.raises(lz.DeviceLost, match=r"context is lost; restart the process.*CUDA_LAUNCH") as caught:
+    with pytest.raises(lz.errors.DeviceLost, match=r"context is lost; restart the process.*CUDA_LAUNCH") as caught:
         path_of(RMS_NORM, path)(rows())
     assert caught.value.codes == (lz.Code.DEVICE_FAULT,)
     assert health_of("fake").state == "disabled"           # the whole library
@@ -127,7 +127,7 @@ def test_a_launch_that_was_refused_goes_on_to_the_next_and_trips_nothing(path, h
     assert large.calls == 1 and health_of("fake.large") is None        # asked once: it is refused for this kind
     assert {e.reason.code for e in of(Fallback, happened)} == {lz.Code.CUDA_BLOCK_LIMIT_EXCEEDED}
     only("fake.large", op="rms_norm")
-    with pytest.raises(lz.NoKernel, match="grid y must be a whole number from 1 to 65535, got 70000"):
+    with pytest.raises(lz.errors.NoKernelFoundError, match="grid y must be a whole number from 1 to 65535, got 70000"):
         lz.rms_norm(rows())
 
 

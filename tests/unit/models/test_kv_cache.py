@@ -10,7 +10,8 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.dispatch import dispatcher as dispatch
-from layerzero.models.kv_cache import CacheFull, KVCache, PagePool
+from layerzero.models.kv_cache import KVCache, PagePool
+from layerzero.spec.errors import CacheFull
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 STEPS = 32
@@ -149,7 +150,7 @@ def test_a_kernel_may_be_named() -> None:
     cache.add()
     cache.append(s.k, s.v)
     close(cache.attend(s.q, backend="torch.paged_gather"), s.truth(0, 20))
-    with pytest.raises(lz.NamedKernelRefused):
+    with pytest.raises(lz.errors.NamedKernelRefused):
         cache.attend(s.q, backend="torch.paged_padded")
 
 
@@ -199,7 +200,7 @@ def test_a_page_is_not_released_twice() -> None:
     pool = PagePool(4)
     pages = pool.take(2)
     pool.release(pages)
-    with pytest.raises(lz.InvalidCall, match="page 0 must be in use") as caught:
+    with pytest.raises(lz.errors.InvalidCall, match="page 0 must be in use") as caught:
         pool.release(pages)
     assert caught.value.codes == (Code.BLOCK_TABLE_INVALID,)
     assert sorted(pool.free) == [0, 1, 2, 3]
@@ -211,7 +212,7 @@ def test_a_removed_sequence_is_unknown() -> None:
     cache.remove(name)
     for use in (lambda: cache.remove(name), lambda: cache.length(name), lambda: cache.fork(name),
                 lambda: cache.append(s.k, s.v, (name,)), lambda: cache.attend(s.q, (name,))):
-        with pytest.raises(lz.InvalidCall, match="sequence must be one of"):
+        with pytest.raises(lz.errors.InvalidCall, match="sequence must be one of"):
             use()
     assert cache.add() != name
 
@@ -316,7 +317,7 @@ def test_a_cache_of_another_float_than_the_query_is_refused() -> None:
         cache, s = made(kind, dtype=torch.float16), Stream(0, 5)
         cache.add()
         cache.append(s.k, s.v)
-        with pytest.raises(lz.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
+        with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
             cache.attend(s.q)
         close(cache.attend(s.q.half()), s.truth(0, 5), 5e-3)
 
@@ -355,12 +356,12 @@ def test_the_encoders_keys_are_written_once_and_belong_to_the_decoder() -> None:
     a = cache.add()
     cross = cache.cross
     cross.append(s.k, s.v)
-    with pytest.raises(lz.InvalidCall, match="written once"):
+    with pytest.raises(lz.errors.InvalidCall, match="written once"):
         cross.append(s.k[:1], s.v[:1])
-    with pytest.raises(lz.InvalidCall, match="CAUSAL"):
+    with pytest.raises(lz.errors.InvalidCall, match="CAUSAL"):
         cross.attend(s.q, is_causal=True)
     for use in (cross.add, lambda: cross.remove(a), lambda: cross.fork(a)):
-        with pytest.raises(lz.InvalidCall, match="decoder"):
+        with pytest.raises(lz.errors.InvalidCall, match="decoder"):
             use()
     b = cache.fork(a)
     assert cross.length(b) == 20 and cross.block_table((a, b)).tolist() == [[0], [0]]
@@ -371,7 +372,7 @@ def test_the_encoders_keys_are_written_once_and_belong_to_the_decoder() -> None:
 
 
 def test_cross_needs_its_size() -> None:
-    with pytest.raises(lz.InvalidCall, match="cross_len is required"):
+    with pytest.raises(lz.errors.InvalidCall, match="cross_len is required"):
         _ = made().cross
 
 
@@ -379,14 +380,14 @@ def test_cross_needs_its_size() -> None:
 
 def test_bad_arguments_are_named() -> None:
     s = Stream(0, 12)
-    with pytest.raises(lz.InvalidCall, match="kind must be one of contiguous, paged, chunked, got rolling"):
+    with pytest.raises(lz.errors.InvalidCall, match="kind must be one of contiguous, paged, chunked, got rolling"):
         lz.kv_cache("rolling", kv_heads=1, head_dim=8)
     for options, word in (({"layout": "HDN"}, "layout must be"), ({"pages": 0}, "pages must be"),
                           ({"page_size": 0}, "page_size must be"),
                           ({"dtype": torch.int32}, "the KV cache must be"), ({"kv_heads": 0}, "kv_heads must be"),
                           ({"key_scale": 1.0}, "scales must be absent"),
                           ({"dtype": torch.int8, "value_scale": torch.ones(3)}, "scales must be one number or 2")):
-        with pytest.raises(lz.InvalidCall, match=word):
+        with pytest.raises(lz.errors.InvalidCall, match=word):
             made(**options)
     with pytest.raises(TypeError, match="max_len"):
         made(max_len=3)
@@ -400,10 +401,10 @@ def test_bad_arguments_are_named() -> None:
         ((s.k, s.v[..., :8], (a,)), "value must be"), ((s.k[0], s.v, (a,)), "key must have 3 .packed. or 4"),
         ((s.k[None], s.v[None]), r"key.shape\[0\] must be 2"), ((s.k, s.v, (99,)), "sequence must be one of")]
     for arguments, word in bad:
-        with pytest.raises(lz.InvalidCall, match=word):
+        with pytest.raises(lz.errors.InvalidCall, match=word):
             cache.append(*arguments)
     assert (cache.length(a), cache.length(b), len(cache.pool.free)) == (0, 0, 40)
-    with pytest.raises(lz.InvalidCall, match="append the keys of these tokens first"):
+    with pytest.raises(lz.errors.InvalidCall, match="append the keys of these tokens first"):
         cache.attend(s.q, (a,))
 
 

@@ -25,7 +25,7 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
                   for v in [op.inputs(**case, dtype=torch.float32, device="cpu", seed=0).get(p.name, p.default)]}
         try:
             before = facts.read(op, values)
-        except lz.InvalidCall:
+        except lz.errors.InvalidCall:
             continue
         call = calls.describe(op, values)
         again = Call.from_json(json.loads(json.dumps(call.to_json())))
@@ -81,13 +81,13 @@ def test_file(tmp_path):
 def test_a_broken_file_says_where(tmp_path, line, said):
     path = tmp_path / "calls.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(lz.DataError, match=said):
+    with pytest.raises(lz.errors.DataError, match=said):
         read_calls(path)
 
 
 def test_objects_cannot_be_written_down():
     op = OPS["tokenize"]
-    with pytest.raises(lz.DataError, match="cannot be written down"):
+    with pytest.raises(lz.errors.DataError, match="cannot be written down"):
         calls.describe(op, {p.name: object() if p.kind == "object" else p.default for p in op.params})
 
 

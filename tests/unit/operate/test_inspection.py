@@ -10,7 +10,7 @@ import torch
 from helpers import ATTENTION, RMS_NORM, Fake, nvidia, path_of, qkv, register, rows
 
 import layerzero as lz
-from layerzero.spec.errors import ConfigError, InvalidCall, KernelFailed, NamedKernelRefused, NoKernel
+from layerzero.spec.errors import ConfigError, InvalidCall, KernelExecutionError, NamedKernelRefused, NoKernelFoundError
 from layerzero.spec.plan import Plan
 from layerzero.spec.reason import Code, Reason
 from layerzero.spec.rules import at_most
@@ -125,7 +125,7 @@ def test_explain_follows_contexts_and_locks(world, path):
 def test_explain_is_right_about_every_op(world, op):
     contract = lz.op(op)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lz.CausalAlignmentWarning)
+        warnings.simplefilter("ignore", lz.errors.CausalAlignmentWarning)
         for case in contract.cases:
             call = contract.inputs(**case)
             plan = lz.explain(op, **call)
@@ -275,7 +275,7 @@ def test_a_named_kernel_that_cannot_serve_says_why(ask):
     assert text.startswith("lz.attention: torch.sdpa was asked for by backend= and cannot serve this call:")
     assert "WINDOW_UNSUPPORTED" in text and "SOFTCAP_UNSUPPORTED" in text
     assert {Code.WINDOW_UNSUPPORTED, Code.SOFTCAP_UNSUPPORTED} <= set(caught.value.codes)
-    assert isinstance(caught.value, NoKernel) and isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, NoKernelFoundError) and isinstance(caught.value, RuntimeError)
 
 
 def test_a_backend_that_is_not_installed_or_not_known_says_so(world):
@@ -294,7 +294,8 @@ def test_a_backend_that_is_not_installed_or_not_known_says_so(world):
 def test_a_named_kernel_that_breaks_is_not_replaced(world):
     fake = Fake("fake.named", fault=RuntimeError("cracked"))
     register(fake)
-    with pytest.raises(KernelFailed, match=r"named by backend=, so nothing else was tried.*\n.*fake.named.*cracked"):
+    with pytest.raises(
+            KernelExecutionError, match=r"named by backend=, so nothing else was tried.*\n.*fake.named.*cracked"):
         lz.rms_norm(rows(), backend="fake.named")
 
 
@@ -341,14 +342,14 @@ def test_wrong_arguments_are_python_errors():
 def test_nothing_can_serve_names_everything(world):
     lz.configure(rules=(lz.PolicyRule.of("deny", "*", "rms_norm"),))
     for ask in (lz.select, lz.which):
-        with pytest.raises(NoKernel, match=r"no kernel can serve this call") as caught:
+        with pytest.raises(NoKernelFoundError, match=r"no kernel can serve this call") as caught:
             ask("rms_norm", rows())
         for kernel in worlds.current().kernels("rms_norm"):
             assert kernel.id in str(caught.value)
     plan = lz.explain("rms_norm", rows())
     assert not plan and plan.kernel is None and plan.steps == ()
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    with pytest.raises(NoKernel):
+    with pytest.raises(NoKernelFoundError):
         lz.rms_norm(rows())
 
 

@@ -108,7 +108,7 @@ def test_who_served_after_a_fault_is_named(path):
 
 def test_a_call_that_fails_is_not_written(path):
     fn, x = path_of("rms_norm", path), rows()
-    with record() as found, pytest.raises(lz.InvalidCall):
+    with record() as found, pytest.raises(lz.errors.InvalidCall):
         fn(x, rows(1, 17)[0])
     assert found.calls == ()
 
@@ -204,9 +204,9 @@ def test_a_recording_without_calls_is_an_empty_file(world, tmp_path):
 
 def test_a_path_that_cannot_be_written_is_said_before_the_work(world, tmp_path):
     lz.rms_norm(rows())                        # its dispatcher is there, whichever tests ran before
-    with pytest.raises(lz.ConfigError, match="No such file"), record(tmp_path / "no" / "calls.jsonl"):
+    with pytest.raises(lz.errors.ConfigError, match="No such file"), record(tmp_path / "no" / "calls.jsonl"):
         pytest.fail("the block ran")
-    with pytest.raises(lz.ConfigError, match="cannot be written"), record(tmp_path):
+    with pytest.raises(lz.errors.ConfigError, match="cannot be written"), record(tmp_path):
         pytest.fail("the block ran")
     assert type(dispatchers["rms_norm"]) is recording._PLAIN
 
@@ -240,7 +240,7 @@ def test_a_child_does_not_write_its_parents_file(world, tmp_path):
 # whole programs
 
 whole_programs = pytest.mark.skipif(
-    recording.VARIABLE not in config.VARIABLES or "recording" not in lz._LATER,
+    recording.VARIABLE not in config.VARIABLES or "recording" not in lz._PLACES,
     reason=f"{recording.VARIABLE} is not read by this library")
 
 APP = """

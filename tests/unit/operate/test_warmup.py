@@ -190,7 +190,7 @@ def test_where_nothing_else_may_serve_a_call_of_another_form_says_so(compiler):
     only(compiler.id)
     lz.rms_norm(rows(40))
     for _ in range(5):
-        with pytest.raises(lz.NoKernel, match="JIT_NOT_WARMED"):
+        with pytest.raises(lz.errors.NoKernelFoundError, match="JIT_NOT_WARMED"):
             lz.rms_norm(rows(40), None, 1e-3)
     assert health_of(compiler.id) is None      # no fault of its own
 
@@ -490,11 +490,11 @@ def test_calls_come_from_a_file_a_table_or_a_list(compiler, tmp_path):
 
 
 def test_what_is_no_call_is_refused(world, tmp_path):
-    with pytest.raises(lz.ConfigError, match="wanted calls"):
+    with pytest.raises(lz.errors.ConfigError, match="wanted calls"):
         warmup([rows(3)])
-    with pytest.raises(lz.ConfigError, match="timeout"):
+    with pytest.raises(lz.errors.ConfigError, match="timeout"):
         warmup([norm()], timeout=-1)
-    with pytest.raises(lz.DataError, match="missing"):
+    with pytest.raises(lz.errors.DataError, match="missing"):
         warmup(tmp_path / "missing.jsonl")
 
 

@@ -30,7 +30,7 @@ def test_slopes_are_blooms(heads):
 def test_slopes_take_dtype_and_refuse_no_heads():
     assert alibi_slopes(4, dtype=torch.bfloat16).dtype == torch.bfloat16
     for heads in (0, -1, 2.0, True):
-        with pytest.raises(lz.InvalidCall, match="heads must be an int >= 1"):
+        with pytest.raises(lz.errors.InvalidCall, match="heads must be an int >= 1"):
             alibi_slopes(heads)
 
 
@@ -67,13 +67,13 @@ def test_after_a_causal_softmax_it_is_blooms():
 @pytest.mark.parametrize("heads", [1, 8, 12, 71])
 def test_the_bias_of_a_number_of_heads(heads):
     for dtype in (torch.float32, torch.bfloat16):
-        got = lz.alibi_bias(heads, 3, 9, causal_align="bottom_right", is_causal=True, dtype=dtype)
+        got = lz.positions.alibi_bias(heads, 3, 9, causal_align="bottom_right", is_causal=True, dtype=dtype)
         want = lz.alibi(alibi_slopes(heads, dtype=dtype), 3, 9, causal_align="bottom_right", is_causal=True)
         assert torch.equal(got, want) and got.shape == (heads, 3, 9) and got.dtype == dtype
-    with pytest.raises(lz.InvalidCall, match="heads must be an int >= 1"):
-        lz.alibi_bias(0, 3, 3)
-    with pytest.raises(lz.InvalidCall, match="seq_q must be >= 0"):
-        lz.alibi_bias(2, -3, 3)
+    with pytest.raises(lz.errors.InvalidCall, match="heads must be an int >= 1"):
+        lz.positions.alibi_bias(0, 3, 3)
+    with pytest.raises(lz.errors.InvalidCall, match="seq_q must be >= 0"):
+        lz.positions.alibi_bias(2, -3, 3)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -95,13 +95,13 @@ def test_gradients_of_learned_slopes(kernel):
 def test_a_wrong_call_names_the_argument(path, changes, code, words):
     call = path_of("alibi", path)
     call(torch.ones(2), 3, 3)
-    with pytest.raises(lz.InvalidCall, match=words) as raised:
+    with pytest.raises(lz.errors.InvalidCall, match=words) as raised:
         call(**{"slopes": torch.ones(2), "seq_q": 3, "seq_k": 3, **changes})
     assert code in raised.value.codes
 
 
 def test_unequal_lengths_without_an_alignment_warn():
-    with pytest.warns(lz.CausalAlignmentWarning, match="bottom_right"):
+    with pytest.warns(lz.errors.CausalAlignmentWarning, match="bottom_right"):
         lz.alibi(torch.ones(2), 3, 7001)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -114,6 +114,7 @@ def test_compiled():
 
 
 def test_a_number_of_heads_compiled():
-    compiled = torch.compile(lambda x: x + lz.alibi_bias(6, 5, 5, is_causal=True), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x: x + lz.positions.alibi_bias(6, 5, 5, is_causal=True), fullgraph=True, backend="aot_eager")
     scores = torch.randn(6, 5, 5, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(compiled(scores), scores + lz.alibi_bias(6, 5, 5, is_causal=True))
+    torch.testing.assert_close(compiled(scores), scores + lz.positions.alibi_bias(6, 5, 5, is_causal=True))

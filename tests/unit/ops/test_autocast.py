@@ -23,7 +23,7 @@ def test_add_rms_norm_promotes_as_the_sum_does(flip):
 
 
 def test_without_autocast_mixed_dtypes_stay_an_error():
-    with pytest.raises(lz.InvalidCall, match="dtype"):
+    with pytest.raises(lz.errors.InvalidCall, match="dtype"):
         lz.add_rms_norm(torch.randn(4, 64), torch.randn(4, 64).bfloat16())
 
 

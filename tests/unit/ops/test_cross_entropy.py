@@ -263,7 +263,7 @@ def test_a_target_outside_the_vocabulary_is_the_callers_error_also_on_a_hit(worl
     call, logits = path_of("cross_entropy", path), rand(2, 11)
     call(logits, torch.tensor([0, -100]), backend=kernel)
     for _ in range(12):
-        with pytest.raises(lz.InvalidCall, match="targets must be between 0 and 10, or -100 to be ignored"):
+        with pytest.raises(lz.errors.InvalidCall, match="targets must be between 0 and 10, or -100 to be ignored"):
             call(logits, torch.tensor([0, bad]), backend=kernel)
     assert not worlds.current().health
 
@@ -272,7 +272,7 @@ def test_a_target_outside_the_vocabulary_is_the_callers_error_also_on_a_hit(worl
 def test_a_target_outside_the_rows_of_weight_likewise(world, kernel):
     hidden, weight = rand(2, 6), rand(11, 6)
     lz.linear_cross_entropy(hidden, weight, torch.tensor([0, 10]), backend=kernel)
-    with pytest.raises(lz.InvalidCall, match="targets must be between 0 and 10"):
+    with pytest.raises(lz.errors.InvalidCall, match="targets must be between 0 and 10"):
         lz.linear_cross_entropy(hidden, weight, torch.tensor([0, 11]), backend=kernel)
     assert not worlds.current().health
 
@@ -291,7 +291,7 @@ def test_a_target_outside_the_rows_of_weight_likewise(world, kernel):
 def test_a_wrong_call_names_the_argument(path, changes, code, words):
     call = path_of("cross_entropy", path)
     call(rand(4, 11), torch.zeros(4).long())
-    with pytest.raises(lz.InvalidCall, match=words) as raised:
+    with pytest.raises(lz.errors.InvalidCall, match=words) as raised:
         call(**{"logits": rand(4, 11), "targets": torch.zeros(4).long(), **changes})
     assert code in raised.value.codes
 
@@ -304,7 +304,7 @@ def test_a_wrong_call_names_the_argument(path, changes, code, words):
     ({"targets": torch.zeros(3).long()}, "DIM_MISMATCH", "targets's leading shape"),
 ])
 def test_a_wrong_linear_call_names_the_argument(changes, code, words):
-    with pytest.raises(lz.InvalidCall, match=words) as raised:
+    with pytest.raises(lz.errors.InvalidCall, match=words) as raised:
         lz.linear_cross_entropy(**{"hidden": rand(4, 6), "weight": rand(11, 6), "targets": torch.zeros(4).long(),
                                    **changes})
     assert code in raised.value.codes

@@ -80,7 +80,8 @@ def test_an_id_outside_the_table_is_the_callers_error_also_on_a_hit(happened, pa
     weight, call = table(), path_of("embedding", path)
     call(torch.tensor([0, 19]), weight, backend=kernel)
     for _ in range(12):                        # more often than any breaker forgives
-        with pytest.raises(lz.InvalidCall, match="ids must be between 0 and 19, the last row of weight") as raised:
+        with pytest.raises(
+                lz.errors.InvalidCall, match="ids must be between 0 and 19, the last row of weight") as raised:
             call(torch.tensor([0, bad]), weight, backend=kernel)
         assert raised.value.codes == (lz.Code.VALUE_OUT_OF_RANGE,)
     assert not worlds.current().health and not of(Fallback, happened)
@@ -102,7 +103,7 @@ def test_an_id_outside_the_table_is_the_callers_error_also_on_a_hit(happened, pa
 def test_a_wrong_call_names_the_argument(path, changes, code, words):
     call = path_of("embedding", path)
     call(torch.tensor([0, 3]), table(), 3)
-    with pytest.raises(lz.InvalidCall, match=words) as raised:
+    with pytest.raises(lz.errors.InvalidCall, match=words) as raised:
         call(**{"ids": torch.tensor([0, 3]), "weight": table(), **changes})
     assert code in raised.value.codes
 

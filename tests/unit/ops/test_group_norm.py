@@ -83,7 +83,7 @@ def test_a_bias_without_a_weight_can_be_trained():
 def test_a_wrong_call_names_the_argument(path, changes, code, words):
     call = path_of("group_norm", path)
     call(torch.ones(2, 12, 3, 3), 3)
-    with pytest.raises(lz.InvalidCall, match=words) as raised:
+    with pytest.raises(lz.errors.InvalidCall, match=words) as raised:
         call(**{"x": torch.ones(2, 12, 3, 3), "groups": 3, **changes})
     assert code in raised.value.codes
 
@@ -109,7 +109,7 @@ def test_offset_is_gemmas():
 
 
 def test_offset_without_a_weight_is_refused():
-    with pytest.raises(lz.InvalidCall, match=r"weight\.dtype must be given"):
+    with pytest.raises(lz.errors.InvalidCall, match=r"weight\.dtype must be given"):
         lz.rms_norm(rand(2, 8), offset=1.0)
 
 

@@ -289,5 +289,5 @@ def test_objects_that_raise_when_they_are_asked(op, path):
 def test_a_backend_of_any_kind(backend):
     with pytest.raises(LayerZeroError) as caught:
         lz.rms_norm(torch.ones(2, 8), backend=backend)
-        raise lz.ConfigError("a text that compares as it likes is read as the text it is")
+        raise lz.errors.ConfigError("a text that compares as it likes is read as the text it is")
     assert len(str(caught.value)) < 3000

@@ -76,7 +76,7 @@ def test_gradients_are_torchs():
     ({"x": torch.ones(2, 16, dtype=torch.int64), "weight": torch.ones(8, 16, dtype=torch.int64)},
      Code.DTYPE_UNSUPPORTED, "dtype")])
 def test_a_wrong_argument_is_named(change, code, name):
-    with pytest.raises(lz.InvalidCall) as error:
+    with pytest.raises(lz.errors.InvalidCall) as error:
         lz.linear(**{"x": torch.ones(2, 16), "weight": torch.ones(8, 16), **change})
     assert any(r.code is code and r.fact.startswith(name) for r in error.value.reasons), str(error.value)
 

@@ -94,7 +94,7 @@ def test_columns_of_a_linear_layer_side_by_side_are_the_whole():
     lambda w: column_shard(w, 0, 5), lambda w: column_shard(w, 0, 2, parts=5), lambda w: row_shard(w, 0, 3),
     lambda w: row_shard(w, 0, 2, unit=12), lambda w: row_shard(w, 2, 2), lambda w: column_shard(w, -1, 2)])
 def test_what_does_not_divide_is_refused(cut):
-    with pytest.raises(lz.InvalidCall, match=r"multiple|between"):
+    with pytest.raises(lz.errors.InvalidCall, match=r"multiple|between"):
         cut(torch.randn(48, 32))
 
 
@@ -109,7 +109,7 @@ def test_what_does_not_divide_is_refused(cut):
     ({"bias_in": torch.ones(48)}, Code.DIM_MISMATCH, "bias_in"),
     ({"activation": "swish"}, Code.VALUE_OUT_OF_RANGE, "activation")])
 def test_a_wrong_argument_is_named(change, code, name):
-    with pytest.raises(lz.InvalidCall) as error:
+    with pytest.raises(lz.errors.InvalidCall) as error:
         lz.mlp(**{"x": torch.ones(2, 32), **weights(), **change})
     assert any(r.code is code and r.fact.startswith(name) for r in error.value.reasons), str(error.value)
 

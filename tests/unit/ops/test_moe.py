@@ -88,7 +88,7 @@ def test_a_gradient_reaches_the_router():
     ({"top_k": 2, "n_group": 4, "topk_group": 5}, "topk_group"), ({"top_k": 9, "n_group": 4, "topk_group": 2}, "top_k"),
     ({"top_k": 2, "scoring": "relu"}, "scoring"), ({"top_k": 2, "e_score_correction_bias": torch.ones(15)}, "e_score")])
 def test_routing_says_which_argument_is_wrong(given, name):
-    with pytest.raises(lz.InvalidCall) as error:
+    with pytest.raises(lz.errors.InvalidCall) as error:
         lz.moe_gate(torch.randn(3, 16), **given)
     assert any(r.fact.startswith(name) for r in error.value.reasons), str(error.value)
 
@@ -167,7 +167,7 @@ def test_a_mixture_says_which_argument_is_wrong(change, name):
     w1, w2 = experts()
     given = {"x": torch.ones(3, 32), "w_gate_up": w1, "w_down": w2, "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
              "topk_weights": torch.ones(3, 2), **change}
-    with pytest.raises(lz.InvalidCall) as error:
+    with pytest.raises(lz.errors.InvalidCall) as error:
         lz.moe(**given)
     assert any(r.fact.startswith(name) for r in error.value.reasons), str(error.value)
 
@@ -247,7 +247,7 @@ def test_groups_that_do_not_fit_are_refused_on_every_call(kernel, given, name):
     good = {name: torch.tensor([5, 5] if name == "group_sizes" else [5, 10])}
     lz.grouped_gemm(x, weights, **good, backend=kernel)
     for _ in range(2):                         # the same shapes, so the choice is remembered; the sizes are read anew
-        with pytest.raises(lz.InvalidCall) as error:
+        with pytest.raises(lz.errors.InvalidCall) as error:
             lz.grouped_gemm(x, weights, **given, backend=kernel)
         assert error.value.reasons[0].fact == name
 
@@ -256,7 +256,7 @@ def test_sizes_or_offsets():
     x, weights, sizes = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([2, 2])
     for given in ({}, {"group_sizes": sizes, "offsets": sizes.cumsum(0)}, {"group_sizes": sizes.float()},
                   {"group_sizes": torch.tensor([4])}):
-        with pytest.raises(lz.InvalidCall):
+        with pytest.raises(lz.errors.InvalidCall):
             lz.grouped_gemm(x, weights, **given)
 
 

@@ -187,7 +187,7 @@ def test_a_bad_call_is_named(name: str, warm: bool, path: str, happened: list[An
     given = values(lengths_q=(3, 1, 4), hq=10)
     if warm:
         run(**given)
-    with pytest.raises(lz.InvalidCall) as caught:
+    with pytest.raises(lz.errors.InvalidCall) as caught:
         run(**{**given, **change(given)})
     assert caught.value.codes[0] == code
     assert word in str(caught.value)
@@ -201,7 +201,7 @@ def test_each_kernel_checks_what_it_reads(name: str, backend: str, happened: lis
     change, code, word = BAD[name]
     given = values(context=(17, 5, 40))
     lz.paged_attention(**given, backend=backend)
-    with pytest.raises(lz.InvalidCall) as caught:
+    with pytest.raises(lz.errors.InvalidCall) as caught:
         lz.paged_attention(**{**given, **change(given)}, backend=backend)
     assert caught.value.codes == (code,) and word in str(caught.value)
     assert not of(HealthChanged, happened)
@@ -213,13 +213,13 @@ def test_pages_that_lie_beyond_the_pool_are_not_read_as_neighbours(monkeypatch: 
     lz.paged_attention(**given, backend="torch.paged_pieces")
     pages = given["key_cache"].shape[0]
     given["block_table"][0, :3] = torch.tensor([pages - 2, pages - 1, pages])
-    with pytest.raises(lz.InvalidCall, match=r"block_table\[0, 2\]"):
+    with pytest.raises(lz.errors.InvalidCall, match=r"block_table\[0, 2\]"):
         lz.paged_attention(**given, backend="torch.paged_pieces")
 
 
 def test_the_other_layout_is_recognised_where_sizes_tell() -> None:
     given = values(hq=16)
-    with pytest.raises(lz.InvalidCall, match="it looks like the other layout"):
+    with pytest.raises(lz.errors.InvalidCall, match="it looks like the other layout"):
         lz.paged_attention(**{**given, **{n: given[n].transpose(1, 2)[:, :, :3] for n in ("key_cache", "value_cache")}})
 
 
@@ -241,7 +241,7 @@ def test_a_bad_mla_call_is_named(name: str, path: str) -> None:
     run = path_of(MLA, path)
     given = values(MLA, lengths_q=(3, 1, 4))
     run(**given)
-    with pytest.raises(lz.InvalidCall) as caught:
+    with pytest.raises(lz.errors.InvalidCall) as caught:
         run(**{**given, **change(given)})
     assert caught.value.codes[0] == code and word in str(caught.value)
 
@@ -257,7 +257,7 @@ def test_mla_has_no_default_scale() -> None:
 
 def test_a_scale_of_one_asks_for_a_cast() -> None:
     given = values(dtype="bfloat16", stored="float16", scales="")
-    with pytest.raises(lz.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
+    with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         lz.paged_attention(**given)
     one = torch.ones(())
     out = lz.paged_attention(**{**given, "key_scale": one, "value_scale": one})
@@ -336,7 +336,7 @@ def test_a_kernel_of_one_page_size_is_refused_by_name(world: None) -> None:
     lz.register(lz.Kernel("fake.pages", PAGED, lambda: PAGED.reference, prior=1e6, less_work="a test",
                           requires=(equals("page_size", 64, Code.PAGE_SIZE_UNSUPPORTED),)))
     assert lz.which("paged_attention", **values(page_size=64)) == "fake.pages"
-    with pytest.raises(lz.NamedKernelRefused, match="page size must be 64, got 16"):
+    with pytest.raises(lz.errors.NamedKernelRefused, match="page size must be 64, got 16"):
         lz.paged_attention(**values(page_size=16), backend="fake.pages")
 
 

@@ -126,7 +126,7 @@ def test_an_odd_row_needs_its_size():
     q, scales = lz.quantize(x, "int4")
     assert q.shape == (2, 4)
     assert lz.dequantize(q, scales, format="int4", size=7).shape == (2, 7)
-    with pytest.raises(lz.InvalidCall, match="size must be 8, or 7") as error:
+    with pytest.raises(lz.errors.InvalidCall, match="size must be 8, or 7") as error:
         lz.dequantize(q, scales, format="int4", size=5)
     assert error.value.reasons[0].fact == "size"
 
@@ -176,12 +176,12 @@ def test_scales_of_another_layout_are_refused_on_every_call():
     q, scales = lz.quantize(x, "int8", "block", 16)
     lz.dequantize(q, scales, format="int8", block_size=16)
     for bad in (scales[:, :2], scales[:2], scales.t(), scales[0], scales.repeat(1, 2)):
-        with pytest.raises(lz.InvalidCall, match="scales of shape") as error:
+        with pytest.raises(lz.errors.InvalidCall, match="scales of shape") as error:
             lz.dequantize(q, bad, format="int8", block_size=16)
         assert error.value.codes == (Code.SCALE_LAYOUT_MISMATCH,) and error.value.reasons[0].fact == "scales"
-    with pytest.raises(lz.InvalidCall, match=r"scales of shape \(5, 4\)"):
+    with pytest.raises(lz.errors.InvalidCall, match=r"scales of shape \(5, 4\)"):
         lz.quantize(x, "int8", "block", 16, scales=scales[:, :2])
-    with pytest.raises(lz.InvalidCall, match="zeros"):
+    with pytest.raises(lz.errors.InvalidCall, match="zeros"):
         lz.dequantize(q, scales, torch.zeros(5, 2, dtype=torch.int8), format="int8", block_size=16)
 
 
@@ -194,21 +194,21 @@ def test_scales_of_another_layout_are_refused_on_every_call():
     ({"format": "int8", "symmetric": False, "scales": torch.ones(4, 1)}, "zeros"),
     ({"format": "nvfp4", "scales": torch.ones(4, 4).to(torch.float8_e4m3fn)}, "global_scale")])
 def test_quantize_says_which_argument_is_wrong(given, name):
-    with pytest.raises(lz.InvalidCall) as error:
+    with pytest.raises(lz.errors.InvalidCall) as error:
         lz.quantize(torch.randn(4, 64), **given)
     assert any(r.fact.partition(".")[0] == name for r in error.value.reasons)
 
 
 def test_an_empty_row_has_no_scale():
-    with pytest.raises(lz.InvalidCall, match="width"):
+    with pytest.raises(lz.errors.InvalidCall, match="width"):
         lz.quantize(torch.empty(3, 0), "int8")
     assert [t.shape for t in lz.quantize(torch.empty(0, 8), "int8")] == [(0, 8), (0, 1)]
 
 
 def test_codes_of_another_dtype_are_refused():
-    with pytest.raises(lz.InvalidCall, match=r"q\.dtype"):
+    with pytest.raises(lz.errors.InvalidCall, match=r"q\.dtype"):
         lz.dequantize(torch.zeros(2, 8, dtype=torch.uint8), torch.ones(2, 1), format="int8")
-    with pytest.raises(lz.InvalidCall, match="global_scale"):
+    with pytest.raises(lz.errors.InvalidCall, match="global_scale"):
         lz.dequantize(torch.zeros(2, 8, dtype=torch.uint8), torch.ones(2, 1), format="nvfp4")
 
 
@@ -270,9 +270,9 @@ def test_a_choice_says_why_not_the_others():
     assert dict(choice.rejected)["nvfp4"].code is Code.QUANT_FORMAT_UNSUPPORTED
     assert choose_format(nvidia(90), "balanced", ["fp8_e4m3"]).format == "fp8_e4m3"
     assert choose_format(nvidia(80), "balanced", ["fp8_e4m3"]).format is None
-    with pytest.raises(lz.ConfigError, match="best"):
+    with pytest.raises(lz.errors.ConfigError, match="best"):
         choose_format("cpu", "best")
-    with pytest.raises(lz.ConfigError, match="int3"):
+    with pytest.raises(lz.errors.ConfigError, match="int3"):
         choose_format("cpu", formats=["int3"])
 
 
@@ -365,7 +365,7 @@ def test_a_frozen_layer_passes_gradients_on():
 def test_a_layer_says_which_argument_is_wrong(change, code, name):
     x, q, scales, _, _ = layer("int8", group=32)
     given = {"x": x, "weight_q": q, "scales": scales, "format": "int8", "group_size": 32, **change}
-    with pytest.raises(lz.InvalidCall) as error:
+    with pytest.raises(lz.errors.InvalidCall) as error:
         lz.quantized_linear(**given)
     assert any(r.code is code and r.fact.partition(".")[0] == name for r in error.value.reasons), str(error.value)
 
@@ -387,7 +387,7 @@ def test_shards_of_a_quantized_layer(form, group):
 
 def test_a_shard_does_not_cut_through_a_group():
     _, q, scales, _, _ = layer("int4", k=128, group=32)
-    with pytest.raises(lz.InvalidCall, match="multiple of"):
+    with pytest.raises(lz.errors.InvalidCall, match="multiple of"):
         quantized_shard(q, scales, None, 0, 8, format="int4", group_size=32, by="row")
 
 

@@ -154,7 +154,7 @@ def test_the_convention_must_be_said():
     cos, sin = tables()
     with pytest.raises(TypeError, match="style"):
         lz.rope(rand(1, 2, 16, 8), None, cos, sin)
-    with pytest.raises(lz.InvalidCall, match="style must be one of rotate_half, interleaved, got neox"):
+    with pytest.raises(lz.errors.InvalidCall, match="style must be one of rotate_half, interleaved, got neox"):
         lz.rope(rand(1, 2, 16, 8), None, cos, sin, style="neox")
 
 
@@ -255,7 +255,7 @@ def test_a_wrong_call_names_the_argument(path, world, changes, code, words):
     _call(path)                                # a remembered choice must not let it through
     _call(path, position_ids=torch.zeros(2, 16, dtype=torch.int64))
     for _ in range(2):
-        with pytest.raises(lz.InvalidCall, match=words) as raised:
+        with pytest.raises(lz.errors.InvalidCall, match=words) as raised:
             _call(path, **changes)
         assert code in raised.value.codes
     assert not worlds.current().health
@@ -266,7 +266,7 @@ def test_lengths_in_one_bucket_are_told_apart(path):
     q, (cos, sin) = rand(1, 2, 61, 8), tables(61)
     rope = path_of("rope", path)
     rope(q[:, :, :60], None, cos[:60], sin[:60], style="rotate_half")
-    with pytest.raises(lz.InvalidCall, match=r"cos\.shape\[-2\] must be 61"):
+    with pytest.raises(lz.errors.InvalidCall, match=r"cos\.shape\[-2\] must be 61"):
         rope(q, None, cos[:60], sin[:60], style="rotate_half")
 
 
@@ -390,12 +390,12 @@ def test_xpos_scores_depend_on_the_distance_and_fade_with_it():
      "high_freq_factor"),
 ])
 def test_a_table_that_cannot_be_made_says_why(changes, words):
-    with pytest.raises(lz.InvalidCall, match=words):
+    with pytest.raises(lz.errors.InvalidCall, match=words):
         rope_tables(**{"head_dim": 64, "max_positions": 256, **changes})
 
 
 def test_xpos_refuses_a_scale_base_of_nothing():
-    with pytest.raises(lz.InvalidCall, match="scale_base must be > 0"):
+    with pytest.raises(lz.errors.InvalidCall, match="scale_base must be > 0"):
         xpos_tables(64, 8, scale_base=0.0)
 
 

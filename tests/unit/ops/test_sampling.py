@@ -518,7 +518,7 @@ def test_unmeasured_the_kernel_that_avoids_the_sort_is_chosen(shape: tuple[int, 
 def test_a_mistake_names_its_argument(given: dict[str, Any], code: lz.Code, word: str) -> None:
     logits = torch.zeros(2, 8)
     lz.sample(logits)                          # a remembered good call must not let the bad one through
-    with pytest.raises(lz.InvalidCall) as caught:
+    with pytest.raises(lz.errors.InvalidCall) as caught:
         lz.sample(logits, **given)
     assert code in caught.value.codes and word in str(caught.value)
 
@@ -527,6 +527,6 @@ def test_wrong_logits_are_refused() -> None:
     integers = torch.zeros(2, 8, dtype=torch.int64)
     for logits, code in ((torch.zeros(8), lz.Code.WRONG_NDIM), (torch.zeros(1, 2, 8), lz.Code.WRONG_NDIM),
                          (integers, lz.Code.DTYPE_UNSUPPORTED), (torch.zeros(2, 0), lz.Code.EMPTY_INPUT)):
-        with pytest.raises(lz.InvalidCall) as caught:
+        with pytest.raises(lz.errors.InvalidCall) as caught:
             lz.sample(logits)
         assert code in caught.value.codes

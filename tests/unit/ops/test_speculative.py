@@ -407,7 +407,7 @@ def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.C
     given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
                              "draft_probs": torch.ones(2, 3, 5) / 5, "target_probs": torch.ones(2, 4, 5) / 5}
     speculative.verify(**given)
-    with pytest.raises(lz.InvalidCall) as caught:
+    with pytest.raises(lz.errors.InvalidCall) as caught:
         speculative.verify(**{**given, **change})
     assert code in caught.value.codes and word in str(caught.value)
 
@@ -424,7 +424,7 @@ def test_a_tree_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Co
     given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64), "parents": torch.tensor([-1, 0, 0]),
                              "draft_probs": torch.ones(2, 4, 5) / 5, "target_probs": torch.ones(2, 4, 5) / 5}
     speculative.verify_tree(**given)
-    with pytest.raises(lz.InvalidCall) as caught:
+    with pytest.raises(lz.errors.InvalidCall) as caught:
         speculative.verify_tree(**{**given, **change})
     assert code in caught.value.codes and word in str(caught.value)
 
@@ -435,22 +435,22 @@ def test_a_tree_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Co
     (torch.tensor([[-1, 0], [0, -1]]), "parents[1, 0]"), (torch.tensor(-1), "dimensions"),
     (torch.tensor([0.5]), "integer"), ([-1, 0], "Tensor")), ids=str)
 def test_parents_that_make_no_tree_are_refused(make: Any, parents: Any, word: str) -> None:
-    with pytest.raises(lz.InvalidCall, match=r"speculative\.tree_") as caught:
+    with pytest.raises(lz.errors.InvalidCall, match=r"speculative\.tree_") as caught:
         make(parents)
     assert word in str(caught.value)
 
 
 def test_models_that_do_not_fit_are_refused() -> None:
     prompt, draft, target = torch.full((2, 1), START), Markov(DRAFT), Markov(TARGET)
-    with pytest.raises(lz.InvalidCall, match="draft_step"):
+    with pytest.raises(lz.errors.InvalidCall, match="draft_step"):
         speculative.generate(lambda t, n: torch.zeros(2, 1, VOCAB), target.target, prompt, 4)
-    with pytest.raises(lz.InvalidCall, match="target_step"):
+    with pytest.raises(lz.errors.InvalidCall, match="target_step"):
         speculative.generate(draft.draft, lambda t, n, c: torch.zeros(2, c - 1, VOCAB), prompt, 4)
-    with pytest.raises(lz.InvalidCall, match="prompt"):
+    with pytest.raises(lz.errors.InvalidCall, match="prompt"):
         speculative.generate(draft.draft, target.target, prompt[0], 4)
-    with pytest.raises(lz.InvalidCall, match="prompt"):
+    with pytest.raises(lz.errors.InvalidCall, match="prompt"):
         speculative.generate(draft.draft, target.target, prompt[:, :0], 4)
-    with pytest.raises(lz.InvalidCall, match="draft_len"):
+    with pytest.raises(lz.errors.InvalidCall, match="draft_len"):
         speculative.generate(draft.draft, target.target, prompt, 4, draft_len=-1)
-    with pytest.raises(lz.InvalidCall, match="lengths"):
+    with pytest.raises(lz.errors.InvalidCall, match="lengths"):
         speculative.generate(draft.draft, target.target, prompt, 4, lengths=torch.ones(3, dtype=torch.int64))

@@ -25,7 +25,7 @@ import layerzero as lz
 from layerzero.models.tokenizers import load_tokenizer
 from layerzero.ops.formulas.bpe import BYTE_CHARACTERS, BytePairs, is_plain, tiny_tokenizer
 from layerzero.ops.tokenize import OP
-from layerzero.spec.errors import ConfigError, DataError, InvalidCall, NamedKernelRefused, NoKernel
+from layerzero.spec.errors import ConfigError, DataError, InvalidCall, NamedKernelRefused, NoKernelFoundError
 from layerzero.spec.reason import Code
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, naïve café déjà vu", "it's we're they'll don't",
@@ -315,7 +315,7 @@ def test_tiktoken_files(tmp_path: Any) -> None:
         handle = load_tokenizer(tmp_path / name, pattern=PATTERN, special_tokens=SPECIAL)
         assert lz.tokenize("hello the<|user|>", handle, parse_special=True).ids == encoding().encode(
             "hello the<|user|>", allowed_special="all")
-        with pytest.raises(InvalidCall, match=r"pass its split pattern: lz.load_tokenizer\(path, pattern="):
+        with pytest.raises(InvalidCall, match=r"pass its split pattern: lz.tokens.load_tokenizer\(path, pattern="):
             lz.tokenize("hello", tmp_path / name)
     published, text = tmp_path / "cl100k_base.tiktoken", "it's 12345 <|endofprompt|>"
     known = lz.tokenize(text, published, parse_special=True)
@@ -383,10 +383,10 @@ def test_sentencepiece_files_and_padding(tmp_path: Any) -> None:
 
 
 def test_sentencepiece_knows_no_special_tokens_in_text() -> None:
-    with pytest.raises(NoKernel) as caught:
+    with pytest.raises(NoKernelFoundError) as caught:
         lz.tokenize("<s>", processor("bpe"), parse_special=True)
     assert Code.FEATURE_UNSUPPORTED in caught.value.codes
-    with pytest.raises(NoKernel):
+    with pytest.raises(NoKernelFoundError):
         lz.detokenize([1], processor("bpe"), skip_special_tokens=False)
 
 
@@ -470,7 +470,7 @@ def test_ids_that_the_vocabulary_does_not_have(tokenizer: Any, ids: list[int]) -
     (object(), "got object"), (json, "got module")])
 @pytest.mark.parametrize("op", ["tokenize", "detokenize"])
 def test_what_is_no_tokenizer(op: str, tokenizer: Any, word: str) -> None:
-    with pytest.raises(InvalidCall, match=r"what lz\.load_tokenizer returned") as caught:
+    with pytest.raises(InvalidCall, match=r"what lz\.tokens\.load_tokenizer returned") as caught:
         getattr(lz, op)("text" if op == "tokenize" else [1], tokenizer)
     assert word in str(caught.value) and "tokenizers.Tokenizer" in str(caught.value)
     assert (caught.value.codes, caught.value.reasons[0].fact) == ((Code.WRONG_TYPE,), "tokenizer")
@@ -604,7 +604,7 @@ def test_without_the_libraries(tmp_path: Any) -> None:
         for path in ({str(tmp_path / "bert.json")!r}, {str(tmp_path / "spiece.model")!r}):
             try:
                 lz.tokenize("hello", path)
-            except lz.NoKernel as error:
+            except lz.errors.NoKernelFoundError as error:
                 assert lz.Code.NOT_INSTALLED in error.codes
             else:
                 raise AssertionError(path)
@@ -668,5 +668,5 @@ def test_the_formula_refuses_what_it_does_not_cover(change: dict[str, Any], fact
 def test_the_op_refuses_to_be_declared_without_a_vocabulary_hash() -> None:
     from dataclasses import replace
 
-    with pytest.raises(lz.SpecError, match="vocab_hash"):
+    with pytest.raises(lz.errors.SpecError, match="vocab_hash"):
         replace(OP, reads=tuple(name for name in OP.reads if name != "vocab_hash"), requires=())

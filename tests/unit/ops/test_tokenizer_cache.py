@@ -501,7 +501,7 @@ def test_two_models_in_turn_and_in_threads_never_mix() -> None:
             source = handles[which] if step % 3 else tokenizers[which]
             try:
                 got = lz.tokenize(questions[q], source, cache_prefix=True).ids
-            except lz.LayerZeroError as e:
+            except lz.errors.LayerZeroError as e:
                 wrong.append(e)
                 return
             if got != want[which][q]:

@@ -62,7 +62,7 @@ BOUND = {
 def test_a_bound_kernel_computes_what_the_op_does(name, world):
     op, make = BOUND[name]
     tensors, fixed = make()
-    bound = lz.bind(op, *tensors, **fixed)
+    bound = lz.tables.bind(op, *tensors, **fixed)
     assert bound.kernel == lz.which(op, *tensors, **fixed) and bound.covers(*tensors)
     for _ in range(2):
         close(bound(*tensors), getattr(lz, op)(*tensors, **fixed))
@@ -76,7 +76,7 @@ def test_a_bound_kernel_runs_nothing_but_the_kernel(world, happened):
     fake = Fake("fake.one")
     register(fake)
     x = torch.randn(3, 16)
-    bound = lz.bind("rms_norm", x, eps=1e-4)
+    bound = lz.tables.bind("rms_norm", x, eps=1e-4)
     happened.clear()
     bound(x)
     assert fake.calls == 1 and fake.got["eps"] == 1e-4 and happened == []
@@ -84,16 +84,16 @@ def test_a_bound_kernel_runs_nothing_but_the_kernel(world, happened):
 
 def test_a_kernel_is_bound_by_name_or_refused(world):
     x = torch.randn(3, 16)
-    assert lz.bind(lz.rms_norm, x, backend="reference").kernel == "reference.rms_norm"
+    assert lz.tables.bind(lz.rms_norm, x, backend="reference").kernel == "reference.rms_norm"
     with pytest.raises(NamedKernelRefused):
-        lz.bind("attention", *qkv(8), softcap=1.0, backend="torch.sdpa_flash")
+        lz.tables.bind("attention", *qkv(8), softcap=1.0, backend="torch.sdpa_flash")
 
 
 def test_what_lies_outside_is_told_and_served_by_the_op(world, happened):
     short = Fake("fake.short", requires=(at_most("rows", 8),))
     register(short)
     small, large = torch.randn(8, 16), torch.randn(9, 16)
-    bound = lz.bind("rms_norm", small)
+    bound = lz.tables.bind("rms_norm", small)
     assert bound.kernel == "fake.short"
     assert bound.covers(small) and not bound.covers(large) and not bound.covers(small.double())
     close(bound.checked(small), lz.op("rms_norm").reference(small))
@@ -110,14 +110,14 @@ def test_a_library_that_does_not_load_leaves_the_world_and_the_next_is_bound(wor
         raise ImportError("not today")
 
     lz.register(lz.Kernel("fake.broken", lz.op("rms_norm"), load, prior=1e6, less_work="a test"))
-    bound = lz.bind("rms_norm", torch.randn(3, 16))
+    bound = lz.tables.bind("rms_norm", torch.randn(3, 16))
     assert bound.kernel != "fake.broken" and "fake.broken" in worlds.current().unloadable
 
 
 @pytest.mark.parametrize(("call", "told"), [
-    (lambda: lz.bind("attention", *(t[0] for t in qkv(8))), "rewritten before it is served"),
-    (lambda: lz.bind("attention", *qkv(5, 7, heads=4, kv_heads=2), layout="auto"), "op's own form: query"),
-    (lambda: lz.bind("rms_nrm", torch.ones(2, 2)), "did you mean"),
+    (lambda: lz.tables.bind("attention", *(t[0] for t in qkv(8))), "rewritten before it is served"),
+    (lambda: lz.tables.bind("attention", *qkv(5, 7, heads=4, kv_heads=2), layout="auto"), "op's own form: query"),
+    (lambda: lz.tables.bind("rms_nrm", torch.ones(2, 2)), "did you mean"),
 ])
 def test_what_cannot_be_bound_is_refused(call, told, world):
     with pytest.raises(ConfigError, match=told):
@@ -126,12 +126,12 @@ def test_what_cannot_be_bound_is_refused(call, told, world):
 
 def test_autocast_cannot_be_bound(world):
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="under autocast"):
-        lz.bind("attention", *qkv(8))
+        lz.tables.bind("attention", *qkv(8))
 
 
 def test_gradients_flow_through_a_bound_kernel(world):
     x = torch.randn(3, 16, requires_grad=True)
-    bound = lz.bind("rms_norm", x)
+    bound = lz.tables.bind("rms_norm", x)
     bound(x).sum().backward()
     want, = torch.autograd.grad(lz.rms_norm(x).sum(), x)
     close(x.grad, want)
@@ -173,8 +173,8 @@ def test_gradients_and_named_kernels_are_seen(world):
 
 def test_a_dry_run_says_what_the_table_in_force_does(world):
     model = lambda x: lz.rms_norm(x)  # noqa: E731
-    table = lz.solve(model, torch.ones(3, 16), device="cpu")
-    lz.use_table(table)
+    table = lz.tables.solve(model, torch.ones(3, 16), device="cpu")
+    lz.tables.use_table(table)
     assert lz.dry_run(model, torch.ones(3, 16)).rows[0].note == f"from table {table.id}"
     assert "PLAN_BUCKET_MISS" in lz.dry_run(model, torch.ones(50, 16)).rows[0].note
 

@@ -38,7 +38,7 @@ from layerzero.world import snapshot as worlds
 
 @pytest.fixture
 def table(world) -> Table:
-    return lz.solve([norm(1), norm(100)], device="cpu")
+    return lz.tables.solve([norm(1), norm(100)], device="cpu")
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def pin_of(kernel: str) -> Pin:
 
 def test_a_lockfile_pins_the_first_kernel_of_each_row(table, tmp_path):
     path = tmp_path / "layerzero.lock"
-    found = lz.write_lockfile(table, path)
+    found = lz.tables.write_lockfile(table, path)
     assert [r.choices for r in found.rows] == [(r.choices[0],) for r in table.rows]
     assert {p.kernel for p in found.pins} == {r.kernel for r in table.rows}
     assert load_lockfile(path) == found and json.loads(path.read_text())["schema"] == SCHEMA
     table.save(tmp_path / "table.json")
-    assert lz.write_lockfile(tmp_path / "table.json", path) == found
-    assert lz.check_lockfile(path) == ()
+    assert lz.tables.write_lockfile(tmp_path / "table.json", path) == found
+    assert lz.tables.check_lockfile(path) == ()
 
 
 def test_nothing_of_the_machine_is_in_it_but_a_name(lock, table):
@@ -102,54 +102,54 @@ def test_a_file_that_does_not_fit_is_refused_with_the_place(lock, spoil, told):
 
 def test_another_version_or_build_is_a_violation(lock):
     changed = replace(lock, pins=tuple(replace(p, version="0.0", build="source#0") for p in lock.pins))
-    found = lz.check_lockfile(changed)
+    found = lz.tables.check_lockfile(changed)
     assert {v.kernel for v in found} == {p.kernel for p in lock.pins} and len(found) == 2 * len(lock.pins)
     assert all(v.reason.code is Code.PLAN_DRIFT for v in found)
     assert any("version 0.0" in str(v) for v in found) and any("build source#0" in str(v) for v in found)
 
 
 def test_a_kernel_that_is_not_here_or_not_installed_is_a_violation(world):
-    table = lz.solve([norm(4)], device="cpu")
+    table = lz.tables.solve([norm(4)], device="cpu")
     lock = Lockfile.of(table, worlds.current())
     gone = replace(lock, pins=(replace(lock.pins[0], kernel="gone.kernel"),), rows=(replace(
         lock.rows[0], choices=(Choice("gone.kernel"),)),))
-    assert [v.kernel for v in lz.check_lockfile(gone)] == ["gone.kernel"]
+    assert [v.kernel for v in lz.tables.check_lockfile(gone)] == ["gone.kernel"]
     register(Fake("fake.absent", package="no_such_package_anywhere"))
     row = replace(lock.rows[0], choices=(Choice("fake.absent"),))
     absent = replace(lock, pins=(pin_of("fake.absent"),), rows=(row,))
-    assert [v.reason.code for v in lz.check_lockfile(absent)] == [Code.NOT_INSTALLED]
+    assert [v.reason.code for v in lz.tables.check_lockfile(absent)] == [Code.NOT_INSTALLED]
 
 
 def test_a_kernel_that_may_not_serve_the_range_is_a_violation(world):
     wide = Fake("fake.wide")
     register(wide)
-    lock = Lockfile.of(lz.solve([norm(1), norm(100)], device="cpu"), worlds.current())
-    assert lz.check_lockfile(lock) == ()
+    lock = Lockfile.of(lz.tables.solve([norm(1), norm(100)], device="cpu"), worlds.current())
+    assert lz.tables.check_lockfile(lock) == ()
     lz.unregister("fake.wide")
     register(Fake("fake.wide", requires=(at_most("rows", 50),)))
-    found = [v for v in lz.check_lockfile(lock) if v.row]
+    found = [v for v in lz.tables.check_lockfile(lock) if v.row]
     assert len(found) == 1 and "rows <= 50" in str(found[0]) and "rows=1-128" in found[0].row
 
 
 def test_what_the_policy_forbids_is_a_violation(lock):
     lz.configure(rules=(lz.PolicyRule.of("deny", lock.rows[0].kernel),))
-    assert {v.reason.code for v in lz.check_lockfile(lock)} == {Code.DENIED_BY_POLICY}
+    assert {v.reason.code for v in lz.tables.check_lockfile(lock)} == {Code.DENIED_BY_POLICY}
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has the device that is to be absent")
 def test_a_device_that_is_not_here_is_a_violation_not_an_error(lock):
     when = tuple((n, "xpu" if n == "device" else v) for n, v in lock.rows[0].when)
     elsewhere = replace(lock, rows=tuple(replace(r, when=when) for r in lock.rows))
-    assert {v.reason.code for v in lz.check_lockfile(elsewhere)} == {Code.PLATFORM_MISMATCH}
+    assert {v.reason.code for v in lz.tables.check_lockfile(elsewhere)} == {Code.PLATFORM_MISMATCH}
     with pytest.raises(DataError, match="xpu"):
-        lz.use_lockfile(elsewhere)
+        lz.tables.use_lockfile(elsewhere)
 
 
 def test_a_pinned_certificate_must_be_there(lock):
     pinned = replace(lock, pins=tuple(replace(p, certificate="c-1") for p in lock.pins))
-    assert {v.reason.code for v in lz.check_lockfile(pinned)} == {Code.UNCERTIFIED}
+    assert {v.reason.code for v in lz.tables.check_lockfile(pinned)} == {Code.UNCERTIFIED}
     worlds.publish(lambda w: w.replace(certified=frozenset(p.kernel for p in lock.pins)), "proven")
-    assert lz.check_lockfile(pinned) == ()
+    assert lz.tables.check_lockfile(pinned) == ()
 
 
 def test_a_certificate_is_pinned_by_what_it_proves(table, tmp_path, monkeypatch):
@@ -162,21 +162,21 @@ def test_a_certificate_is_pinned_by_what_it_proves(table, tmp_path, monkeypatch)
                                          device.signature, device.name, 9, 0, ("float32",), "grid-1")
         certificates.write(proof, device)
     lock = Lockfile.of(table, world)
-    assert all(p.certificate for p in lock.pins) and lz.check_lockfile(lock) == ()
+    assert all(p.certificate for p in lock.pins) and lz.tables.check_lockfile(lock) == ()
     other = replace(lock, pins=tuple(replace(p, certificate="another") for p in lock.pins))
-    assert {v.reason.code for v in lz.check_lockfile(other)} == {Code.PLAN_DRIFT}
+    assert {v.reason.code for v in lz.tables.check_lockfile(other)} == {Code.PLAN_DRIFT}
 
 
 def test_a_lockfile_that_holds_can_be_put_in_force(table):
     lock = Lockfile.of(preferring(table, "reference.rms_norm"), worlds.current())
-    lz.use_lockfile(lock)
+    lz.tables.use_lockfile(lock)
     x, w = torch.randn(30, 64), torch.randn(64)
     assert lz.which("rms_norm", x, w) == "reference.rms_norm"
-    lz.use_table(None)
+    lz.tables.use_table(None)
     broken = replace(lock, pins=tuple(replace(p, build="source#0") for p in lock.pins))
     with pytest.raises(DataError, match="does not hold to it") as refused:
-        lz.use_lockfile(broken)
-    assert refused.value.codes == (Code.PLAN_DRIFT,) and lz.table_in_force() is None
+        lz.tables.use_lockfile(broken)
+    assert refused.value.codes == (Code.PLAN_DRIFT,) and lz.tables.table_in_force() is None
 
 
 # comparing
@@ -213,7 +213,7 @@ def test_cutting_ranges_loses_no_call_and_counts_none_twice(a, b):
 
 def test_tables_and_lockfiles_are_told_apart(table, lock, tmp_path):
     table.save(tmp_path / "a.json")
-    lz.write_lockfile(table, tmp_path / "b.lock")
+    lz.tables.write_lockfile(table, tmp_path / "b.lock")
     assert load_choices(tmp_path / "a.json") == table and load_choices(tmp_path / "b.lock") == lock
     (tmp_path / "c.json").write_text('{"schema": "layerzero.capabilities/1"}')
     with pytest.raises(DataError, match="wanted schema"):

@@ -88,7 +88,7 @@ def test_calls_may_come_from_a_file(tmp_path):
     write_calls(path, [CALL])
     assert "1 calls, served by" in lz.readiness_check(path, "cpu")["kernels"].got
     assert "1 calls" in lz.readiness_check(CALL, "cpu")["kernels"].got
-    with pytest.raises(lz.ConfigError, match=r"wanted calls \(lz.Call\)"):
+    with pytest.raises(lz.errors.ConfigError, match=r"wanted calls \(lz.testing.Call\)"):
         lz.readiness_check([{"op": "rms_norm"}], "cpu")
 
 
@@ -267,7 +267,7 @@ def test_no_database_is_fine():
 @pytest.fixture
 def table(tmp_path):
     path = tmp_path / "table.json"
-    lz.solve([CALL], path=path, device="cpu")
+    lz.tables.solve([CALL], path=path, device="cpu")
     return path
 
 
@@ -276,7 +276,7 @@ def test_a_table_that_holds_is_ready_and_says_which_calls_it_lacks(table):
     other = Call("layer_norm", {"x": TensorSpec((4, 64), "float32")})
     found = check("table", [CALL, other], table=table)
     assert found.state == "warning" and "layer_norm" in found.got and "lz solve" in found.hint
-    lz.use_table(table)
+    lz.tables.use_table(table)
     assert check("table").got.endswith("in force")
 
 
@@ -300,7 +300,7 @@ def test_a_table_that_does_not_hold_is_not_ready(table, how):
 
 def test_a_lockfile_must_be_held(table, tmp_path):
     path = tmp_path / "layerzero.lock"
-    lz.write_lockfile(table, path)
+    lz.tables.write_lockfile(table, path)
     assert check("lockfile", lock=path).state == "ok"
     lz.configure(rules=(lz.PolicyRule.of("deny", lz.which("rms_norm", torch.randn(4, 64)), "rms_norm"),))
     found = check("lockfile", lock=path)

@@ -57,7 +57,8 @@ def cpu_facts(op: str, args: tuple, kwargs: dict) -> dict:
 
 @pytest.fixture
 def table(world) -> Table:
-    return lz.solve([norm(1), norm(100), attend(1, 16), attend(1, 500), attend(8, 8, is_causal=True)], device="cpu")
+    return lz.tables.solve(
+        [norm(1), norm(100), attend(1, 16), attend(1, 500), attend(8, 8, is_causal=True)], device="cpu")
 
 
 def preferring(table: Table, last: str) -> Table:
@@ -80,14 +81,14 @@ def test_neighbours_with_one_winner_become_one_range(table):
 
 
 def test_without_filling_only_the_buckets_that_came_are_there(world):
-    rows = lz.solve([norm(1), norm(100)], device="cpu", fill=False).rows
+    rows = lz.tables.solve([norm(1), norm(100)], device="cpu", fill=False).rows
     assert [dict(r.sizes)["rows"] for r in rows] == [Span(1, 1), Span(97, 128)]
 
 
 def test_a_range_ends_where_the_kernel_does(world):
     short = Fake("fake.short", requires=(at_most("rows", 70),))
     register(short)
-    table = lz.solve([norm(40), norm(200)], device="cpu")
+    table = lz.tables.solve([norm(40), norm(200)], device="cpu")
     of_short = [dict(r.sizes)["rows"] for r in table.rows if r.kernel == "fake.short"]
     assert of_short == [Span(33, 70)]
     beyond = cpu_facts("rms_norm", (torch.ones(71, 64), torch.ones(64)), {})
@@ -97,18 +98,18 @@ def test_a_range_ends_where_the_kernel_does(world):
 def test_multiples_are_kept_where_they_decide_and_dropped_where_not(world):
     even = Fake("fake.even", requires=(multiple_of("rows", 8),))
     register(even)
-    table = lz.solve([norm(33), norm(40)], device="cpu")
+    table = lz.tables.solve([norm(33), norm(40)], device="cpu")
     found = {r.kernel: dict(r.sizes)["rows"] for r in table.rows}
     assert found.pop("fake.even") == Span(33, 48, (8,))
     assert set(found.values()) == {Span(33, 48, (), (8,))}
     lz.configure(rules=(lz.PolicyRule.of("deny", "fake.even"),))
-    assert [dict(r.sizes)["rows"] for r in lz.solve([norm(33), norm(40)], device="cpu").rows] == [Span(33, 48)]
+    assert [dict(r.sizes)["rows"] for r in lz.tables.solve([norm(33), norm(40)], device="cpu").rows] == [Span(33, 48)]
 
 
 def test_a_line_that_the_policy_draws_is_a_line_of_the_table(world):
     best = lz.which("rms_norm", torch.ones(50, 64), torch.ones(64))
     lz.configure(rules=(lz.PolicyRule.of("deny", best, "rms_norm", {"rows": "> 40"}),))
-    table = lz.solve([norm(33), norm(64)], device="cpu")
+    table = lz.tables.solve([norm(33), norm(64)], device="cpu")
     found = {(r.kernel == best, dict(r.sizes)["rows"]) for r in table.rows}
     assert found == {(True, Span(33, 40)), (False, Span(41, 64))}
 
@@ -128,7 +129,7 @@ def test_the_facts_of_a_written_call_are_those_of_the_call(world):
 
 
 def test_calls_with_gradients_have_rows_of_their_own(world):
-    table = lz.solve([norm(4), replace(norm(4), grad=True)], device="cpu")
+    table = lz.tables.solve([norm(4), replace(norm(4), grad=True)], device="cpu")
     assert [dict(r.when)["grad"] for r in table.rows] == [False, True]
     x = torch.ones(4, 64, requires_grad=True)
     assert table.find("rms_norm", cpu_facts("rms_norm", (x, torch.ones(64)), {})) == table.rows[1]
@@ -136,14 +137,14 @@ def test_calls_with_gradients_have_rows_of_their_own(world):
 
 def test_a_call_that_breaks_its_contract_is_named(world):
     with pytest.raises(DataError, match=r"call 1 \(rms_norm\) cannot be decided.*hidden"):
-        lz.solve([norm(4), norm(4, hidden=0)], device="cpu")
+        lz.tables.solve([norm(4), norm(4, hidden=0)], device="cpu")
     with pytest.raises(ConfigError, match="example arguments go with a model"):
-        lz.solve([norm(4)], torch.ones(1))
+        lz.tables.solve([norm(4)], torch.ones(1))
 
 
 def test_a_three_dimensional_call_is_solved_as_the_one_it_becomes(world):
     shapes = {n: TensorSpec((4, 8, 16), "float32") for n in ("query", "key", "value")}
-    (row,) = lz.solve([Call("attention", shapes)], device="cpu").rows
+    (row,) = lz.tables.solve([Call("attention", shapes)], device="cpu").rows
     assert dict(row.sizes)["heads"] == Span(4, 4) and dict(row.sizes)["batch"] == Span(1, 1)
 
 
@@ -151,23 +152,23 @@ def test_what_compiles_on_first_use_is_listed_and_compiled_before_it_serves(worl
     jit = Fake("fake.jit", jit=True)
     register(jit)
     lz.configure(jit="in_request")
-    table = lz.solve([norm(4)], device="cpu")
+    table = lz.tables.solve([norm(4)], device="cpu")
     assert [(a.kernel, a.call.op) for a in table.jit] == [("fake.jit", "rms_norm")]
     assert Table.from_json(json.loads(json.dumps(table.to_json()))) == table
-    lz.use_table(table, warm=False)
+    lz.tables.use_table(table, warm=False)
     assert jit.calls == 0 and "fake.jit" not in worlds.current().warmed
-    lz.use_table(table)
+    lz.tables.use_table(table)
     assert jit.calls == 1 and {entry[0] for entry in worlds.current().warmed} == {"fake.jit"}
     jit.fault = RuntimeError("no compiler")
     worlds.publish(lambda w: w.replace(warmed=frozenset()), "cold")
     with pytest.raises(DataError, match=r"fake\.jit cannot be compiled"):
-        lz.use_table(table)
+        lz.tables.use_table(table)
 
 
 # in force
 
 def test_calls_in_a_range_take_the_tables_kernel(table, happened, path):
-    lz.use_table(preferring(table, "reference.rms_norm"))
+    lz.tables.use_table(preferring(table, "reference.rms_norm"))
     x, w = torch.randn(30, 64), torch.randn(64)
     call = path_of("rms_norm", path)
     torch.testing.assert_close(call(x, w), lz.op("rms_norm").reference(x, w))
@@ -179,7 +180,7 @@ def test_calls_in_a_range_take_the_tables_kernel(table, happened, path):
 
 def test_explain_says_that_it_came_from_the_table(table):
     ours = preferring(table, "reference.rms_norm")
-    lz.use_table(ours)
+    lz.tables.use_table(ours)
     x, w = torch.randn(30, 64), torch.randn(64)
     plan = lz.explain("rms_norm", x, w)
     assert plan.kernel == "reference.rms_norm" == lz.which("rms_norm", x, w)
@@ -190,7 +191,7 @@ def test_explain_says_that_it_came_from_the_table(table):
 
 
 def test_a_call_outside_is_selected_at_run_time_and_recorded(table, happened, path):
-    lz.use_table(table)
+    lz.tables.use_table(table)
     x, w = torch.randn(200, 64), torch.randn(64)
     torch.testing.assert_close(path_of("rms_norm", path)(x, w), lz.op("rms_norm").reference(x, w), rtol=1e-5, atol=1e-6)
     (missed,) = of(PlanMissed, happened)
@@ -206,7 +207,7 @@ def test_the_key_tells_the_ends_of_a_range_apart(table, happened, path):
     """A range that ends inside a bucket: the remembered choice of one side is not given to the other."""
     cut = tuple(replace(r, sizes=tuple((n, s._replace(high=110) if n == "rows" else s) for n, s in r.sizes))
                 for r in table.rows)
-    lz.use_table(preferring(replace(table, rows=cut), "reference.rms_norm"))
+    lz.tables.use_table(preferring(replace(table, rows=cut), "reference.rms_norm"))
     w = torch.randn(64)
     for n, inside in ((100, True), (110, True), (111, False), (128, False), (101, True)):
         assert (lz.explain("rms_norm", torch.randn(n, 64), w).table != "") is inside
@@ -215,7 +216,7 @@ def test_the_key_tells_the_ends_of_a_range_apart(table, happened, path):
 
 
 def test_an_override_is_another_policy_and_asks_the_engine(table, happened):
-    lz.use_table(preferring(table, "reference.rms_norm"))
+    lz.tables.use_table(preferring(table, "reference.rms_norm"))
     x, w = torch.randn(30, 64), torch.randn(64)
     with lz.prefer("torch.rms_norm"):
         assert lz.which("rms_norm", x, w) == "torch.rms_norm"
@@ -227,9 +228,9 @@ def test_an_override_is_another_policy_and_asks_the_engine(table, happened):
 def test_a_kernel_that_fails_is_replaced_by_the_next_of_the_row(world, happened):
     bad = Fake("fake.bad")
     register(bad)
-    table = lz.solve([norm(4)], device="cpu")
+    table = lz.tables.solve([norm(4)], device="cpu")
     assert table.rows[0].kernel == "fake.bad"
-    lz.use_table(table)
+    lz.tables.use_table(table)
     bad.fault = RuntimeError("broken")
     x, w = torch.randn(4, 64), torch.randn(64)
     for _ in range(5):
@@ -241,22 +242,22 @@ def test_a_kernel_that_fails_is_replaced_by_the_next_of_the_row(world, happened)
 def test_a_row_whose_kernels_are_all_out_is_a_miss(world, happened):
     bad = Fake("fake.bad")
     register(bad)
-    table = lz.solve([norm(4)], device="cpu")
+    table = lz.tables.solve([norm(4)], device="cpu")
     bare = replace(table.rows[0], choices=table.rows[0].choices[:1])
-    lz.use_table(stamped(replace(table, rows=(bare,)), builds={"fake.bad": table.stamp.builds["fake.bad"]}))
+    lz.tables.use_table(stamped(replace(table, rows=(bare,)), builds={"fake.bad": table.stamp.builds["fake.bad"]}))
     bad.fault = RuntimeError("broken")
     for _ in range(3):
-        with pytest.raises(lz.KernelFailed):
+        with pytest.raises(lz.errors.KernelExecutionError):
             lz.rms_norm(torch.randn(4, 64), torch.randn(64))
     lz.rms_norm(torch.randn(4, 64), torch.randn(64))
     assert "out of service" in of(PlanMissed, happened)[-1].reason.message
 
 
 def test_taking_it_away(table):
-    lz.use_table(preferring(table, "reference.rms_norm"))
-    assert lz.table_in_force().id == preferring(table, "reference.rms_norm").id
-    lz.use_table(None)
-    assert lz.table_in_force() is None
+    lz.tables.use_table(preferring(table, "reference.rms_norm"))
+    assert lz.tables.table_in_force().id == preferring(table, "reference.rms_norm").id
+    lz.tables.use_table(None)
+    assert lz.tables.table_in_force() is None
     assert lz.which("rms_norm", torch.ones(30, 64), torch.ones(64)) == next(
         r.kernel for r in table.rows if r.op == "rms_norm")
 
@@ -279,9 +280,9 @@ def stamped(table: Table, **changes) -> Table:
 ])
 def test_drift_is_refused_and_named(table, change, told):
     with pytest.raises(DataError, match="Run lz solve again") as refused:
-        lz.use_table(stamped(table, **change(table.stamp)))
+        lz.tables.use_table(stamped(table, **change(table.stamp)))
     assert told in str(refused.value) and set(refused.value.codes) == {Code.PLAN_DRIFT}
-    assert lz.table_in_force() is None
+    assert lz.tables.table_in_force() is None
 
 
 def test_which_of_two_twins_and_how_much_memory_is_no_drift(table):
@@ -292,38 +293,39 @@ def test_which_of_two_twins_and_how_much_memory_is_no_drift(table):
 def test_a_device_that_is_not_here_is_refused(table):
     device = replace(table.stamp.device, type="xpu", vendor="intel", isa=(), gpu_generation="unknown")
     with pytest.raises(DataError, match="Run lz solve again"):
-        lz.use_table(stamped(table, device=device))
+        lz.tables.use_table(stamped(table, device=device))
 
 
 @pytest.mark.parametrize("change", [
     lambda: lz.configure(deterministic=True), lambda: register(Fake("fake.new"))], ids=["policy", "kernels"])
 def test_drift_while_in_force_turns_it_off_and_says_so(table, happened, change):
-    lz.use_table(preferring(table, "reference.rms_norm"))
+    lz.tables.use_table(preferring(table, "reference.rms_norm"))
     change()
     x, w = torch.randn(30, 64), torch.randn(64)
     lz.rms_norm(x, w)
     assert of(PlanMissed, happened)[-1].reason.code is Code.PLAN_DRIFT
     assert lz.explain("rms_norm", x, w).missed.code is Code.PLAN_DRIFT
     with pytest.raises(DataError, match="is refused"):
-        lz.use_table(table)
+        lz.tables.use_table(table)
 
 
 def test_a_table_of_an_op_that_is_not_here_is_refused(table):
     with pytest.raises(DataError, match="geglu"):
-        lz.use_table(replace(table, rows=(replace(table.rows[0], op="geglu"),)))
+        lz.tables.use_table(replace(table, rows=(replace(table.rows[0], op="geglu"),)))
     with pytest.raises(DataError, match="rms_norm color"):
-        lz.use_table(replace(table, rows=(Row("rms_norm", (("color", 1),), (), (Choice("torch.rms_norm"),)),)))
+        lz.tables.use_table(replace(table, rows=(Row("rms_norm", (("color", 1),), (), (Choice("torch.rms_norm"),)),)))
 
 
 # the file
 
 def test_a_table_survives_its_file(table, tmp_path):
     path = tmp_path / "dispatch_table.json"
-    again = lz.solve([norm(1), norm(100), attend(1, 16), attend(1, 500), attend(8, 8, is_causal=True)], path=path,
-                     device="cpu")
+    again = lz.tables.solve(
+        [norm(1), norm(100), attend(1, 16), attend(1, 500), attend(8, 8, is_causal=True)], path=path,
+        device="cpu")
     assert Table.load(path) == again == table and Table.load(path).id == table.id
     assert json.loads(path.read_text())["schema"] == SCHEMA
-    assert lz.use_table(path) == table
+    assert lz.tables.use_table(path) == table
     assert lz.which("rms_norm", torch.ones(30, 64), torch.ones(64)) == table.find(
         "rms_norm", cpu_facts("rms_norm", (torch.ones(30, 64), torch.ones(64)), {})).kernel
 
@@ -385,7 +387,7 @@ def test_a_file_with_anything_missing_or_extra_is_a_data_error(data):
 
 @lru_cache(maxsize=1)
 def small() -> Table:
-    return lz.solve([norm(4), norm(100)], device="cpu", fill=False)
+    return lz.tables.solve([norm(4), norm(100)], device="cpu", fill=False)
 
 
 def test_what_is_no_json_is_a_data_error(tmp_path):
@@ -420,14 +422,14 @@ def test_the_lowered_form_stands_alone(table, tmp_path):
 
 
 @pytest.mark.parametrize("op", list(MAKERS))
-@pytest.mark.filterwarnings("ignore::layerzero.CausalAlignmentWarning")
+@pytest.mark.filterwarnings("ignore::layerzero.errors.CausalAlignmentWarning")
 def test_lowered_table_and_rules_agree_on_random_calls(op, world):
     """Thousands of random shapes: the lowered form says what the table says, and that is a kernel whose rules hold."""
     if op == "synthetic":
         random_calls.register_synthetic()
     make, rng = MAKERS[op], random.Random(7)
     solved = [c for c in (described(op, *make(rng)) for _ in range(90)) if c is not None]
-    table = lz.solve(solved, device="cpu", fill=op != "synthetic")
+    table = lz.tables.solve(solved, device="cpu", fill=op != "synthetic")
     find, world = lowering.lowered(table), worlds.current()
     known = [facts_of(c, world, "cpu")[1] for c in solved]
     asked = [*known, *(moved(rng, dispatcher_of(op).op, rng.choice(known)) for _ in range(2500))]
@@ -478,7 +480,7 @@ def described(op: str, args: tuple, kwargs: dict) -> Call | None:
     return Call(op, outline)
 
 
-@pytest.mark.filterwarnings("ignore::layerzero.CausalAlignmentWarning")
+@pytest.mark.filterwarnings("ignore::layerzero.errors.CausalAlignmentWarning")
 @pytest.mark.parametrize("op", ["attention", "rms_norm", "varlen_attention"])
 def test_a_table_says_what_the_engine_chooses(op, world):
     """Calls that share no key: each is a row's own, and its row has the kernels of its plan in their order."""
@@ -488,7 +490,7 @@ def test_a_table_says_what_the_engine_chooses(op, world):
     for call in calls:
         target, facts = facts_of(call, world, "cpu")
         steps = world.plan(target, facts).steps
-        rows = lz.solve([call], device="cpu", fill=False).rows
+        rows = lz.tables.solve([call], device="cpu", fill=False).rows
         assert [[c.kernel for c in row.choices] for row in rows] == [[s.kernel for s in steps]] * bool(steps)
         decided += len(rows)
     assert decided > 40
@@ -515,7 +517,7 @@ def test_any_shape_gets_a_valid_kernel_or_a_recorded_miss(rows, hidden, half, af
 
 @lru_cache(maxsize=1)
 def wide() -> Table:
-    return lz.solve([norm(1), norm(3000)], device="cpu")
+    return lz.tables.solve([norm(1), norm(3000)], device="cpu")
 
 
 def test_a_model_is_solved_by_a_dry_run(world):
@@ -530,7 +532,7 @@ def test_a_model_is_solved_by_a_dry_run(world):
             return x
 
     with torch.no_grad():
-        (row,) = lz.solve(Block(), torch.randn(5, 64), device="cpu").rows
+        (row,) = lz.tables.solve(Block(), torch.randn(5, 64), device="cpu").rows
     assert (row.op, dict(row.sizes)["rows"], dict(row.when)["grad"]) == ("rms_norm", Span(5, 5), False)
 
 
@@ -579,8 +581,8 @@ def test_a_union_covers_both_and_nothing_else(a, b, ma, mb):
 
 
 def test_every_row_of_a_models_table_is_proven(world):
-    table = lz.solve([attend(s, s, is_causal=True, heads=h, kv_heads=2) for s in (7, 64, 900) for h in (2, 8)]
-                     + [attend(1, s) for s in (5, 3000)], device="cpu")
+    table = lz.tables.solve([attend(s, s, is_causal=True, heads=h, kv_heads=2) for s in (7, 64, 900) for h in (2, 8)]
+                            + [attend(1, s) for s in (5, 3000)], device="cpu")
     world = worlds.current()
     device = {n: v for n, v in world.device("cpu").facts().items() if n in DEVICE_FACTS}
     assert len(table.rows) < 40
@@ -593,9 +595,9 @@ def test_every_row_of_a_models_table_is_proven(world):
 def test_only_named_kernels_are_in_a_table_under_a_lock(world):
     only("torch.rms_norm", "reference.rms_norm", op="rms_norm")
     lz.lock("rms_norm", "reference.rms_norm")
-    table = lz.solve([norm(4)], device="cpu")
+    table = lz.tables.solve([norm(4)], device="cpu")
     assert [c.kernel for c in table.rows[0].choices] == ["reference.rms_norm"]
-    lz.use_table(table)
+    lz.tables.use_table(table)
     plan = lz.explain("rms_norm", rows(4, 64), torch.ones(64))
     assert plan.locked == "lz.lock()" and plan.table == table.id
 
@@ -611,6 +613,6 @@ def test_the_benchmark_runs_and_writes_what_it_promises(tmp_path):
     data = json.loads(out.read_text())
     assert set(data["parts"]) == {"lookup", "kernel", "model", "a kernel that does nothing"}
     names = [row["name"] for part in data["parts"].values() for row in part]
-    assert len(set(names)) == len(names) and "lowered: sizes -> row" in names and "lz.bind: nothing" in names
+    assert len(set(names)) == len(names) and "lowered: sizes -> row" in names and "lz.tables.bind: nothing" in names
     assert all(row["ns"]["median"] > 0 and (row["over"] is None) == (row["target"] == "")
                for part in data["parts"].values() for row in part)

@@ -154,18 +154,18 @@ def test_a_wrong_kernel_fails_its_families_only() -> None:
 
 
 def test_names_that_fit_nothing_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(lz.ConfigError, match="encoder-decoder"):
+    with pytest.raises(lz.errors.ConfigError, match="encoder-decoder"):
         list(model_cells(["decodre"]))
-    with pytest.raises(lz.ConfigError, match="quick, full"):
+    with pytest.raises(lz.errors.ConfigError, match="quick, full"):
         list(model_cells(lane="fast"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(lz.ConfigError, match="wanted a folder"):
+    with pytest.raises(lz.errors.ConfigError, match="wanted a folder"):
         run(Asked("cpu", "cpu"), out=tmp_path / "file")
-    with pytest.raises(lz.ConfigError, match="did you mean 'performance'"):
+    with pytest.raises(lz.errors.ConfigError, match="did you mean 'performance'"):
         stages_of(["static,perfomance"])
-    with pytest.raises(lz.ConfigError, match="this machine has cpu-"):
+    with pytest.raises(lz.errors.ConfigError, match="this machine has cpu-"):
         targets.chosen("blackwell" if "blackwell" not in targets.here() else "cdna1")
-    with pytest.raises(lz.ConfigError, match="give one of them"):
+    with pytest.raises(lz.errors.ConfigError, match="give one of them"):
         targets.chosen("hopper", "cpu")
 
 
@@ -255,7 +255,7 @@ def test_waivers_are_read(tmp_path: Path) -> None:
     ("!!python/object/apply:os.system [true]\n", "not a file of waivers"),
 ])
 def test_a_wrong_file_of_waivers_waives_nothing(tmp_path: Path, text: str, word: str) -> None:
-    with pytest.raises(lz.ConfigError, match=r"waivers\.yaml") as told:
+    with pytest.raises(lz.errors.ConfigError, match=r"waivers\.yaml") as told:
         waivers_in(tmp_path, text)
     assert word in str(told.value)
 
@@ -310,7 +310,7 @@ def test_a_machine_without_its_own_baseline_is_told(tmp_path: Path) -> None:
 def test_a_damaged_baseline_is_a_data_error(tmp_path: Path, change: dict[str, Any]) -> None:
     path = baseline_in(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(lz.DataError, match="benchmarks"):
+    with pytest.raises(lz.errors.DataError, match="benchmarks"):
         Baseline.load(path)
 
 
@@ -426,9 +426,9 @@ def test_a_release_needs_every_target_with_every_stage(tmp_path: Path) -> None:
     assert combine([arm], ["cpu-arm"])["accepted"]
     assert combine([arm, hopper], ["cpu-arm", "hopper"])["missing"] == ["hopper"]      # stages were left out
     assert not combine([arm, x86], ["cpu-arm"])["accepted"]
-    with pytest.raises(lz.ConfigError, match="there is no target 'hoper'"):
+    with pytest.raises(lz.errors.ConfigError, match="there is no target 'hoper'"):
         combine([arm], ["hoper"])
-    with pytest.raises(lz.DataError, match=r"layerzero\.gate/1"):
+    with pytest.raises(lz.errors.DataError, match=r"layerzero\.gate/1"):
         combine([baseline_in(tmp_path)], [])
 
 

@@ -174,7 +174,7 @@ def test_what_cannot_be_replayed_is_skipped_with_its_reason(world):
     report = regrets.replay([wrong, NORM], seconds=0.0, watch=Costs({}))
     assert len(report.rows) == 1 and report.skipped[0].call is wrong and "weight" in report.skipped[0].why
     only("fake.nobody")
-    assert "NoKernel" in replay(NORM, Costs({})).skipped[0].why
+    assert "NoKernelFoundError" in replay(NORM, Costs({})).skipped[0].why
 
 
 def test_the_policy_in_force_decides_who_is_chosen(world):

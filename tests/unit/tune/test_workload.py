@@ -108,7 +108,7 @@ def test_what_sets_a_model_apart():
 def test_steps_can_be_asked_for_alone():
     both = calls_of("gpt2")
     assert calls_of("gpt2", decode=False) + calls_of("gpt2", prefill=False) == both
-    with pytest.raises(lz.ConfigError, match="bert-base makes no call"):
+    with pytest.raises(lz.errors.ConfigError, match="bert-base makes no call"):
         calls_of("bert-base", prefill=False)
 
 
@@ -130,7 +130,7 @@ def test_many_routed_tokens_are_routed_by_logits():
     ({"model": "gpt2", "scale": 0}, "scale must be"), ({"model": "gpt2", "scale": 2}, "scale must be"),
 ])
 def test_a_wrong_question_is_answered_with_what_to_do(arguments, said):
-    with pytest.raises(lz.ConfigError, match=said):
+    with pytest.raises(lz.errors.ConfigError, match=said):
         calls_of(arguments.pop("model"), **arguments)
 
 
@@ -190,7 +190,7 @@ def test_from_arguments():
     ("rms_norm", {"colour": 1}, "no parameter colour"), ("tokenize", None, "cannot be replayed"),
 ])
 def test_a_source_that_is_none(source, arguments, said):
-    with pytest.raises(lz.LayerZeroError, match=said):
+    with pytest.raises(lz.errors.LayerZeroError, match=said):
         calls_for(source, arguments=arguments)
 
 
@@ -200,7 +200,7 @@ def test_a_source_that_is_none(source, arguments, said):
     (Call("rms_norms", {}), "there is no op"),
 ])
 def test_a_call_that_was_written_wrongly_is_named(call, said):
-    with pytest.raises(lz.LayerZeroError, match=said):
+    with pytest.raises(lz.errors.LayerZeroError, match=said):
         merged([call])
 
 

@@ -224,17 +224,17 @@ print("evil_plugin" in sys.modules)
 def test_what_a_table_does_to_inputs_is_checked(world, tmp_path, kind, target):
     x, proof = torch.randn(4, 64), tmp_path / "proof"
     call = Call("rms_norm", {"x": TensorSpec((4, 64), "float32")})
-    data = lz.solve([call], device="cpu").to_json()
+    data = lz.tables.solve([call], device="cpu").to_json()
     for row in data["rows"]:
         for choice in row["choices"]:
             choice["transforms"] = [[kind, target.format(proof=str(proof))]]
     data["hash"] = digest({k: v for k, v in data.items() if k != "hash"})
     with pytest.raises(DataError, match="no call of rms_norm can be changed that way"):
         try:
-            lz.use_table(Table.from_json(data))
+            lz.tables.use_table(Table.from_json(data))
             lz.rms_norm(x)
         finally:
-            lz.use_table(None)
+            lz.tables.use_table(None)
     assert not proof.exists()
 
 

@@ -607,7 +607,7 @@ def test_a_solution_becomes_a_kernel_for_what_its_definition_says(world, tmp_pat
     for call in ({"x": x.float(), "weight": weight.float(), "eps": 3e-5, "offset": 1.0},
                  {"x": x, "weight": weight, "eps": 1e-6, "offset": 1.0}, {"x": x, "weight": weight, "eps": 3e-5},
                  {"x": x[:, :32].contiguous(), "weight": weight[:32], "eps": 3e-5, "offset": 1.0}):
-        with pytest.raises(lz.NamedKernelRefused):
+        with pytest.raises(lz.errors.NamedKernelRefused):
             lz.rms_norm(**call, backend=kernel.id)
 
 
@@ -714,9 +714,9 @@ def test_the_command_writes_tests_and_refuses_two_questions(run, tmp_path):
     assert "READING = 1 " in (tmp_path / "test_rope_pairs_d16_r8.py").read_text()     # as the reference computes
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(command)
-    with pytest.raises(lz.ConfigError, match="wants one of --level, --definition, --op-type, --all"):
+    with pytest.raises(lz.errors.ConfigError, match="wants one of --level, --definition, --op-type, --all"):
         app(args=["--definition", "a", "--op-type", "b"], standalone_mode=False)
-    with pytest.raises(lz.ConfigError, match="--size must be one of"):
+    with pytest.raises(lz.errors.ConfigError, match="--size must be one of"):
         app(args=["--definition", "a", "--size", "tiny"], standalone_mode=False)
 
 

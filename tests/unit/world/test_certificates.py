@@ -67,7 +67,7 @@ def test_a_tampered_file_is_refused_and_told(edit, happened):
 def test_what_is_no_certificate_is_a_typed_error(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(lz.DataError, match=r"x\.json"):
+    with pytest.raises(lz.errors.DataError, match=r"x\.json"):
         certificates.read(path)
 
 
@@ -84,7 +84,7 @@ def test_a_shared_key_lets_a_fleet_share_them(tmp_path, monkeypatch):
     path = certificates.write(certificate(kernel), HERE)
     assert certificates.read(path).kernel == kernel.id
     monkeypatch.setenv("LAYERZERO_SEAL_KEY", "theirs")
-    with pytest.raises(lz.DataError, match="seal"):
+    with pytest.raises(lz.errors.DataError, match="seal"):
         certificates.read(path)
 
 
@@ -111,7 +111,7 @@ def test_policy_demands_them():
     lz.clear_cache()
     plan = lz.explain("rms_norm", x)
     assert plan.kernel == "fake.trusted" and plan.why_not("fake.other")[0].code is lz.Code.UNCERTIFIED
-    with pytest.raises(lz.NamedKernelRefused, match="certificate"):
+    with pytest.raises(lz.errors.NamedKernelRefused, match="certificate"):
         lz.rms_norm(x, backend="fake.other")
 
 

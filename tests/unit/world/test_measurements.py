@@ -93,7 +93,7 @@ def test_without_a_store_it_is_kept_in_memory(perfdb):
     register(Fake("fake.two"))                                 # another kernel does not take it away
     assert source_of("fake.one") == "measured" and worlds.current().perf.rates["here"] == Rates(1.0, 2.0)
     assert not perfdb.exists()
-    with pytest.raises(lz.ConfigError, match="perfdb is 'off'"):
+    with pytest.raises(lz.errors.ConfigError, match="perfdb is 'off'"):
         measurements.store()
 
 

@@ -47,7 +47,7 @@ def test_the_setting_is_a_list_or_its_words(given_, kept):
 
 @pytest.mark.parametrize("wrong", ["prompts", ["paths", "all"], True, 3, None, {"paths": 1, "x": 2}])
 def test_another_word_is_refused_with_those_that_there_are(wrong):
-    with pytest.raises(lz.ConfigError, match="paths, shapes, texts"):
+    with pytest.raises(lz.errors.ConfigError, match="paths, shapes, texts"):
         validate_setting("redact", wrong)
 
 

@@ -64,7 +64,7 @@ def test_a_bad_environment_is_named_whole_and_nothing_of_it_applies():
         from helpers import rows
         try:
             lz.rms_norm(rows())
-        except lz.ConfigError as e:
+        except lz.errors.ConfigError as e:
             print(e)
         print(lz.doctor().ok)
         """, LAYERZERO_STRICT_MOD="1", LAYERZERO_CACHE_SIZE="many")
@@ -99,9 +99,9 @@ def test_a_policy_for_one_call():
     assert fake.calls == 0
     lz.rms_norm(gaps)
     assert fake.calls == 1
-    with pytest.raises(lz.ConfigError, match="did you mean 'strict_mode'"):
+    with pytest.raises(lz.errors.ConfigError, match="did you mean 'strict_mode'"):
         lz.rms_norm(rows(), policy={"strict_mod": True})
-    with pytest.raises(lz.ConfigError, match="policy= must be a mapping"):
+    with pytest.raises(lz.errors.ConfigError, match="policy= must be a mapping"):
         lz.rms_norm(rows(), policy="strict")
 
 
@@ -147,7 +147,7 @@ def test_a_lock_under_a_condition(path):
 def test_a_lock_to_what_cannot_serve_raises_and_is_not_bent():
     register(Fake(requires=(at_most("hidden", 4),)))
     lz.lock("rms_norm", "fake.one")
-    with pytest.raises(lz.NamedKernelRefused, match="hidden must be <= 4"):
+    with pytest.raises(lz.errors.NamedKernelRefused, match="hidden must be <= 4"):
         lz.rms_norm(rows())
     assert lz.rms_norm(rows(3, 4)).shape == (3, 4)
 
@@ -168,7 +168,7 @@ def test_a_lock_to_what_cannot_serve_raises_and_is_not_bent():
 ])
 def test_a_wrong_word_gives_the_nearest_and_changes_nothing(act, words):
     before = worlds.current()
-    with pytest.raises(lz.ConfigError, match=words):
+    with pytest.raises(lz.errors.ConfigError, match=words):
         act()
     assert worlds.current() is before
 
@@ -400,7 +400,7 @@ def test_a_broken_file_given_by_hand_is_refused_and_changes_nothing(tmp_path):
     bad.write_text("settings: {breaker_threshold: 0}\n")
     lz.load_config(good)
     before = worlds.current()
-    with pytest.raises(lz.ConfigError, match=r"bad.yaml:1: breaker_threshold must be a whole number >= 1"):
+    with pytest.raises(lz.errors.ConfigError, match=r"bad.yaml:1: breaker_threshold must be a whole number >= 1"):
         lz.load_config(bad)
     assert worlds.current() is before and settings("breaker_threshold") == (7, "file")
 

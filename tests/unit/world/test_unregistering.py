@@ -229,5 +229,5 @@ def test_registering_and_unregistering_for_ever_costs_nothing():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(lz.RegistrationError, match="nothing is registered"):
+    with pytest.raises(lz.errors.RegistrationError, match="nothing is registered"):
         lz.unregister("no.such.kernel")

@@ -47,7 +47,7 @@ def solve(
     show.table(("kernel", "fallback", "calls"), [(
         row.kernel, ", ".join(c.kernel for c in row.choices[1:]), str(row)) for row in table.rows])
     show.text(f"\n{table}\nwritten to {out}{f' and {python}' if python else ''}; "
-              f"lz.use_table({str(out)!r}) puts it in force")
+              f"lz.tables.use_table({str(out)!r}) puts it in force")
 
 
 def lock(

@@ -18,7 +18,7 @@ import torch
 from ...machine import faults, locks
 from ...perf.record import EAGER, Measurement, kind_of
 from ...select.trial import Budget, Ticket, Trial
-from ...spec.errors import KernelFailed
+from ...spec.errors import KernelExecutionError
 from ...spec.event import Fallback
 from ...spec.expr import parse
 from ...spec.op import Op
@@ -316,7 +316,7 @@ class Exploring:
         """The kernel is out for this kind; whose fault it was, and who serves, is decided as for any other call."""
         guilty = "" if isinstance(fault, faults.PASSED_ON) else kernel
         self.kind.failed.append((ticket, guilty, f"it failed: {type(fault).__name__}"))
-        if not ways[kernel].named or kernel == self.base or not isinstance(fault, KernelFailed):
+        if not ways[kernel].named or kernel == self.base or not isinstance(fault, KernelExecutionError):
             return self.dispatcher.recover(ways[kernel].entry, values, fault)
         out = self.plain(*values)
         self.dispatcher.ledger.fell_back(self.base)

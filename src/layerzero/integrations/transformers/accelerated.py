@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ...machine import faults
-from ...spec.errors import NoKernel
+from ...spec.errors import NoKernelFoundError
 from ...spec.event import Fallback
 from ...world import events
 from .captured import CapturedSteps, Uncapturable
@@ -107,7 +107,7 @@ class Accelerated:
         if self._captured is not None:
             try:
                 return DecodeStep(self.parts, self.layers, batch, True)
-            except NoKernel as e:              # of those that may be in a graph
+            except NoKernelFoundError as e:              # of those that may be in a graph
                 self.declined[f"served without a graph: {e}"] += 1
                 self._captured = None
         return DecodeStep(self.parts, self.layers, batch)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...operate import graphs
-from ...spec.errors import NoKernel
+from ...spec.errors import NoKernelFoundError
 from ...spec.grid import bucket_top
 from .decode_step import DecodeStep
 from .decoders import DecoderParts
@@ -178,7 +178,7 @@ class CapturedSteps:
             with torch.inference_mode(False), torch.no_grad():     # the buffers outlive the caller's mode
                 try:
                     found = Fixed(step, self._parts, bucket_top(length + LEAST_ROOM))
-                except NoKernel as e:
+                except NoKernelFoundError as e:
                     raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
                 found.capture()
             known.append(found)

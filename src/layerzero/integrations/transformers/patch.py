@@ -27,7 +27,7 @@ from torch import nn
 from ...models.packing import forget_packed
 from ...operate.inspection import stats, which
 from ...select.policy import suggest
-from ...spec.errors import ConfigError, NoKernel
+from ...spec.errors import ConfigError, NoKernelFoundError
 from . import NAME, register
 from .recognise import NOWHERE, Recogniser
 from .replacements import KINDS, OWNED, SAMPLING, Recipe, is_uncapped, patched_class, recipe_of, restore, stock_of
@@ -139,7 +139,7 @@ def _vain_rope(module: nn.Module) -> str:
     try:
         with torch.no_grad():
             kernel = which("rope", q, q, table, table, style="rotate_half")
-    except NoKernel as e:
+    except NoKernelFoundError as e:
         return f"no kernel may serve it: {e.reasons[0].message if e.reasons else e}"
     is_formula = kernel.startswith(("torch.", "reference."))
     return f"only {kernel} would serve it here, which gains nothing" if is_formula else ""

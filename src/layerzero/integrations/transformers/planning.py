@@ -29,7 +29,7 @@ LARGE, SMALL_CALLS = 1 << 20, 16               # bytes of a tensor that counts f
 
 
 class Binder:
-    """lz.bind, once for each kind of call; which kernels were chosen is kept for the report."""
+    """lz.tables.bind, once for each kind of call; which kernels were chosen is kept for the report."""
 
     def __init__(self, captured: bool) -> None:
         self._bound: dict[Any, Run] = {}

@@ -30,7 +30,7 @@ from .tokenizer_schema import LIMITS, parsed
 
 ACCEPTED = ("a tokenizers.Tokenizer, a fast tokenizer of transformers, a tiktoken.Encoding, a "
             "sentencepiece.SentencePieceProcessor, the path of a tokenizer.json, *.model or *.tiktoken file or of a "
-            "folder with one, or what lz.load_tokenizer returned")
+            "folder with one, or what lz.tokens.load_tokenizer returned")
 FACTS = ("tokenizer_kind", "tokenizer_id", "vocab_hash", "merges_hash", "normalizer_id", "pretokenizer_id",
          "special_tokens_hash", "algorithm", "normalizer", "pretokenizer", "decoder", "plain_bpe", "sampled")
 LIMIT = 64                                     # objects and files remembered; the objects are kept alive by it

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...models.decoder import Cached, Calls, Decoder, DecoderConfig, Weights, cast, make_weights
-from ...spec.errors import ConfigError, KernelFailed, NoKernel
+from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from ..kernel.contract import worst_indices
 from .plain import Plain, rope_angles
 from .route import LAYER, Row, allowed, difference
@@ -96,7 +96,7 @@ def _cell(name: str, weights: Weights, dtype: str, batch: int, length: int, devi
         eager = family.run(Plain(), rounded, batch, length, device)
         try:
             got = family.run(served, rounded, batch, length, device)
-        except (NoKernel, KernelFailed) as e:
+        except (NoKernelFoundError, KernelExecutionError) as e:
             return Cell(name, dtype, batch, length, (), counts, f"{type(e).__name__}: {str(e).splitlines()[0]}",
                         time.perf_counter() - started)
     rows = []

@@ -37,7 +37,7 @@ from ...models.decoder import (
     cast,
     make_weights,
 )
-from ...spec.errors import ConfigError, KernelFailed, NoKernel
+from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from .culprit import Culprit, find
 from .plain import Plain, rope_angles
 from .route import GRADIENT, LAYER, LOGITS, TIMES_EAGER, Route, Row, allowed, typical_difference
@@ -167,7 +167,7 @@ def judge(level: int, name: str, dtype: str, routes: Sequence[Route], named: str
         do = Served(named)
         try:
             tables[route.name] = tuple(route.rows(route.run(do)))
-        except (KernelFailed, NoKernel) as e:
+        except (KernelExecutionError, NoKernelFoundError) as e:
             problem = f"{route.name}: {e}"
         counts += do.counts
         served += do.served

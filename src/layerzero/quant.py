@@ -1,0 +1,7 @@
+"""Quantized and packed weights: choose a format, split over ranks, bound the packed copies."""
+
+from .models.packing import forget_packed, limit_packed, packed_weights
+from .models.quantization import choose_format, column_shard, quantized_shard, row_shard
+
+__all__ = ["choose_format", "column_shard", "forget_packed", "limit_packed", "packed_weights",
+           "quantized_shard", "row_shard"]

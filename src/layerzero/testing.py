@@ -1,0 +1,10 @@
+"""Calls as data, and trying kernels on them: replay, regret, probes in a process of their own."""
+
+from .machine.watchdog import run_isolated
+from .spec.call import Call, TensorSpec, read_calls, write_calls
+from .tune.regret import replay as regret
+from .tune.workload import calls_for
+from .verify.kernel.probing import probe
+
+__all__ = ["Call", "TensorSpec", "calls_for", "probe", "read_calls", "regret", "run_isolated",
+           "write_calls"]

@@ -18,7 +18,8 @@ import torch
 from layerzero.verify.trace import traces
 from layerzero.verify.trace.answers.lookup import answer, can_answer
 from layerzero.verify.trace.answers.references import References
-from layerzero.verify.trace.definition import Definition, find_definitions, find_workloads
+from layerzero.verify.trace.dataset import find_definitions, find_workloads
+from layerzero.verify.trace.definition import Definition
 from layerzero.verify.trace.inputs import generate
 from layerzero.verify.trace.run import verify
 from layerzero.verify.trace.scaling import scaled, too_large

@@ -26,6 +26,7 @@ from ..dispatch.dispatcher import Dispatcher, dispatchers
 from ..machine import loading
 from ..operate.inspection import dispatcher_of
 from ..spec import codegen
+from ..spec.codec import Record
 from ..spec.errors import ConfigError
 from ..spec.event import PlanMissed
 from ..spec.kernel import Const, Direct, Kernel, LastSize
@@ -198,16 +199,13 @@ def _form(op: Op) -> str:
 # a model
 
 @dataclass(frozen=True)
-class Site:
+class Site(Record):
     """One lz call of a model, and what became of it."""
 
     op: str
     calls: str                                 # dtype and sizes
     kernel: str                                # "": not baked, looked up at each call
     why_not: str = ""
-
-    def to_json(self) -> dict[str, str]:
-        return {"op": self.op, "calls": self.calls, "kernel": self.kernel, "why_not": self.why_not}
 
 
 @dataclass

@@ -27,6 +27,7 @@ from ..dispatch import dispatcher as dispatch
 from ..dispatch.binding import permutation
 from ..machine import faults
 from ..models.block import Block, Either, Glue, Part, Stage
+from ..spec.codec import Record
 from ..spec.errors import InvalidCall, NoKernel, SpecError
 from ..spec.op import Op
 from ..spec.plan import Step as PlanStep
@@ -36,7 +37,7 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Chosen(Record, json="part kernel layout dtype kernel_us transform_us transforms source"):
     """What a way does at one part of the block."""
 
     part: str                                  # op or name of the glue
@@ -49,13 +50,9 @@ class Chosen:
     source: str                                # of the time: measured | interpolated | prior
     run: Callable[[dict[str, Any]], None] = field(repr=False, compare=False, default=lambda values: None)
 
-    def to_json(self) -> dict[str, Any]:
-        return {n: list(v) if isinstance(v := getattr(self, n), tuple) else v for n in (
-            "part", "kernel", "layout", "dtype", "kernel_us", "transform_us", "transforms", "source")}
-
 
 @dataclass(frozen=True)
-class BlockPlan:
+class BlockPlan(Record, json="block signature total_us transform_cost_total fused_ops ways_seen steps"):
     block: str
     signature: str
     steps: tuple[Chosen, ...]
@@ -77,11 +74,6 @@ class BlockPlan:
         for step in self.steps:
             step.run(known)
         return tuple(known[name] for name in self.results)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"block": self.block, "signature": self.signature, "total_us": self.total_us,
-                "transform_cost_total": self.transform_cost_total, "fused_ops": list(self.fused_ops),
-                "ways_seen": self.ways_seen, "steps": [s.to_json() for s in self.steps]}
 
     def __str__(self) -> str:
         lines = [f"{self.block}: {self.total_us:.1f} us expected, of it {self.transform_cost_total:.1f} us in copies"

@@ -17,6 +17,7 @@ from ..dispatch import facts as reading
 from ..dispatch import tracing
 from ..machine import hardware
 from ..spec.call import Call, TensorSpec
+from ..spec.codec import Record
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 from ..world import snapshot as worlds
@@ -26,7 +27,7 @@ from .call_facts import assumed_alignment, facts_of
 
 
 @dataclass(frozen=True)
-class Listed:
+class Listed(Record, json="op count kernel expected_us source note call"):
     """One kind of call that a model makes, and what would serve it."""
 
     call: Call
@@ -36,13 +37,17 @@ class Listed:
     shapes: str
     note: str = ""                             # from which table, or why not from the one in force
 
-    def to_json(self) -> dict[str, Any]:
-        return {"op": self.call.op, "count": self.call.count, "kernel": self.kernel, "expected_us": self.expected_us,
-                "source": self.source, "note": self.note, "call": self.call.to_json()}
+    @property
+    def op(self) -> str:
+        return self.call.op
+
+    @property
+    def count(self) -> int:
+        return self.call.count
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(Record, names={"rows": "calls"}):
     """The lz calls of one run of a model, in the order in which they first came."""
 
     rows: tuple[Listed, ...]
@@ -51,9 +56,6 @@ class DryRun:
     def calls(self) -> tuple[Call, ...]:
         """What lz.solve and lz.tune take."""
         return tuple(row.call for row in self.rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"calls": [row.to_json() for row in self.rows]}
 
     def __str__(self) -> str:
         lines = [f"{row.call.count:>5} x lz.{row.call.op:<18} {row.kernel or 'no kernel':<28} "

@@ -12,13 +12,14 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Union
 
 from ..machine.builds import build_of
 from ..machine.loading import installed_version
+from ..spec import reading
+from ..spec.codec import At, Record, Text, read, read_fields
 from ..spec.device import Device
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.kernel import Kernel
@@ -30,30 +31,14 @@ from .force import use_table
 from .proof import proven
 from .solver import known_of
 from .table import SCHEMA as TABLE_SCHEMA
-from .table import (
-    Row,
-    Span,
-    Stamp,
-    Table,
-    above,
-    below,
-    check_hash,
-    check_keys,
-    check_schema,
-    digest,
-    distribution_of,
-    read_json,
-    text_of,
-    write_json,
-    wrong,
-)
+from .table import Hashed, Row, Span, Stamp, Table, above, below, digest, distribution_of, write_json
 
 SCHEMA = "layerzero.lock/1"
 DEFAULT_PATH = "layerzero.lock"
 
 
 @dataclass(frozen=True)
-class Pin:
+class Pin(Record, json="package version build certificate", omit="certificate"):
     """What a kernel is: exactly this is wanted wherever the lockfile holds."""
 
     kernel: str
@@ -68,10 +53,6 @@ class Pin:
         return cls(kernel.id, distribution, installed_version(distribution) or "unknown", build_of(kernel),
                    certificate_of(kernel, device))
 
-    def to_json(self) -> dict[str, Any]:
-        data = {"package": self.package, "version": self.version, "build": self.build}
-        return {**data, "certificate": self.certificate} if self.certificate else data
-
 
 def certificate_of(kernel: Kernel, device: Device) -> str:
     """What was proven of a kernel on this device, by name: its build, the contract, the cases; "" for nothing."""
@@ -82,8 +63,8 @@ def certificate_of(kernel: Kernel, device: Device) -> str:
 
 
 @dataclass(frozen=True)
-class Lockfile:
-    made_on: str                               # for the reader: the device it was solved on
+class Lockfile(Hashed, json="made_on kernels rows", header={"schema": SCHEMA}):
+    made_on: Text                              # for the reader: the device it was solved on
     pins: tuple[Pin, ...]
     rows: tuple[Row, ...]
 
@@ -98,53 +79,37 @@ class Lockfile:
             raise DataError(f"{table}: {', '.join(gone)} is not here any more; run lz solve again")
         return cls(table.stamp.device.name, tuple(Pin.of(known[n], table.stamp.device) for n in names), rows)
 
-    @cached_property
-    def id(self) -> str:
-        return digest(self._content())[:16]
-
-    def _content(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "made_on": self.made_on, "kernels": {p.kernel: p.to_json() for p in self.pins},
-                "rows": [row.to_json() for row in self.rows]}
-
-    def to_json(self) -> dict[str, Any]:
-        content = self._content()
-        return {"schema": SCHEMA, "hash": digest(content), **content}
+    @property
+    def kernels(self) -> dict[str, Pin]:
+        return {pin.kernel: pin for pin in self.pins}
 
     @classmethod
-    def from_json(cls, data: Any, owner: str = "lockfile") -> Lockfile:
-        check_schema(data, SCHEMA, owner)
-        check_keys(data, ("schema", "hash", "made_on", "kernels", "rows"), owner)
-        if not isinstance(data["kernels"], Mapping) or not isinstance(data["rows"], list):
-            raise wrong(owner, "kernels as an object and rows as a list", data)
-        pins = []
-        for name, pin in data["kernels"].items():
-            at = f"{owner}.kernels.{name}"
-            check_keys(pin, ("package", "version", "build"), at, ("certificate",))
-            if not all(type(v) is str for v in pin.values()):
-                raise wrong(at, "text for each field", pin)
-            pins.append(Pin(name, **pin))
-        rows = tuple(Row.from_json(row, f"{owner}.rows[{i}]") for i, row in enumerate(data["rows"]))
-        unpinned = sorted({row.kernel for row in rows} - {p.kernel for p in pins})
+    def read_others(cls, content: Mapping[str, Any], at: At) -> dict[str, Any]:
+        kernels = read(Mapping[str, Any], content.get("kernels"), at / "kernels") or {}
+        pins = [read_fields(Pin, pin, at / "kernels" / name, kernel=name) for name, pin in kernels.items()]
+        return {"pins": tuple(pin for pin in pins if pin is not None)}
+
+    def check_json(self, at: At) -> None:
+        unpinned = sorted({row.kernel for row in self.rows} - self.kernels.keys())
         if unpinned:
-            raise wrong(f"{owner}.kernels", f"an entry for each kernel of the rows, also {', '.join(unpinned)}",
-                        sorted(data["kernels"]))
-        check_hash(data, owner)
-        return cls(text_of(data["made_on"], f"{owner}.made_on"), tuple(pins), rows)
+            (at / "kernels").wrong(f"an entry for each kernel of the rows, also {', '.join(unpinned)}",
+                                   sorted(self.kernels))
 
 
 @dataclass(frozen=True)
-class Violation:
+class Violation(Record, json="kernel row reason text"):
     """One thing of a lockfile that this machine does not hold to."""
 
     kernel: str
     reason: Reason
     row: str = ""                              # the calls it is about; "" for all
 
+    @property
+    def text(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         return f"{self.kernel}{' for ' + self.row if self.row else ''}: {self.reason.message}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, "row": self.row, "reason": self.reason.to_json(), "text": str(self)}
 
 
 def write_lockfile(table: Table | str | os.PathLike[str], path: str | os.PathLike[str] = DEFAULT_PATH) -> Lockfile:
@@ -155,7 +120,7 @@ def write_lockfile(table: Table | str | os.PathLike[str], path: str | os.PathLik
 
 
 def load_lockfile(path: str | os.PathLike[str]) -> Lockfile:
-    return Lockfile.from_json(read_json(path, "a lockfile, such as lz lock writes"), str(path))
+    return Lockfile.from_json(reading.read_json(path, "a lockfile, such as lz lock writes"), str(path))
 
 
 def check_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> tuple[Violation, ...]:
@@ -252,7 +217,7 @@ _MOST_PIECES = 5                               # that are left of a row, on aver
 
 def load_choices(path: str | os.PathLike[str]) -> Choices:
     """A table or a lockfile, whichever the file is."""
-    data = read_json(path, "a dispatch table or a lockfile")
+    data = reading.read_json(path, "a dispatch table or a lockfile")
     schema = data.get("schema") if isinstance(data, Mapping) else None
     if schema == SCHEMA:
         return Lockfile.from_json(data, Path(path).name)
@@ -263,7 +228,7 @@ def load_choices(path: str | os.PathLike[str]) -> Choices:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Record, json="op calls a b verdict"):
     """One range of calls, and who serves it here and there; "" where there is no row for it."""
 
     calls: str
@@ -274,9 +239,6 @@ class Difference:
     @property
     def verdict(self) -> str:
         return "only in B" if not self.a else "only in A" if not self.b else "same" if self.a == self.b else "different"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"op": self.op, "calls": self.calls, "a": self.a, "b": self.b, "verdict": self.verdict}
 
 
 def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:

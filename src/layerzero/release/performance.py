@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from torch.nn import functional as F
 
 from ..machine import hardware
 from ..operate.inspection import dispatcher_of
+from ..spec.codec import Check, Record
 from ..spec.errors import DataError
+from ..spec.reading import read_json
 from ..tune.harness import in_turns
 from ..verify.kernel.declarations import Checked, Finding
 from ..world import snapshot as worlds
@@ -36,76 +38,44 @@ THRESHOLD = 0.15                               # of the ratio that may be lost
 SECONDS, QUICK_SECONDS = 1.5, 0.4              # for each call
 PROCESSES = 3                                  # that a baseline is made in, and that a slower call is confirmed in
 RESAMPLES, SURE = 1000, 0.95
+Positive = Annotated[float, Check("a number > 0", lambda n: 0 < n < math.inf)]
 Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timed(Record):
     """How many times faster than torch, and between which ratios the true one lies with 95 % confidence."""
 
-    ratio: float
-    low: float
-    high: float
-    lz_us: float
-    torch_us: float
+    ratio: Positive
+    low: Positive
+    high: Positive
+    lz_us: Positive
+    torch_us: Positive
     rounds: int
 
     def to_json(self) -> dict[str, Any]:
-        return {name: round(v, 4) if isinstance(v, float) else v for name, v in self.__dict__.items()}
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in super().to_json().items()}
 
 
 Timer = Callable[[Sequence[str], str, float], Mapping[str, Timed]]     # calls, device, seconds for each
 
 
 @dataclass(frozen=True)
-class Baseline:
+class Baseline(Record, header={"schema": SCHEMA}, whole=True, json="target device torch made threshold calls"):
     target: str
     device: str
     torch: str
     made: str
     calls: Mapping[str, Timed]
-    threshold: float = THRESHOLD
+    threshold: Annotated[float, Check("a share between 0 and 1", lambda n: 0 < n < 1)] = THRESHOLD
 
     def least(self, call: str) -> float:
         """The ratio below which a call has regressed."""
         return self.calls[call].low * (1 - self.threshold)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "target": self.target, "device": self.device, "torch": self.torch, "made": self.made,
-                "threshold": self.threshold, "calls": {name: timed.to_json() for name, timed in self.calls.items()}}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str = "baseline") -> Baseline:
-        got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-        if got != SCHEMA:
-            raise DataError(f"{owner}: wanted schema {SCHEMA}, got {got!r}; lz gate --write-baseline makes one")
-        texts = ("target", "device", "torch", "made")
-        if set(data) != {"schema", "threshold", "calls", *texts} or not all(isinstance(data[t], str) for t in texts):
-            raise DataError(f"{owner}: wanted schema, threshold, calls and the texts {', '.join(texts)}; "
-                            f"got {', '.join(map(str, data))}")
-        threshold, rows = data["threshold"], data["calls"]
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold < 1:
-            raise DataError(f"{owner}: threshold must be a share between 0 and 1, got {threshold!r}")
-        if not isinstance(rows, Mapping):
-            raise DataError(f"{owner}: calls must be an object, got {type(rows).__name__}")
-        fields = tuple(Timed.__dataclass_fields__)
-        for name, row in rows.items():
-            if not isinstance(row, Mapping) or set(row) != set(fields) or not all(
-                    isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0 and math.isfinite(v)
-                    for v in row.values()):
-                raise DataError(f"{owner}: calls[{name!r}]: wanted numbers > 0 {', '.join(fields)}, got {row!r:.200}")
-        return cls(data["target"], data["device"], data["torch"], data["made"],
-                   {str(name): Timed(**row) for name, row in rows.items()}, float(threshold))
-
     @classmethod
     def load(cls, path: Path) -> Baseline:
-        try:
-            data = json.loads(path.read_bytes())
-        except OSError as e:
-            raise DataError(f"{path}: cannot read the baseline: {e.strerror}") from e
-        except (ValueError, RecursionError) as e:
-            raise DataError(f"{path}: not a baseline: {e}") from e
-        return cls.from_json(data, str(path))
+        return cls.from_json(read_json(path, "a baseline, such as lz gate --write-baseline makes"), str(path))
 
     def save(self, path: Path) -> None:
         try:

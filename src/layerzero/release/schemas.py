@@ -28,7 +28,7 @@ from ..spec.call import read_calls, write_calls
 from ..spec.errors import DataError, LayerZeroError
 from ..tune.workload import calls_for
 from ..verify.kernel.declarations import Checked, Finding
-from ..verify.trace.definition import Evaluation, Trace, Workload
+from ..verify.trace.definition import Correctness, Environment, Evaluation, Performance, Trace, Workload
 from ..world import capabilities
 from ..world import snapshot as worlds
 from . import performance, soak
@@ -75,8 +75,8 @@ def _perf_export(path: Path) -> None:
 
 
 def _trace(path: Path) -> None:
-    evaluation = Evaluation("PASSED", "cpu", {"torch": str(torch.__version__)}, "2026-01-01T00:00:00+00:00", "",
-                            0.0, 0.0, latency_ms=1.0, reference_latency_ms=2.0)
+    evaluation = Evaluation("PASSED", Environment("cpu", {"torch": str(torch.__version__)}),
+                            "2026-01-01T00:00:00+00:00", "", Correctness(), Performance(1.0, 2.0))
     workload = Workload.from_json({"uuid": "one", "axes": {"n": 1}, "inputs": {"x": {"type": "random"}}})
     path.write_text(json.dumps(Trace("rms_norm", workload, "lz", evaluation).to_json()) + "\n", encoding="utf-8")
 

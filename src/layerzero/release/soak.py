@@ -16,9 +16,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ import torch
 
 from ..machine import hardware
 from ..operate.inspection import dispatcher_of
+from ..spec.codec import Record
 from ..spec.errors import ConfigError, DataError
+from ..spec.reading import read_json
 from ..world import events
 from ..world import snapshot as worlds
 from ..world.settings import configure
@@ -43,7 +45,7 @@ LEAST_JUDGED_HOURS = 0.1                       # a slope per hour of less time t
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Record):
     """The process at one moment. Times are of the part, in seconds; latencies in microseconds."""
 
     at: float
@@ -60,19 +62,11 @@ class Sample:
         return self.p50_us / self.torch_us if self.torch_us > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {f.name: round(v, 4) if isinstance(v := getattr(self, f.name), float) else v for f in fields(self)}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str) -> Sample:
-        names = {f.name for f in fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names or not all(
-                isinstance(v, (int, float)) and not isinstance(v, bool) for v in data.values()):
-            raise DataError(f"{owner}: wanted numbers {', '.join(sorted(names))}, got {data!r:.200}")
-        return cls(**data)
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in super().to_json().items()}
 
 
 @dataclass
-class Part:
+class Part(Record, whole=True):
     """One process of a soak."""
 
     began: str
@@ -86,17 +80,7 @@ class Part:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "seconds": round(self.seconds, 1), "samples": [s.to_json() for s in self.samples]}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str) -> Part:
-        kinds = {"began": str, "device": str, "torch": str, "samples": list, "counts": dict, "failures": list,
-                 "seconds": (int, float), "interrupted": bool, "notes": list}
-        if not isinstance(data, Mapping) or set(data) != set(kinds) or not all(
-                isinstance(data[name], kind) for name, kind in kinds.items()):  # type: ignore[arg-type]
-            raise DataError(f"{owner}: wanted a part with {', '.join(kinds)}, got {data!r:.200}")
-        samples = [Sample.from_json(s, f"{owner}: samples[{i}]") for i, s in enumerate(data["samples"])]
-        return cls(**{**data, "samples": samples})
+        return {**super().to_json(), "seconds": round(self.seconds, 1)}
 
     @property
     def judged(self) -> list[Sample]:
@@ -126,7 +110,8 @@ BOUNDS: tuple[Bound, ...] = (
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judged(Record, json="name unit most first last passed judged trend",
+             names={"name": "series", "most": "most_per_hour"}):
     """One series: its trend, and whether it is surely beyond its bound."""
 
     name: str
@@ -142,14 +127,10 @@ class Judged:
         """Only a slope whose whole interval is beyond the bound fails: noise does not decide."""
         return not self.judged or self.trend is None or self.trend.low <= self.most
 
-    def to_json(self) -> dict[str, Any]:
-        return {"series": self.name, "unit": self.unit, "most_per_hour": self.most, "first": self.first,
-                "last": self.last, "passed": self.passed, "judged": self.judged,
-                "trend": self.trend.to_json() if self.trend is not None else None}
-
 
 @dataclass
-class Report:
+class Report(Record, header={"schema": SCHEMA}, whole=True,
+             json="target_seconds seconds complete passed counts series failures parts"):
     """All parts of a soak so far."""
 
     target_seconds: float
@@ -172,6 +153,7 @@ class Report:
     def complete(self) -> bool:
         return self.seconds >= self.target_seconds * 0.99
 
+    @property
     def series(self) -> list[Judged]:
         found = []
         kept = [part.judged for part in self.parts]
@@ -188,33 +170,14 @@ class Report:
     @property
     def passed(self) -> bool:
         """Nothing went wrong so far and nothing grows; whether it is complete is another question."""
-        return not any(self.counts.get(kind) for kind in WRONG) and all(s.passed for s in self.series())
+        return not any(self.counts.get(kind) for kind in WRONG) and all(s.passed for s in self.series)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "target_seconds": self.target_seconds, "seconds": round(self.seconds, 1),
-                "complete": self.complete, "passed": self.passed, "counts": self.counts,
-                "series": [s.to_json() for s in self.series()], "failures": self.failures,
-                "parts": [part.to_json() for part in self.parts]}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str = "soak report") -> Report:
-        got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-        if got != SCHEMA:
-            raise DataError(f"{owner}: wanted a report of lz soak with schema {SCHEMA}, got {got!r}")
-        target, parts = data.get("target_seconds"), data.get("parts")
-        if isinstance(target, bool) or not isinstance(target, (int, float)) or not isinstance(parts, list):
-            raise DataError(f"{owner}: wanted target_seconds and a list of parts")
-        return cls(float(target), [Part.from_json(p, f"{owner}: parts[{i}]") for i, p in enumerate(parts)])
+        return {**super().to_json(), "seconds": round(self.seconds, 1)}
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        try:
-            data = json.loads(path.read_bytes())
-        except OSError as e:
-            raise DataError(f"{path}: cannot read the report: {e.strerror}; lz soak --out writes one") from e
-        except (ValueError, RecursionError) as e:
-            raise DataError(f"{path}: not a report of lz soak: {e}") from e
-        return cls.from_json(data, str(path))
+        return cls.from_json(read_json(path, "a report, such as lz soak --out writes"), str(path))
 
     def save(self, path: Path) -> None:
         """Whole or not at all."""

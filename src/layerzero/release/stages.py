@@ -158,7 +158,7 @@ def soak_checks(report: Report, seconds: float) -> Iterator[Checked]:
     broken_off = f"interrupted after {report.seconds:.0f} s" if report.parts[-1].interrupted else ""
     yield Checked("answers", f"{calls} calls in {report.seconds:.0f} s of faults, forks and changes: all right",
                   len(WRONG), tuple(found), broken_off, report.seconds)
-    series = report.series()
+    series = report.series
     grown = tuple(Finding("trend", s.name, f"grows by {s.trend.per_hour:.3g} {s.unit} an hour (95 % of "
                           f"{s.trend.low:.3g} to {s.trend.high:.3g}); at most {s.most:.3g} is wanted",
                           "lz soak --hours shows it")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..select.policy import suggest
+from ..spec.codec import Record
 from ..spec.errors import ConfigError
 from ..verify.kernel.declarations import Checked, Finding
 
@@ -31,7 +32,7 @@ LEAST_REASON = 10                              # letters: "todo" is none
 
 
 @dataclass(frozen=True)
-class Waiver:
+class Waiver(Record, json="what reason expires target"):
     what: str
     reason: str
     expires: date                              # the last day it holds
@@ -40,9 +41,6 @@ class Waiver:
 
     def covers(self, name: str, target: str) -> bool:
         return fnmatchcase(name, self.what) and self.target in ("", target)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"what": self.what, "reason": self.reason, "expires": self.expires.isoformat(), "target": self.target}
 
 
 def read_waivers(path: Path) -> tuple[Waiver, ...]:

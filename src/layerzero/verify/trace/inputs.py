@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...spec.errors import DataError
 from .constraints import solved, total_axis, violated
-from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload, dataset_root, inside
+from .dataset import dataset_root, inside
+from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
 
 LARGE = 1 << 28                                # bytes from which the experts of a weight share their storage
 PERIOD = 4194301                               # a prime: random numbers may repeat, rows of a tensor shall not

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...machine.faults import FAULTS
+from ...spec.codec import encode
 from ...spec.errors import DataError
 from ..comparison import Tolerance, Verdict, compare, overall, tolerance_of
 from .answers import draws
@@ -92,7 +93,7 @@ class Report:
                 "detail": self.detail, "answer": self.answer, "kernels": list(self.kernels),
                 "axes": dict(self.workload.axes) if self.workload else {},
                 "scaled": {a: {"from": old, "to": new} for a, (old, new) in self.scaled.items()},
-                "comparisons": [c.to_json() for c in self.comparisons], "absent": dict(self.absent),
+                "comparisons": encode(self.comparisons), "absent": dict(self.absent),
                 "latency_ms": self.latency_ms, "reference_ms": self.reference_ms}
 
 

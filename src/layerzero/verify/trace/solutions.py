@@ -58,8 +58,8 @@ def kernel_of(solution: Solution, definition: Definition, trusted: Sequence[str 
     """The declaration; RegistrationError says why there can be none."""
     if solution.definition != definition.name:
         raise RegistrationError(f"solution {solution.name!r} is for {solution.definition}, not for {definition.name}")
-    if solution.language not in ("python", "triton"):
-        raise RegistrationError(f"solution {solution.name!r} is written in {solution.language}; "
+    if solution.spec.language not in ("python", "triton"):
+        raise RegistrationError(f"solution {solution.name!r} is written in {solution.spec.language}; "
                                 "python and triton can be registered")
     home = solution.origin.resolve() if solution.origin else None
     if home is None or not any(home.is_relative_to(Path(folder).resolve()) for folder in trusted):
@@ -69,7 +69,7 @@ def kernel_of(solution: Solution, definition: Definition, trusted: Sequence[str 
     answer = _direct(solution, definition)
     op = dispatcher_of(answer.ops[0]).op
     params = [p for p in op.params if p.name in answer.params or p.name in answer.fixed]
-    kinds = [kind for kind in ("cpu", "cuda") if kind in " ".join(solution.target_hardware).lower()] or ["cuda"]
+    kinds = [kind for kind in ("cpu", "cuda") if kind in " ".join(solution.spec.target_hardware).lower()] or ["cuda"]
     slug = re.sub(r"[^a-z0-9_]", "_", solution.name.lower())
     return Kernel(
         f"solution.{slug}", op, lambda: _adapted(solution, definition, answer, op, params),
@@ -136,7 +136,7 @@ def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op,
 def _called(solution: Solution, definition: Definition, entry: Callable[..., Any], arguments: Sequence[Any],
             like: dict[str, torch.Tensor]) -> list[Any]:
     """Run it in its own style; `like` has the shapes of the outputs."""
-    if solution.destination_passing_style:
+    if solution.spec.destination_passing_style:
         outputs = [torch.empty_like(like[n]) for n in definition.outputs]
         entry(*arguments, *outputs)
         return outputs

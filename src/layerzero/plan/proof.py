@@ -21,7 +21,7 @@ Known = Mapping[str, Union[Span, Any]]         # of a fact: its value, or the sp
 
 
 def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
-    """`known` holds the facts that are the same for all calls, and the spans of the sizes."""
+    """Do all rules of the kernel hold? `known` has the facts common to all calls and the spans of the sizes."""
     fixed = {target for kind, target in choice.transforms if kind == "contiguous"}
     cast = any(kind == "cast" for kind, _ in choice.transforms)
 
@@ -36,8 +36,8 @@ def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
 def holds(rule: Condition, op: Op, known: Known) -> bool | None:
     """True or False for every call; None if it depends on the call."""
     if isinstance(rule, AnyOf):
-        found = [holds(r, op, known) for r in rule.rules]
-        return True if True in found else None if None in found else False
+        answers = [holds(r, op, known) for r in rule.rules]
+        return True if True in answers else None if None in answers else False
     if isinstance(rule, When):
         condition, then = holds(rule.condition, op, known), holds(rule.then, op, known)
         return True if condition is False or then is True else then if condition else None
@@ -48,10 +48,10 @@ def holds(rule: Condition, op: Op, known: Known) -> bool | None:
         return None
     if not isinstance(value, Span):
         return bool(TESTS[rule.test][0](value, rule.value))
-    return _of_span(rule, value)
+    return _holds_over(rule, value)
 
 
-def _of_span(rule: Rule, span: Span) -> bool | None:
+def _holds_over(rule: Rule, span: Span) -> bool | None:
     low = -math.inf if span.low is None else span.low
     high = math.inf if span.high is None else span.high
     want: Any = rule.value
@@ -68,14 +68,14 @@ def _of_span(rule: Rule, span: Span) -> bool | None:
     if rule.test in ("present", "absent"):
         return rule.test == "present"
     if rule.test in ("eq", "in", "ne", "not_in"):
-        wanted: Iterable[Any] = want if isinstance(want, tuple) else (want,)
-        inside = any(isinstance(v, (int, float)) and low <= v <= high for v in wanted)
+        values: Iterable[Any] = want if isinstance(want, tuple) else (want,)
+        inside = any(isinstance(v, (int, float)) and low <= v <= high for v in values)
         return None if inside else rule.test in ("ne", "not_in")
     return None
 
 
 def interval(op: Op, name: str, known: Known) -> Span | None:
-    """Where a derived number lies, from where those lie that it is made of; None if that cannot be told."""
+    """Return the span of a derived number from the spans of its operands; None if it is unknown."""
     stack: list[tuple[Number, Number]] = []
     for code, value in parse(op.derived[name]).postfix:
         if code == "fact":
@@ -87,10 +87,10 @@ def interval(op: Op, name: str, known: Known) -> Span | None:
             stack.append((value, value))
         else:
             right, left = stack.pop(), stack.pop()
-            found = _combined(code, left, right)
-            if found is None:
+            combined = _combine(code, left, right)
+            if combined is None:
                 return None
-            stack.append(found)
+            stack.append(combined)
     low, high = stack.pop()
     return Span(None if low == -math.inf else low, None if high == math.inf else high)
 
@@ -104,8 +104,8 @@ def _ends(op: Op, name: str, known: Known) -> tuple[Number, Number] | None:
     return (value, value) if isinstance(value, (int, float)) else None
 
 
-def _combined(code: str, a: tuple[Number, Number], b: tuple[Number, Number]) -> tuple[Number, Number] | None:
-    """The interval of an operation on two; None where it is not worth finding out."""
+def _combine(code: str, a: tuple[Number, Number], b: tuple[Number, Number]) -> tuple[Number, Number] | None:
+    """Return the interval of an operation on two intervals; None where it is not computed."""
     if code in ("lt", "le", "gt", "ge", "eq", "ne"):
         if code in ("gt", "ge"):
             a, b, code = b, a, {"gt": "lt", "ge": "le"}[code]

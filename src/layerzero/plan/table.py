@@ -1,9 +1,9 @@
-"""A dispatch table: which kernel serves which calls, decided ahead of time and written down.
+"""A dispatch table: which kernel serves which calls, decided ahead of time and written to a file.
 
-A row says, for one op: what the call must be (dtype, switches, which tensors are given, how they lie),
-from where to where each of its sizes may go, and the kernels to try, best first. The stamp says where
-the table holds: device and driver, builds of the kernels, what they can do, policy. `dispatch_table.json`
-is documented in docs/tables.md. plan/solver.py makes tables, plan/lower.py turns one into plain Python.
+A row holds, for one op: the facts that a call must have (dtype, switches, which tensors are given and their
+strides), the range of each of its sizes, and the kernels to try, best first. The stamp says where the table
+is valid: device and driver, builds of the kernels, their capabilities, policy. `dispatch_table.json` is
+documented in docs/tables.md. plan/solver.py makes tables, plan/lower.py turns one into plain Python.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ MOST = Check(f"a list of at most {MOST_ROWS}", lambda rows: len(rows) <= MOST_RO
 
 
 class Span(NamedTuple):
-    """The numbers from `low` to `high`, both included (None: no end), of the multiples and non-multiples named."""
+    """The numbers from `low` to `high`, both included (None: no end), that are multiples of all `multiples` and of
+    none of `others`."""
 
     low: Number | None = None
     high: Number | None = None
@@ -89,7 +90,7 @@ class Span(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One kernel of a row: what the inputs go through first, and the memory it needs at most."""
+    """One kernel of a row, the transforms of its inputs, and the most workspace that it needs."""
 
     kernel: Text
     transforms: tuple[tuple[Annotated[str, one_of(TRANSFORMS)], str], ...] = ()
@@ -140,9 +141,9 @@ class Row(Record):
                      for c in self.choices)
 
     def __str__(self) -> str:
-        told = [str(v) if n == "dtype" else f"{n}={v}" for n, v in self.when
-                if v not in (None, False, "plain") and "." not in n and n != "device"]
-        return " ".join([self.op, *told, *(f"{n}={s}" for n, s in self.sizes)])
+        facts = [str(v) if n == "dtype" else f"{n}={v}" for n, v in self.when
+                 if v not in (None, False, "plain") and "." not in n and n != "device"]
+        return " ".join([self.op, *facts, *(f"{n}={s}" for n, s in self.sizes)])
 
     def to_json(self) -> dict[str, Any]:
         return encode({"op": self.op, "when": dict(self.when), "sizes": dict(self.sizes), "choices": self.choices})  # type: ignore[no-any-return]
@@ -155,7 +156,7 @@ class Row(Record):
 
 @dataclass(frozen=True)
 class Stamp(Record, json="device signature place policy capabilities builds library", names={"library": "layerzero"}):
-    """Where a table holds."""
+    """Where a table is valid."""
 
     device: Device
     place: Text                                # as measurements have it: the device's signature and threads
@@ -177,16 +178,16 @@ class Stamp(Record, json="device signature place policy capabilities builds libr
                    installed_version("layerzero") or "unknown")
 
     def drift(self, now: Stamp) -> list[Reason]:
-        """What is not as it was. An empty list: the table holds here."""
-        then, here = ({k: v for k, v in asdict(s.device).items() if k not in _SAME_MACHINE} for s in (self, now))
-        changed = [(f"device.{name}", then[name], here[name]) for name in then if then[name] != here[name]]
+        """Return what has changed since; an empty list if the table is valid in the world of `now`."""
+        then, current = ({k: v for k, v in asdict(s.device).items() if k not in _SAME_MACHINE} for s in (self, now))
+        changed = [(f"device.{name}", then[name], current[name]) for name in then if then[name] != current[name]]
         if not changed and self.place != now.place:
             changed.append(("threads", self.place, now.place))
         changed += [(name, getattr(self, name), getattr(now, name)) for name in ("policy", "capabilities")
                     if getattr(self, name) != getattr(now, name)]
         changed += [(f"build of {k}", v, now.builds.get(k, "absent")) for k, v in self.builds.items()
                     if now.builds.get(k) != v]
-        return [Reason(Code.PLAN_DRIFT, f"{name} {want}", f"{name} {got}", name) for name, want, got in changed]
+        return [Reason(Code.PLAN_DRIFT, f"{name} {old}", f"{name} {new}", name) for name, old, new in changed]
 
     @classmethod
     def read_json(cls, data: Any, at: At) -> Stamp | None:
@@ -242,13 +243,13 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
 
     @cached_property
     def by_op(self) -> Mapping[str, tuple[tuple[int, Row], ...]]:
-        found: dict[str, list[tuple[int, Row]]] = {}
+        rows_of: dict[str, list[tuple[int, Row]]] = {}
         for i, row in enumerate(self.rows):
-            found.setdefault(row.op, []).append((i, row))
-        return {op: tuple(rows) for op, rows in found.items()}
+            rows_of.setdefault(row.op, []).append((i, row))
+        return {op: tuple(rows) for op, rows in rows_of.items()}
 
     def find(self, op: str, facts: Facts) -> Row | None:
-        """The row for the facts of a call, or None. Rows do not overlap."""
+        """Return the row for the facts of a call, or None. Rows do not overlap."""
         return next((row for _, row in self.by_op.get(op, ()) if row.covers(facts)), None)
 
     def steps(self, op: str, facts: Facts) -> tuple[Step, ...] | None:
@@ -259,7 +260,7 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
         return None if row is None else row.steps
 
     def leaves(self, op: str) -> Iterator[Rule]:
-        """The numbers at which answers change: a key must tell both sides apart."""
+        """Yield rules at the numbers where answers change: a key must tell both sides apart."""
         seen = {(name, span) for _, row in self.by_op.get(op, ()) for name, span in row.sizes if "." not in name}
         for name, span in sorted(seen, key=str):
             if span.low is not None:
@@ -288,23 +289,21 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
 
 
 def distribution_of(kernel: Kernel) -> str:
-    """The package on the index that a kernel comes with: ours for what we compile, torch for what torch brings."""
+    """Return the package that a kernel comes with: ours for what we compile, torch for torch's own."""
     if not kernel.package:
         return "layerzero" if kernel.built is not None else "torch"
     return kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
 
 
 def _shown(end: Number | None, beyond: Callable[[Number], Number]) -> str:
-    """An end of a span; one that leaves out a round number just so is shown as that number, left out."""
+    """Show an end of a span. An end next to a round float is shown as that float in parentheses: excluded."""
     if end is None:
         return "..."
     return f"({beyond(end)})" if len(repr(beyond(end))) < len(repr(end)) - 4 else str(end)
 
 
-# files
-
 def below(n: Number) -> Number:
-    """The number just below: of whole numbers and of floats."""
+    """Return the next smaller integer or float."""
     return n - 1 if isinstance(n, int) else math.nextafter(n, -math.inf)
 
 
@@ -313,7 +312,7 @@ def above(n: Number) -> Number:
 
 
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """In one step: a reader sees the old file or the new one."""
+    """Write a file atomically: a reader sees the old one or the new one."""
     try:
         replace_output(Path(path), json.dumps(data, indent=1, allow_nan=False) + "\n")
     except OSError as e:

@@ -115,30 +115,30 @@ def compare(path: Path, target: str, device: str, seconds: float = SECONDS, firs
                     for call in CALLS if call not in baseline.calls)
     gone = tuple(Finding("baseline", call, f"{path} has it, and it is not timed any more", "lz gate --write-baseline")
                  for call in baseline.calls if call not in CALLS)
-    told = "" if baseline.torch == torch.__version__ else f"made with torch {baseline.torch}"
-    yield Checked("baseline", says, len(CALLS), missing + gone, told)
+    note = "" if baseline.torch == torch.__version__ else f"made with torch {baseline.torch}"
+    yield Checked("baseline", says, len(CALLS), missing + gone, note)
     known = tuple(call for call in CALLS if call in baseline.calls)
     now = dict((first or in_this_process)(known, device, seconds))
     for _ in range(PROCESSES):
         slower = tuple(call for call in known if now[call].high < baseline.least(call))
         if slower:
-            anew = (again or in_new_process)(slower, device, 2 * seconds)
-            now |= {call: max(now[call], anew[call], key=lambda timed: timed.high) for call in slower}
-    found = []
+            retimed = (again or in_new_process)(slower, device, 2 * seconds)
+            now |= {call: max(now[call], retimed[call], key=lambda timed: timed.high) for call in slower}
+    findings = []
     for call in known:
         timed, was, least = now[call], baseline.calls[call], baseline.least(call)
         text = (f"{timed.ratio:.2f} times torch's speed (95 % of {timed.low:.2f} to {timed.high:.2f}), "
                 f"was {was.ratio:.2f}")
         say(f"      {call}: {text}")
         if timed.high < least:
-            found.append(Finding(target, call, f"{text}; at least {least:.2f} is wanted",
-                                 "find the change that made it slower, or waive it with a reason and a day"))
+            findings.append(Finding(target, call, f"{text}; at least {least:.2f} is wanted",
+                                    "find the change that made it slower, or waive it with a reason and a day"))
     yield Checked(target, f"no call is more than {baseline.threshold:.0%} slower against torch than it was",
-                  len(known), tuple(found))
+                  len(known), tuple(findings))
 
 
 def merged(runs: Sequence[Timed]) -> Timed:
-    """Of several processes: the median of what they say, between the ends of all their intervals."""
+    """Merge the timings of several processes: their medians, and an interval that holds all their intervals."""
     def middle(values: Iterable[float]) -> float:
         return statistics.median(values)
 
@@ -153,12 +153,12 @@ def in_this_process(calls: Sequence[str], device: str, seconds: float) -> Mappin
 
 def in_new_process(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, Timed]:
     code = "import sys; from layerzero.release.performance import _print; _print(sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", code, device, str(seconds), *calls], capture_output=True, text=True,
-                          timeout=600 + 10 * seconds * len(calls))
-    if done.returncode:
-        raise DataError(f"timing {', '.join(calls)} in a process of its own ended with {done.returncode}:\n"
-                        f"{done.stderr.strip()[-2000:]}")
-    return {name: Timed(**row) for name, row in json.loads(done.stdout.splitlines()[-1]).items()}
+    process = subprocess.run([sys.executable, "-c", code, device, str(seconds), *calls], capture_output=True, text=True,
+                             timeout=600 + 10 * seconds * len(calls))
+    if process.returncode:
+        raise DataError(f"timing {', '.join(calls)} in a process of its own ended with {process.returncode}:\n"
+                        f"{process.stderr.strip()[-2000:]}")
+    return {name: Timed(**row) for name, row in json.loads(process.stdout.splitlines()[-1]).items()}
 
 
 def _print(words: Sequence[str]) -> None:
@@ -167,7 +167,7 @@ def _print(words: Sequence[str]) -> None:
 
 
 def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> Timed:
-    """Both ways in turns; the ratio of each round, and the interval of its median by drawing the rounds anew."""
+    """Time lz and torch in turns; return the median ratio of the rounds with a bootstrap interval."""
     with torch.no_grad():
         ours, torchs = make(device)
         timings = in_turns({"lz": ours, "torch": torchs}, seconds, device)

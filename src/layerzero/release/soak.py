@@ -110,9 +110,9 @@ BOUNDS: tuple[Bound, ...] = (
 
 
 @dataclass(frozen=True)
-class Judged(Record, json="name unit most first last passed judged trend",
+class Series(Record, json="name unit most first last passed judged trend",
              names={"name": "series", "most": "most_per_hour"}):
-    """One series: its trend, and whether it is surely beyond its bound."""
+    """One series of samples, its trend, and whether that is surely beyond its bound."""
 
     name: str
     unit: str
@@ -154,18 +154,18 @@ class Report(Record, header={"schema": SCHEMA}, whole=True,
         return self.seconds >= self.target_seconds * 0.99
 
     @property
-    def series(self) -> list[Judged]:
-        found = []
-        kept = [part.judged for part in self.parts]
-        long_enough = sum(s[-1].at - s[0].at for s in kept if s) / 3600 >= LEAST_JUDGED_HOURS
-        flat = [s for samples in kept for s in samples]
+    def series(self) -> list[Series]:
+        series = []
+        parts = [part.judged for part in self.parts]
+        long_enough = sum(s[-1].at - s[0].at for s in parts if s) / 3600 >= LEAST_JUDGED_HOURS
+        flat = [s for samples in parts for s in samples]
         for bound in BOUNDS if flat else ():
-            trend = theil_sen([[(s.at / 3600, float(bound.of(s))) for s in samples] for samples in kept])
+            trend = theil_sen([[(s.at / 3600, float(bound.of(s))) for s in samples] for samples in parts])
             level = statistics.median(bound.of(s) for s in flat)
-            found.append(Judged(bound.name, bound.unit, bound.most * level if bound.relative else bound.most,
-                                float(bound.of(flat[0])), float(bound.of(flat[-1])), trend,
-                                long_enough and trend is not None))
-        return found
+            series.append(Series(bound.name, bound.unit, bound.most * level if bound.relative else bound.most,
+                                 float(bound.of(flat[0])), float(bound.of(flat[-1])), trend,
+                                 long_enough and trend is not None))
+        return series
 
     @property
     def passed(self) -> bool:
@@ -193,7 +193,7 @@ class Report(Record, header={"schema": SCHEMA}, whole=True,
 def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float = 0.02, forks: bool = True,
          report: Report | None = None, out: Path | None = None, ops: tuple[str, ...] = (), seed: int = 0,
          say: Callable[[Sample, Tally], None] | None = None) -> Report:
-    """Run for so many seconds more and give the report with this part added.
+    """Run for so many seconds more and return the report with this part added.
 
     `rate`: the share of calls of the planted kernels that fail. KeyboardInterrupt ends the part early; the report
     then says so, and `out` holds it.
@@ -212,27 +212,27 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
     if not cases:
         raise ConfigError(f"a soak needs calls, no operation is named {' or '.join(ops)}")
     with _own_world(), _counting(tally):
-        around = Disturbances(cases, tally, kind, rate, forks, seed)
+        disturbances = Disturbances(cases, tally, kind, rate, forks, seed)
         workers = Workers(cases, tally, threads, seed)
         probe = Probe(kind)
         began = time.monotonic()
         cycle = min(max(CYCLE_SECONDS, report.target_seconds / MOST_SAMPLES), max(seconds / 4, 0.5))
         try:
-            around.start()
+            disturbances.start()
             workers.start()
             step = 0
             while time.monotonic() - began < seconds:
                 end = min(time.monotonic() + cycle, began + seconds)
-                pause = cycle / (len(around) + 1)
-                for _ in range(len(around)):
+                pause = cycle / (len(disturbances) + 1)
+                for _ in range(len(disturbances)):
                     time.sleep(max(min(pause, end - time.monotonic()), 0.0))
-                    around.do(step)            # all of them in every cycle, however busy the machine is
+                    disturbances.do(step)            # all of them in every cycle, however busy the machine is
                     step += 1
                 workers.pause()
-                around.quiet()
+                disturbances.quiet()
                 sample = probe.sample(time.monotonic() - began, tally)
                 part.samples.append(sample)
-                _note(part, tally, time.monotonic() - began, around)
+                _note(part, tally, time.monotonic() - began, disturbances)
                 if out is not None:
                     report.save(out)
                 if say is not None:
@@ -242,20 +242,20 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
             part.interrupted = True
         finally:
             workers.end()
-            around.end()
-            _note(part, tally, time.monotonic() - began, around)
+            disturbances.end()
+            _note(part, tally, time.monotonic() - began, disturbances)
             if out is not None:
                 report.save(out)
     return report
 
 
-def _note(part: Part, tally: Tally, seconds: float, around: Disturbances) -> None:
+def _note(part: Part, tally: Tally, seconds: float, disturbances: Disturbances) -> None:
     for name in other_breakers():
         text = f"breakers of other kernels: {name} is out of service, and no fault was planted in it"
         if text not in tally.failures:
             tally.fail("breakers of other kernels", text.partition(": ")[2])
     part.counts, part.failures, part.seconds = dict(tally.counts), list(tally.failures), seconds
-    part.notes = [f"no forks: {around.no_forks}"] if around.no_forks else []
+    part.notes = [f"no forks: {disturbances.no_forks}"] if disturbances.no_forks else []
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from layerzero.operate.inspection import dispatcher_of
 from layerzero.plan import lower as lowering
 from layerzero.plan.force import check
 from layerzero.plan.proof import holds, interval, proven
-from layerzero.plan.solver import facts_of, known_of, union
+from layerzero.plan.solver import facts_of, facts_of_row, union
 from layerzero.plan.table import SCHEMA, Choice, Row, Span, Table
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.errors import ConfigError, DataError, InvalidCall
@@ -589,7 +589,7 @@ def test_every_row_of_a_models_table_is_proven(world):
     for row in table.rows:
         op = world.catalog.ops[row.op]
         for choice in row.choices:
-            assert proven(op, world.catalog.by_id[choice.kernel], choice, known_of(op, row, device))
+            assert proven(op, world.catalog.by_id[choice.kernel], choice, facts_of_row(op, row, device))
 
 
 def test_only_named_kernels_are_in_a_table_under_a_lock(world):

@@ -13,20 +13,20 @@ from .definition import Definition, Trace, Workload
 
 
 def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> tuple[Definition, ...]:
-    """The definitions of a dataset (a folder with `definitions/`, or that folder itself), sorted by type and name."""
+    """Return the definitions of a dataset (a folder with `definitions/`, or that folder), by type and name."""
     root = Path(folder)
     if root.is_file():
-        found: Sequence[Definition] = (Definition.load(root),)
+        definitions: Sequence[Definition] = (Definition.load(root),)
     elif root.is_dir():
         home = root / "definitions" if (root / "definitions").is_dir() else root
-        found = _readable(sorted(home.rglob("*.json")))
+        definitions = _readable(sorted(home.rglob("*.json")))
     else:
         raise DataError(f"{root}: wanted a folder of definitions or one JSON file; there is none")
-    chosen = tuple(d for d in found if name in ("", d.name) and op_type in ("", d.op_type))
+    chosen = tuple(d for d in definitions if name in ("", d.name) and op_type in ("", d.op_type))
     if not chosen:
-        asked, names = (name, {d.name for d in found}) if name else (op_type, {d.op_type for d in found})
-        raise DataError(f"{root}: none of {len(found)} definitions is called or of the type {asked!r}"
-                        f"{suggest(asked, names)}")
+        known = {d.name if name else d.op_type for d in definitions}
+        raise DataError(f"{root}: none of {len(definitions)} definitions is called or of the type {name or op_type!r}"
+                        f"{suggest(name or op_type, known)}")
     twice = [d.name for i, d in enumerate(chosen) if d.name in {other.name for other in chosen[:i]}]
     if twice:
         raise DataError(f"{root}: more than one definition is called {twice[0]!r}; names are unique in a dataset")
@@ -34,18 +34,18 @@ def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> t
 
 
 def _readable(paths: Sequence[Path]) -> list[Definition]:
-    """Those of the files that hold a definition; each of the others is a `FileRefused` event."""
-    found: list[Definition] = []
+    """Return the definitions of these files. A file that holds none is a `FileRefused` event."""
+    definitions: list[Definition] = []
     refused: DataError | None = None
     for path in paths:
         try:
-            found.append(Definition.load(path))
+            definitions.append(Definition.load(path))
         except DataError as e:
             refused = refused or e
             events.emit(FileRefused(path=str(path), problem=str(e)))
-    if refused is not None and not found:
+    if refused is not None and not definitions:
         raise refused
-    return found
+    return definitions
 
 
 def dataset_root(definition: Definition) -> Path | None:
@@ -55,22 +55,22 @@ def dataset_root(definition: Definition) -> Path | None:
 
 
 def inside(root: Path, path: str | Path) -> Path:
-    """`path`, which counts from `root`, with its links followed; DataError if that leads out of `root`."""
+    """Resolve `path`, which counts from `root`; DataError if it leads out of `root`."""
     home = root.resolve()
     try:
-        found = (home / path).resolve()
-        found.exists()                         # a name that no file can have is told here
+        resolved = (home / path).resolve()
+        resolved.exists()                      # raises for a name that no file can have
     except (OSError, RuntimeError, ValueError) as e:
         raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r} ({e})") from e
     pure = PurePosixPath(str(path).replace("\\", "/"))
-    if pure.is_absolute() or ".." in pure.parts or not found.is_relative_to(home):
+    if pure.is_absolute() or ".." in pure.parts or not resolved.is_relative_to(home):
         raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r}, which leads out "
                         "of it; it is not read")
-    return found
+    return resolved
 
 
 def find_workloads(definition: Definition) -> tuple[Workload, ...]:
-    """The workloads that the dataset of the definition has for it."""
+    """Return the workloads that the dataset of the definition has for it."""
     root = dataset_root(definition)
     if root is None:
         return ()

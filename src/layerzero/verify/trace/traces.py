@@ -43,14 +43,14 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
     check_names(definition)
     stripped = json.dumps(replace(definition, description="").to_json(), indent=1)
     names = ", ".join(definition.inputs)
-    given = ", ".join(f"{n!r}: {n}" for n in definition.inputs)
+    arguments = ", ".join(f"{n!r}: {n}" for n in definition.inputs)
     outputs = ", ".join(f"made[{n!r}]" for n in definition.outputs)
     content = (f'{as_docstring(str(answers(definition)[reading]))}\n\nimport json\n\n'
                "from layerzero.verify.trace.answers.lookup import answers\n"
                "from layerzero.verify.trace.definition import Definition\n\n"
                f"DEFINITION = Definition.from_json(json.loads({stripped!r}))\n"
                f"ANSWER = answers(DEFINITION)[{reading:d}]\n\n\n"
-               f"def run({names}):\n    made = ANSWER({{{given}}})\n    return {outputs}\n")
+               f"def run({names}):\n    made = ANSWER({{{arguments}}})\n    return {outputs}\n")
     spec = BuildSpec("python", tuple(sorted({"cpu", *hardware.present()})), "main.py::run", ("layerzero", "torch"),
                      destination_passing_style=False)
     return Solution(solution_name(definition), definition.name, "layerzero", spec, (SourceFile("main.py", content),),

@@ -59,8 +59,8 @@ def _own_op(definition: Definition, name: str) -> Answer:
     fixed = fixed_arguments(definition)
 
     def compute(x: Inputs) -> Outputs:
-        made = lz(name, **{n: x[n] for n in definition.inputs}, **fixed)
-        return dict(zip(definition.outputs, made if isinstance(made, (tuple, list)) else (made,)))
+        results = lz(name, **{n: x[n] for n in definition.inputs}, **fixed)
+        return dict(zip(definition.outputs, results if isinstance(results, (tuple, list)) else (results,)))
 
     return Answer(definition, (name,), f"lz.{name}({', '.join(definition.inputs)})", compute, kind="own",
                   params={n: n for n in definition.inputs}, fixed=fixed,

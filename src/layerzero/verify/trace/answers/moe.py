@@ -108,14 +108,14 @@ def _quantized(p: Parts, roles: _Roles) -> bool:
 def _top_k(p: Parts, roles: _Roles) -> int:
     if roles.ids:
         return 0
-    found = constant(p.definition, r"(num_)?top_?k|num_experts_per_tok(en)?")
-    if found is None:
+    count = constant(p.definition, r"(num_)?top_?k|num_experts_per_tok(en)?")
+    if count is None:
         tag = re.search(r"top_?k_?(\d+)", " ".join((*p.definition.tags, p.definition.description,
                                                     p.definition.name)).lower())
-        found = int(tag[1]) if tag else None
-    if found is None:
+        count = int(tag[1]) if tag else None
+    if count is None:
         raise p.unmapped("how many experts a token has is told neither by a const axis top_k nor by the reference")
-    return found
+    return count
 
 
 def _groups(definition: Definition) -> tuple[int, int]:

@@ -195,10 +195,6 @@ def _limits(op: Op) -> Mapping[str, Any]:
     return {rule.fact: rule.value for rule in op.requires if isinstance(rule, Rule) and rule.test == "le"}
 
 
-def bucket_of(op: Op, facts: Mapping[str, Any]) -> str:
-    return kind_of(op, facts).bucket
-
-
 def place_of(device: Device, threads: int = 0) -> str:
     return f"{device.signature}-{threads}t" if device.type == "cpu" and threads else device.signature
 

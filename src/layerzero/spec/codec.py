@@ -141,11 +141,12 @@ class At:
         path = self.path + name if name[:1] == "[" else f"{self.path}.{name}" if self.path else name
         return At(path, self.mistakes, self.reasons)
 
-    def mistake(self, text: str) -> None:
+    def mistake(self, text: str) -> Any:
+        """Note a mistake at this place; returns None, the value of what cannot be read."""
         self.mistakes.append(f"{self.path}: {text}" if self.path else text)
 
-    def wrong(self, want: str, got: Any) -> None:
-        self.mistake(f"wanted {want}, got {shown(got, most=120)}")
+    def wrong(self, want: str, got: Any) -> Any:
+        return self.mistake(f"wanted {want}, got {shown(got, most=120)}")
 
 
 def decode(kind: type[T], data: Any, what: str, **given: Any) -> T:
@@ -179,8 +180,8 @@ def read_fields(kind: Any, data: Any, at: At, **given: Any) -> Any:
     members = {key: name for key, name in members.items() if name not in given}
     missing = [key for key, name in members.items() if key not in data and name in defaults
                and (defaults[name] is MISSING or (layout.whole and name not in layout.omit))]
-    unknown = [str(key)[:60] for key in data if key not in members and key not in layout.header]
-    if missing or (unknown and not layout.lenient):
+    unknown = [] if layout.lenient else [str(key)[:60] for key in data if key not in {*members, *layout.header}]
+    if missing or unknown:
         at.mistake(f"missing: {', '.join(missing) or 'nothing'}; unknown: {', '.join(unknown) or 'nothing'}; "
                    f"wanted are {', '.join((*layout.header, *members))}")
     hints = _hints(kind)

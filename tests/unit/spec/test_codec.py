@@ -174,7 +174,7 @@ class Seconds:
     @classmethod
     def read_json(cls, data: Any, at: At) -> Seconds | None:
         number, _, unit = data.partition(" ") if isinstance(data, str) else ("", "", "")
-        return cls(float(number)) if unit == "s" else at.wrong("a time such as '3.0 s'", data)  # type: ignore[func-returns-value]
+        return cls(float(number)) if unit == "s" else at.wrong("a time such as '3.0 s'", data)
 
 
 class Timer(NamedTuple):

@@ -197,16 +197,18 @@ def check_names(definition: Definition) -> None:
 
 def _check_reference(code: str, inputs: tuple[str, ...], at: At) -> None:
     if len(code) > MOST_REFERENCE:
-        return at.wrong(f"at most {MOST_REFERENCE} characters", code[:60])
+        at.wrong(f"at most {MOST_REFERENCE} characters", code[:60])
+        return
     try:
         tree = ast.parse(code)
-    except SyntaxError as e:
-        return at.wrong(f"Python code ({e.msg} in line {e.lineno})", (e.text or "").strip())
     except UNPARSED as e:
-        return at.wrong(f"Python code ({e})", code)
+        where = f"{e.msg} in line {e.lineno}" if isinstance(e, SyntaxError) else str(e)
+        at.wrong(f"Python code ({where})", code)
+        return
     run = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run"), None)
     if run is None:
-        return at.wrong("code with a function run(...)", "none of that name")
+        at.wrong("code with a function run(...)", "none of that name")
+        return
     params = [a.arg for a in (*run.args.posonlyargs, *run.args.args, *run.args.kwonlyargs)]
     if not run.args.vararg and not run.args.kwarg and len(params) < len(inputs):
         at.wrong(f"a run() of the {len(inputs)} inputs {', '.join(inputs)}", ", ".join(params) or "no parameters")

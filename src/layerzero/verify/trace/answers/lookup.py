@@ -41,15 +41,6 @@ def answer(definition: Definition) -> Answer:
     return answers(definition)[0]
 
 
-def can_answer(definition: Definition) -> str:
-    """Nothing, or why not."""
-    try:
-        answers(definition)
-    except Unmapped as e:
-        return str(e)
-    return ""
-
-
 def _own_op(definition: Definition, name: str) -> Answer:
     """A definition exported from one of our operations: its inputs are the operation's parameters."""
     params = {p.name for p in dispatcher_of(name).op.params}

@@ -302,7 +302,7 @@ def test_what_a_kernel_takes_must_be_what_the_op_has():
 
 # plans
 
-scores = st.builds(Score, *[st.floats(0, 1e9)] * 5, st.sampled_from(["prior", "measured", "interpolated"]),
+scores = st.builds(Score, *[st.floats(0, 1e9)] * 4, st.sampled_from(["prior", "measured", "interpolated"]),
                    st.integers(0, 99), st.floats(0, 2), st.floats(0, 9))
 transforms = st.builds(Transform, st.sampled_from(["contiguous", "cast", "layout"]), st.text(max_size=6),
                        st.integers(0))

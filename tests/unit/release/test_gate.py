@@ -164,9 +164,9 @@ def test_names_that_fit_nothing_are_errors(tmp_path: Path) -> None:
     with pytest.raises(lz.ConfigError, match="did you mean 'performance'"):
         stages_of(["static,perfomance"])
     with pytest.raises(lz.ConfigError, match="this machine has cpu-"):
-        targets.chosen("blackwell" if "blackwell" not in targets.here() else "cdna1")
+        targets.choose_target("blackwell" if "blackwell" not in targets.local_targets() else "cdna1")
     with pytest.raises(lz.ConfigError, match="give one of them"):
-        targets.chosen("hopper", "cpu")
+        targets.choose_target("hopper", "cpu")
 
 
 # The command.

@@ -127,7 +127,7 @@ def fuzz(name: str, flags: list[str]) -> None:
     import atheris
     with atheris.instrument_imports(include=[
             "layerzero.spec", "layerzero.select", "layerzero.perf", "layerzero.plan",
-            "layerzero.verify.trace.schema", "layerzero.verify.trace.definition", "layerzero.verify.trace.constraints",
+            "layerzero.verify.trace.definition", "layerzero.verify.trace.constraints",
             "layerzero.world.config", "layerzero.world.capabilities", "layerzero.world.certificates",
             "layerzero.tune"]):
         from targets import TARGETS

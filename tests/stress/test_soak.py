@@ -203,6 +203,6 @@ def test_growth_beyond_the_bound_fails_and_warming_up_does_not():
     assert report(lambda i: 300 + i % 5).passed
     assert report(lambda i: 100 + min(i, 14) * 20 + i % 5).passed      # the first quarter is the warm-up
     leak = report(lambda i: 300 + i * 2 + i % 5)
-    assert not leak.passed and [s.name for s in leak.series() if not s.passed] == ["RSS"]
+    assert not leak.passed and [s.name for s in leak.series if not s.passed] == ["RSS"]
     short = report(lambda i: 300 + i * 2, seconds=60.0)
-    assert short.passed and not any(s.judged for s in short.series())  # a minute says nothing of an hour
+    assert short.passed and not any(s.judged for s in short.series)  # a minute says nothing of an hour

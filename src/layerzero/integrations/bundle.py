@@ -31,7 +31,7 @@ from ..operate.readiness import Readiness
 from ..perf import snapshot
 from ..perf.interface import StoreError
 from ..plan.lockfile import Lockfile, check_lockfile, load_lockfile
-from ..plan.readiness import Calls, Given, readiness_check
+from ..plan.readiness import Calls, OrPath, readiness_check
 from ..plan.table import Table, distribution_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..world import capabilities, config, events, perf_loading, redaction
@@ -46,7 +46,7 @@ Files = dict[str, bytes]
 
 
 def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str | None = None,
-                 table: Given[Table] = None, lock: Given[Lockfile] = None, log: str | os.PathLike[str] | None = None,
+                 table: OrPath[Table] = None, lock: OrPath[Lockfile] = None, log: str | os.PathLike[str] | None = None,
                  force: bool = False) -> dict[str, Any]:
     """Write the archive (tar.gz) to `path` and return its manifest. A file that is there stays, unless `force`.
 
@@ -139,7 +139,7 @@ def _log(path: Path) -> bytes:
     return "\n".join(map(redaction.text, content.split("\n"))).encode()
 
 
-def _add_table(given: Given[Table], world: World, report: Readiness, files: Files, left_out: dict[str, str]) -> None:
+def _add_table(given: OrPath[Table], world: World, report: Readiness, files: Files, left_out: dict[str, str]) -> None:
     """The table that was given, or the one in force, and what the check said of it."""
     name = "dispatch_table.json"
     held = world.table.table if world.table is not None else None
@@ -156,7 +156,7 @@ def _add_table(given: Given[Table], world: World, report: Readiness, files: File
     _add(name, table.to_json(), files, left_out)
 
 
-def _add_lockfile(given: Given[Lockfile], files: Files, left_out: dict[str, str]) -> None:
+def _add_lockfile(given: OrPath[Lockfile], files: Files, left_out: dict[str, str]) -> None:
     name = "layerzero.lock"
     if given is None:
         left_out[name] = "none was given"

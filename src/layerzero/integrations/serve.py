@@ -23,7 +23,7 @@ from typing import Any
 
 from ..operate import readiness
 from ..plan.lockfile import Lockfile
-from ..plan.readiness import Calls, Given, listed, readiness_check
+from ..plan.readiness import Calls, OrPath, load_calls, readiness_check
 from ..plan.table import Table
 from ..spec.errors import ConfigError, LayerZeroError
 from ..world import events, redaction
@@ -42,12 +42,12 @@ Check = Callable[[], readiness.Readiness]
 
 
 def serve_metrics(port: int = 0, host: str = LOOPBACK, *, calls: Calls = (), device: str | None = None,
-                  table: Given[Table] = None, lock: Given[Lockfile] = None, every: float = EVERY) -> Server:
+                  table: OrPath[Table] = None, lock: OrPath[Lockfile] = None, every: float = EVERY) -> Server:
     """Serve /metrics, /ready and /live of this process from a daemon thread; port 0 takes a free one.
 
     `calls`, `device`, `table` and `lock` are what /ready checks, as for lz.readiness_check.
     """
-    asked = listed(calls)
+    asked = load_calls(calls)
     return Server(host, port, lambda: readiness_check(asked, device, table=table, lock=lock), every)
 
 

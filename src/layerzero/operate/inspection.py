@@ -16,6 +16,7 @@ from ..dispatch.dispatcher import Dispatcher, dispatchers, function
 from ..machine import hardware, loading
 from ..select.score import with_casts
 from ..spec import codegen
+from ..spec.codec import Record
 from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
 from ..spec.event import BackendUnavailable
@@ -152,7 +153,7 @@ def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any, **kwargs:
 
 
 @dataclass(frozen=True)
-class KernelInfo:
+class KernelInfo(Record):
     """One row of `lz list`."""
 
     id: str
@@ -162,9 +163,6 @@ class KernelInfo:
     requires: tuple[str, ...]
     package: str
     note: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "reasons": [r.to_json() for r in self.reasons], "requires": list(self.requires)}
 
 
 def list_kernels(op: str | None = None, device: str | None = None) -> list[KernelInfo]:
@@ -206,7 +204,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Record, json="ok checks versions devices"):
     checks: tuple[Check, ...]
     devices: tuple[Device, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -214,10 +212,6 @@ class Diagnosis:
     @property
     def ok(self) -> bool:
         return all(c.ok for c in self.checks)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"ok": self.ok, "checks": [dict(c.__dict__) for c in self.checks], "versions": dict(self.versions),
-                "devices": [d.to_json() for d in self.devices]}
 
     def __str__(self) -> str:
         lines = [f"{d.type}:{d.index} {d.name}" for d in self.devices]
@@ -289,17 +283,13 @@ def _version() -> str:
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(Record):
     """What ran so far, by op and kernel; events by name; what was learned while serving; what is compiled behind it."""
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]
     learning: learning.Status
     compiling: compiling.Status = field(default_factory=compiling.Status)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"calls": {k: dict(v) for k, v in self.calls.items()}, "events": dict(self.events),
-                "learning": self.learning._asdict(), "compiling": self.compiling.to_json()}
 
 
 def stats() -> Stats:

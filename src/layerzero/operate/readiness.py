@@ -23,6 +23,7 @@ from ..machine import hardware
 from ..machine.loading import installed_version, satisfies
 from ..machine.memory import free_bytes, headroom
 from ..select.policy import REDACTIONS, PolicyRule
+from ..spec.codec import Record, encode
 from ..spec.errors import LayerZeroError
 from ..spec.reason import Code
 from ..world import capabilities, config, measurements, perf_loading, redaction
@@ -45,7 +46,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Record):
     """One line of the report."""
 
     name: str
@@ -65,9 +66,6 @@ class Check:
         return cls(name, told[0].state, want, told[0].text + more,
                    "; ".join(dict.fromkeys(f.hint for f in told if f.hint)),
                    tuple(f"{f.state}: {f.text}" for f in told) if more else ())
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "details": list(self.details)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Readiness:
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "ready": self.ok, "failed": len(self.failed), "warnings": len(self.warnings),
-                "device": self.device, "checks": [c.to_json() for c in self.checks]}
+                "device": self.device, "checks": encode(self.checks)}
 
     def __str__(self) -> str:
         lines = [f"{'ready' if self.ok else 'not ready'}: {len(self.checks)} checks, {len(self.failed)} failed, "

@@ -24,6 +24,7 @@ from ..dispatch.background.compiling import LAST_WORDS, compile_now, share_cache
 from ..dispatch.dispatcher import Dispatcher
 from ..machine import faults, hardware
 from ..spec.call import Call, read_calls
+from ..spec.codec import Record, encode
 from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.event import Fallback, WarmupSkipped
 from ..spec.kernel import Kernel
@@ -54,7 +55,7 @@ Source = Iterable[Call] | str | os.PathLike[str] | Baked
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Record):
     """What became of one call."""
 
     call: Call
@@ -64,9 +65,6 @@ class Outcome:
     seconds: float = 0.0
     why: str = ""                              # of failed and skipped
     left_out: Mapping[str, str] = field(default_factory=dict)      # faster kernels that could not be had -> why
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "call": self.call.to_json(), "left_out": dict(self.left_out)}
 
 
 Progress = Callable[[Outcome], object]
@@ -112,7 +110,7 @@ class WarmupReport:
             return _turn.wait_for(lambda: not self.waiting, timeout)
 
     def to_json(self) -> dict[str, Any]:
-        return {"ok": self.ok, "calls": [o.to_json() for o in self._outcomes]}
+        return {"ok": self.ok, "calls": encode(self._outcomes)}
 
     def __str__(self) -> str:
         counts = ", ".join(f"{len(found)} {state}" for state in ("ready", "waiting", "failed", "skipped")

@@ -35,7 +35,7 @@ def export_lines(store: Store, path: Path) -> int:
     lines: list[dict[str, Any]] = [{"environment": i, "data": data} for i, data in environments.items()]
     lines += [{"rates": place, "flops_per_us": r.flops_per_us, "bytes_per_us": r.bytes_per_us, "at": at}
               for place, (r, at) in rates.items()]
-    lines += [{"measurement": m.to_json()} for m in rows]
+    lines += [{"measurement": m._asdict()} for m in rows]
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as out:
             try:

@@ -145,7 +145,7 @@ class FleetStore(Store):
             for i in sorted(environments):
                 connection.execute(insert(self._environments).on_conflict_do_nothing(),
                                    {"id": i, "data": dict(environments[i])})
-            for batch in _batches([best[key].to_json() for key in sorted(best)]):
+            for batch in _batches([best[key]._asdict() for key in sorted(best)]):
                 connection.execute(put, batch)
             for place, (found, at) in sorted(rates.items()):
                 connection.execute(roofs, {"place": place, "flops_per_us": float(found.flops_per_us),

@@ -18,6 +18,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from ..spec.codec import decode
 from ..spec.device import Device
 from ..spec.errors import DataError
 from ..spec.expr import parse
@@ -63,18 +64,10 @@ class Measurement(NamedTuple):
     environment: str = ""                      # id of the whole environment it was measured in
     mode: str = EAGER                          # eager | captured | compiled
 
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict()
-
     @classmethod
     def from_json(cls, data: Any) -> Measurement:
         """What came from a file is not trusted to be what it says: DataError."""
-        given = data.keys() if isinstance(data, Mapping) else set()
-        wrong = sorted([*(f"no {name!r}" for name in _REQUIRED if name not in given),
-                        *(f"an unknown {name!r}" for name in given if name not in cls._fields)])
-        if wrong:
-            raise DataError(f"a measurement has the fields {', '.join(cls._fields)}; got {', '.join(wrong)}")
-        return cls(**data).checked()
+        return decode(cls, data, "measurement").checked()
 
     def checked(self) -> Measurement:
         """The same with every number of its own type; DataError for what no measurement can be."""
@@ -201,10 +194,6 @@ def _limits(op: Op) -> Mapping[str, Any]:
     """The largest value that the contract lets each number have."""
     rules = (rule for rule in op.requires if isinstance(rule, Rule))
     return {rule.fact: n for rule in rules for n in rule.predicate.cuts().above}
-
-
-def bucket_of(op: Op, facts: Mapping[str, Any]) -> str:
-    return kind_of(op, facts).bucket
 
 
 def place_of(device: Device, threads: int = 0) -> str:

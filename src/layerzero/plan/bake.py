@@ -1,9 +1,8 @@
-"""Choices baked in: a bound kernel, and a model whose calls are bound.
+"""Kernels bound ahead of time: for one call (`bind`), or for all calls of a model (`compile_model`).
 
-`bind` gives the kernel for one kind of call as a plain function of its tensors: no lookup, no check.
-`compile_model` (lz.compile) lets Dynamo find the lz calls of a model and puts a bound kernel in the place
-of each. Dynamo's guards say when a call is no longer of that kind; it is then chosen anew, and an event
-says so.
+`bind` returns the kernel for one kind of call as a plain function of its tensors: no lookup, no check.
+`compile_model` (lz.compile) lets Dynamo find the lz calls of a model and replaces each with a bound kernel.
+Dynamo's guards notice a call of another kind; its kernel is then selected anew, with the event plan_missed.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from ..dispatch.dispatcher import Dispatcher, dispatchers
 from ..machine import loading
 from ..operate.inspection import dispatcher_of
 from ..spec import codegen
+from ..spec.codec import Record
 from ..spec.errors import ConfigError
 from ..spec.event import PlanMissed
 from ..spec.kernel import Const, Direct, Kernel, LastSize
@@ -44,7 +44,7 @@ from .table import Choice, Row
 # one kernel
 
 class BoundKernel(Protocol):
-    """A plain function of tensors, with what is to be known of it."""
+    """A plain function of tensors, and the calls it is right for."""
 
     kernel: str
     row: Row
@@ -55,53 +55,54 @@ class BoundKernel(Protocol):
 
 
 def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> BoundKernel:
-    """The kernel for calls like this one, as a function of the tensors that were given here, in their order.
+    """Return the kernel for calls like this one, as a function of the tensors given here, in their order.
 
-    Everything else of the call is fixed. The function checks nothing: it is right for the calls that its `row`
-    describes, which `covers(*tensors)` asks, and `checked(*tensors)` asks each time: a call outside of the row is
-    served by the op itself, with the event plan_missed. It follows neither policy nor breakers from now on.
+    All other arguments are fixed. The function checks nothing: it is right for the calls that its `row` describes.
+    `covers(*tensors)` tells whether a call is one of them; `checked(*tensors)` asks that each time and lets the op
+    itself serve other calls, with the event plan_missed. The function follows neither policy nor breakers.
     """
-    found = dispatcher_of(op)
-    found._ready()
+    dispatcher = dispatcher_of(op)
+    dispatcher._ready()
     override = context.for_call(backend, None)
     learn(override)
-    values = found.bound(args, kwargs)
-    named = dict(zip(found.names, values))
-    tensors = reading.check_types(found.op, named)
+    values = dispatcher.bound(args, kwargs)
+    named = dict(zip(dispatcher.names, values))
+    tensors = reading.check_types(dispatcher.op, named)
     if not tensors:
-        raise ConfigError(f"lz.tables.bind: lz.{found.op.name} was given no tensor; give the call as you would make it")
-    if casting.autocast(found.op, named, next(iter(tensors.values()))) is not None:
+        raise ConfigError(f"lz.tables.bind: lz.{dispatcher.op.name} was given no tensor; give the call as you would make it")
+    if casting.autocast(dispatcher.op, named, next(iter(tensors.values()))) is not None:
         raise ConfigError(
-            f"lz.tables.bind: lz.{found.op.name} under autocast: cast the tensors, then bind outside of it")
-    if found.op.canonical is not None and found.op.canonical(dict(named)) is not None:
+            f"lz.tables.bind: lz.{dispatcher.op.name} under autocast: cast the tensors, then bind outside of "
+                          "it")
+    if dispatcher.op.canonical is not None and dispatcher.op.canonical(dict(named)) is not None:
         raise ConfigError(
-            f"lz.tables.bind: this call of lz.{found.op.name} is rewritten before it is served (its rank or "
-            "layout='auto'); give it in the op's own form: " + _form(found.op))
-    facts = found.facts(values)
+            f"lz.tables.bind: this call of lz.{dispatcher.op.name} is rewritten before it is served (its rank "
+            "or layout='auto'); give it in the op's own form: " + _own_form(dispatcher.op))
+    facts = dispatcher.facts(values)
     while True:
         world = worlds.current()
-        plan = world.plan(found.op, facts, override)
+        plan = world.plan(dispatcher.op, facts, override)
         if not plan.steps:
-            raise refusal(world, found.op, facts, override)
+            raise refusal(world, dispatcher.op, facts, override)
         step, kernel = plan.steps[0], world.catalog.by_id[plan.steps[0].kernel]
         try:
-            run = specialised(found.op, kernel, step, facts, named)
+            run = specialize(dispatcher.op, kernel, step, facts, named)
             break
         except loading.LoadFailed as e:
             mark_unloadable(kernel, e.reason)
-    row = cell_of(world, found.op, facts, Choice(kernel.id, tuple((t.kind, t.target) for t in step.transforms)))
-    return _told(run, found, named, tuple(tensors), row)
+    row = cell_of(world, dispatcher.op, facts, Choice(kernel.id, tuple((t.kind, t.target) for t in step.transforms)))
+    return _with_row(run, dispatcher, named, tuple(tensors), row)
 
 
-def _told(run: Any, found: Dispatcher, named: Mapping[str, Any], given: tuple[str, ...],
-          row: Row) -> BoundKernel:
-    """The function with what is to be known of it. It stays a plain function: an object would cost a call more."""
+def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names: tuple[str, ...],
+              row: Row) -> BoundKernel:
+    """Attach kernel, row, covers and checked to the function. An object in its place would cost one call more."""
     def facts(tensors: Sequence[Tensor]) -> dict[str, Any]:
-        if len(tensors) != len(given):
-            raise ConfigError(f"lz.tables.bind: lz.{found.op.name} was bound with {', '.join(given)}; "
+        if len(tensors) != len(names):
+            raise ConfigError(f"lz.tables.bind: lz.{dispatcher.op.name} was bound with {', '.join(names)}; "
                               f"got {len(tensors)} tensors")
-        values = {**named, **dict(zip(given, tensors))}
-        return found.facts(tuple(values[n] for n in found.names))
+        values = {**named, **dict(zip(names, tensors))}
+        return dispatcher.facts(tuple(values[n] for n in dispatcher.names))
 
     def covers(*tensors: Tensor) -> bool:
         """Is this a call that the kernel was bound for?"""
@@ -109,57 +110,62 @@ def _told(run: Any, found: Dispatcher, named: Mapping[str, Any], given: tuple[st
 
     def checked(*tensors: Tensor) -> Any:
         """The bound kernel where it was bound for this call; else the op itself, and an event."""
-        asked = facts(tensors)
-        if row.covers(asked):
+        call = facts(tensors)
+        if row.covers(call):
             return run(*tensors)
-        reason = Reason(Code.PLAN_BUCKET_MISS, str(row), described(found.op, asked))
-        events.emit(PlanMissed(found.op.name, row.kernel, reason))
-        return found.public(**{**named, **dict(zip(given, tensors))})
+        reason = Reason(Code.PLAN_BUCKET_MISS, str(row), described(dispatcher.op, call))
+        events.emit(PlanMissed(dispatcher.op.name, row.kernel, reason))
+        return dispatcher.public(**{**named, **dict(zip(names, tensors))})
 
     run.kernel, run.row, run.covers, run.checked = row.kernel, row, covers, checked
     return run  # type: ignore[no-any-return]
 
 
-def specialised(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
-                named: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function of the tensors in `named` that calls the kernel with everything else as it is there."""
-    given = [p.name for p in op.params if p.kind == "tensor" and named[p.name] is not None]
-    fixed = {n: v for n, v in named.items() if n not in given}
-    made = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant else "", fixed)
-    run = (made.call and _with_defaults(made.call, given, fixed)) or _written(op, made, given, fixed)
+def specialize(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
+               named: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function of the tensors in `named` that calls the kernel with all other arguments fixed."""
+    tensors = [p.name for p in op.params if p.kind == "tensor" and named[p.name] is not None]
+    fixed = {n: v for n, v in named.items() if n not in tensors}
+    binding = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant else "", fixed)
+    run = (binding.call and _with_defaults(binding.call, tensors, fixed)) or _generated(op, binding, tensors, fixed)
     run.__doc__ = f"lz.{op.name} by {kernel.id}, bound."
     return run
 
 
-def _with_defaults(call: Direct, given: list[str], fixed: Mapping[str, Any]) -> FunctionType | None:
-    """Of a kernel that is a Python function of just these tensors: a copy with the rest as defaults, at no cost."""
+def _with_defaults(call: Direct, tensors: list[str], fixed: Mapping[str, Any]) -> FunctionType | None:
+    """Return a copy of the kernel's Python function with the fixed arguments as defaults; None if it takes others.
+
+    Unlike a wrapper, the copy adds no frame to a call.
+    """
     fn, arguments = call.fn, (*call.args, *call.kwargs.values())
     if not isinstance(fn, FunctionType) or call.item is not None or call.first is not None or any(
             isinstance(argument, LastSize) for argument in arguments):
         return None
-    if list(call.args[:len(given)]) != given or fn.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+    if list(call.args[:len(tensors)]) != tensors:
+        return None
+    if fn.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return None
 
     def value(argument: Any) -> Any:
         return argument.value if isinstance(argument, Const) else fixed[argument]
 
-    if any(argument in given for argument in (*call.args[len(given):], *call.kwargs.values())):
+    if any(argument in tensors for argument in (*call.args[len(tensors):], *call.kwargs.values())):
         return None
     names, own = fn.__code__.co_varnames[:fn.__code__.co_argcount], list(fn.__defaults__ or ())
     defaults = dict(zip(names[len(names) - len(own):], own))
-    defaults.update(zip(names[len(given):], map(value, call.args[len(given):])))
+    defaults.update(zip(names[len(tensors):], map(value, call.args[len(tensors):])))
     keywords = {**(fn.__kwdefaults__ or {}), **{k: value(v) for k, v in call.kwargs.items() if k not in names}}
     defaults.update({k: value(v) for k, v in call.kwargs.items() if k in names})
-    if any(n not in defaults for n in names[len(given):]):
+    if any(n not in defaults for n in names[len(tensors):]):
         return None
-    copy = FunctionType(fn.__code__, fn.__globals__, fn.__name__, tuple(defaults[n] for n in names[len(given):]),
+    copy = FunctionType(fn.__code__, fn.__globals__, fn.__name__, tuple(defaults[n] for n in names[len(tensors):]),
                         fn.__closure__)
     copy.__kwdefaults__ = keywords or None
     return copy
 
 
-def _written(op: Op, made: Binding, given: list[str], fixed: Mapping[str, Any]) -> FunctionType:
-    """One frame: a function written for this call."""
+def _generated(op: Op, binding: Binding, tensors: list[str], fixed: Mapping[str, Any]) -> FunctionType:
+    """Generate a function of the tensors that calls the kernel: one frame more."""
     scope: dict[str, Any] = {}
 
     def constant(value: Any) -> str:
@@ -174,25 +180,25 @@ def _written(op: Op, made: Binding, given: list[str], fixed: Mapping[str, Any]) 
             return constant(value.value)
         if isinstance(value, LastSize):
             return f"{value.param}.shape[-1:]"
-        return str(value) if value in given else constant(fixed[value])
+        return str(value) if value in tensors else constant(fixed[value])
 
-    if made.call is None:                      # the inputs are changed first: that is a Python function of its own
-        scope["FN"] = made.run
+    if binding.call is None:                      # the inputs are changed first: that is a Python function of its own
+        scope["FN"] = binding.run
         text = f"FN({', '.join(map(argument, (p.name for p in op.params)))})"
     else:
-        call = made.call
+        call = binding.call
         scope["FN"] = call.fn
         parts = [*map(argument, call.args), *(f"{k}={argument(v)}" for k, v in call.kwargs.items())]
         text = f"FN({', '.join(parts)})" + ("" if call.item is None else f"[{call.item}]")
         text += "" if call.first is None else f"[:{call.first}]"
-    source = f"def {op.name}({', '.join(given)}):\n    return {text}"        # made of declared names only
+    source = f"def {op.name}({', '.join(tensors)}):\n    return {text}"        # made of declared names only
     exec(codegen.compile(source, f"{op.name} bound"), scope)
     run: FunctionType = scope[op.name]
     run.__module__ = "layerzero"
     return run
 
 
-def _form(op: Op) -> str:
+def _own_form(op: Op) -> str:
     patterns = next(iter(op.patterns.values()))
     return ", ".join(f"{n} ({' '.join(tokens)})" for n, tokens in patterns.items() if not op.by_name[n].optional)
 
@@ -200,16 +206,13 @@ def _form(op: Op) -> str:
 # a model
 
 @dataclass(frozen=True)
-class Site:
+class Site(Record):
     """One lz call of a model, and what became of it."""
 
     op: str
     calls: str                                 # dtype and sizes
     kernel: str                                # "": not baked, looked up at each call
     why_not: str = ""
-
-    def to_json(self) -> dict[str, str]:
-        return {"op": self.op, "calls": self.calls, "kernel": self.kernel, "why_not": self.why_not}
 
 
 @dataclass
@@ -232,7 +235,7 @@ class Baked:
             self._first = False
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What Dynamo hands over: a graph in which the lz calls are still whole."""
+        """The backend that Dynamo hands a graph to, in which the lz calls are still whole."""
         autocast = any(n.op == "call_function" and getattr(n.target, "__name__", "") == "_enter_autocast"
                        for n in graph.graph.nodes)
         for node in list(graph.graph.nodes):
@@ -270,9 +273,9 @@ def _op_name(node: torch.fx.Node) -> str | None:
     return name if name in dispatchers else None
 
 
-def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocast: bool) -> Site:
-    """Put the bound kernel in the node's place; where that cannot be done the node stays as it is."""
-    op, target = found.op, node.target
+def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher, autocast: bool) -> Site:
+    """Replace the node with the bound kernel. Where that cannot be done, the node stays as it is."""
+    op, target = dispatcher.op, node.target
     arguments = list(target._schema.arguments)  # type: ignore[union-attr]
     bound = {a.name: node.kwargs.get(a.name, a.default_value) for a in arguments}
     bound.update(zip((a.name for a in arguments), node.args))
@@ -287,7 +290,7 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocas
         return Site(op.name, sizes, "", "a parameter that is no tensor is computed by the graph")
     if op.canonical is not None and op.canonical(dict(values)) is not None:
         return Site(op.name, sizes, "", "the call is rewritten before it is served")
-    facts = found.facts(tuple(values[n] for n in found.names))
+    facts = dispatcher.facts(tuple(values[n] for n in dispatcher.names))
     facts.update(assumed_alignment(values, facts))
     chosen = tracing.choose(worlds.current(), op, facts, override, opaque=True)
     if chosen is None:
@@ -295,7 +298,7 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocas
     step, kernel = chosen
     try:
         with graph.inserting_before(node):
-            direct = _direct(graph, op, kernel, step, facts, values, bound)
+            direct = _kernel_node(graph, op, kernel, step, facts, values, bound)
     except loading.LoadFailed as e:
         mark_unloadable(kernel, e.reason)
         return Site(op.name, sizes, "", e.reason.message)
@@ -311,25 +314,25 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocas
     return Site(op.name, sizes, kernel.id)
 
 
-def _direct(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
-            values: Mapping[str, Any], nodes: Mapping[str, Any]) -> torch.fx.Node:
-    """The kernel's own function as a node where the graph can say all its arguments, else a function that does."""
-    given = [p.name for p in op.params if p.kind == "tensor" and nodes[p.name] is not None]
-    fixed = {n: v for n, v in values.items() if n not in given}
+def _kernel_node(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
+                 values: Mapping[str, Any], nodes: Mapping[str, Any]) -> torch.fx.Node:
+    """Add the kernel to the graph: its own function where the graph can hold all arguments, else a wrapper."""
+    tensors = [p.name for p in op.params if p.kind == "tensor" and nodes[p.name] is not None]
+    fixed = {n: v for n, v in values.items() if n not in tensors}
     call = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant else "", fixed).call
     arguments = () if call is None else (*call.args, *call.kwargs.values())
     sized = any(isinstance(a, LastSize) for a in arguments)    # a size is computed, which a node of the graph is not
     constants = [] if sized else [a.value if isinstance(a, Const) else fixed[a] for a in arguments
-                                  if isinstance(a, Const) or a not in given]
+                                  if isinstance(a, Const) or a not in tensors]
     if call is None or sized or not hasattr(call.fn, "__name__") or not all(
             v is None or type(v) in (bool, int, float, str, torch.dtype) for v in constants):
-        return graph.call_function(specialised(op, kernel, step, facts, values), tuple(nodes[n] for n in given))
+        return graph.call_function(specialize(op, kernel, step, facts, values), tuple(nodes[n] for n in tensors))
 
     def argument(a: Any) -> Any:
         return a.value if isinstance(a, Const) else nodes[a]
 
     keywords = {k: argument(v) for k, v in call.kwargs.items()}
-    found = graph.call_function(call.fn, tuple(map(argument, call.args)), keywords)
+    result = graph.call_function(call.fn, tuple(map(argument, call.args)), keywords)
     if call.item is None and call.first is None:
-        return found
-    return graph.call_function(operator.getitem, (found, slice(call.first) if call.item is None else call.item))
+        return result
+    return graph.call_function(operator.getitem, (result, slice(call.first) if call.item is None else call.item))

@@ -2,11 +2,11 @@
 
 A kernel that is the fastest for its own op may leave its result in a memory order that the next op
 must copy first, or take an input only after a copy, or have a fused form beside which it loses.
-`plan_block` looks at every way through the block: each kernel of each op, in each layout the op
+`plan_block` searches every path through the block: each kernel of each op, in each layout the op
 knows, in each dtype that is allowed between ops, and each of the alternatives where the block gives
-several (fused or not). What a way costs is the expected time of its kernels (measured here where
-tuning was done) plus the bytes its copies and casts move. The search is exact: ways that meet in the
-same memory order and dtype are compared, and the more expensive one is dropped.
+several (fused or not). A path costs the expected time of its kernels (measured here where tuning was
+done) plus the bytes its copies and casts move. The search is exact: of paths that meet in the same
+memory order and dtype, the cheapest is kept.
 
 Kernels are run once while planning, on the inputs given: only that shows how each lays out its
 result. Nothing of this happens on a call path.
@@ -27,6 +27,7 @@ from ..dispatch import dispatcher as dispatch
 from ..dispatch.binding import permutation
 from ..machine import faults
 from ..models.block import Block, Either, Glue, Part, Stage
+from ..spec.codec import Record
 from ..spec.errors import InvalidCall, NoKernelFoundError, SpecError
 from ..spec.op import Op
 from ..spec.plan import SelectionReport
@@ -37,8 +38,8 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What a way does at one part of the block."""
+class BlockStep(Record, json="part kernel layout dtype kernel_us transform_us transforms source"):
+    """The kernel, or the glue, that a plan runs for one part of the block."""
 
     part: str                                  # op or name of the glue
     kernel: str                                # "" for glue
@@ -50,16 +51,13 @@ class Chosen:
     source: str                                # of the time: measured | interpolated | prior
     run: Callable[[dict[str, Any]], None] = field(repr=False, compare=False, default=lambda values: None)
 
-    def to_json(self) -> dict[str, Any]:
-        return {n: list(v) if isinstance(v := getattr(self, n), tuple) else v for n in (
-            "part", "kernel", "layout", "dtype", "kernel_us", "transform_us", "transforms", "source")}
-
 
 @dataclass(frozen=True)
-class BlockPlan(SelectionReport):
+class BlockPlan(SelectionReport, Record,
+                json="block signature total_us transform_cost_total fused_ops ways_seen steps"):
     block: str
     signature: str
-    steps: tuple[Chosen, ...]
+    steps: tuple[BlockStep, ...]
     results: tuple[str, ...]
     fused: tuple[str, ...]                     # ops taken in place of several, as the block's alternatives name them
     ways_seen: int
@@ -83,11 +81,6 @@ class BlockPlan(SelectionReport):
             step.run(known)
         return tuple(known[name] for name in self.results)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"block": self.block, "signature": self.signature, "total_us": self.total_us,
-                "transform_cost_total": self.transform_cost_total, "fused_ops": list(self.fused_ops),
-                "ways_seen": self.ways_seen, "steps": [s.to_json() for s in self.steps]}
-
     def __str__(self) -> str:
         lines = [f"{self.block}: {self.total_us:.1f} us expected, of it {self.transform_cost_total:.1f} us in copies"
                  + (f"; fused: {', '.join(self.fused_ops)}" if self.fused_ops else "")]
@@ -99,38 +92,38 @@ class BlockPlan(SelectionReport):
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A way as far as it has come: what it cost, what it did, and the values as they lie in memory."""
+class _Path:
+    """A partial path through the block: its cost, its steps, and the values as they lie in memory."""
 
     cost: float
-    steps: tuple[Chosen, ...]
+    steps: tuple[BlockStep, ...]
     values: Mapping[str, Any]
     fused: tuple[str, ...]
 
 
-_remembered: dict[tuple[int, str, bool], BlockPlan] = {}
+_plans: dict[tuple[int, str, bool], BlockPlan] = {}
 
 
 def plan_block(block: Block, values: Values, greedy: bool = False) -> BlockPlan:
-    """The cheapest way through `block` for inputs like `values`; remembered by their signature.
+    """Find the cheapest path through `block` for inputs like `values`; plans are kept by their signature.
 
-    `greedy` is what choosing op by op amounts to: the fastest kernel for each in the layout it is called in,
-    and the plain form of every alternative.
+    `greedy` chooses op by op: the fastest kernel for each in the layout it is called in, and the first of every
+    set of alternatives.
     """
     world = worlds.current()
     signature = _signature(block, values, world.epoch)
-    found = _remembered.get((id(block), signature, greedy))
-    if found is not None:
-        return found
+    plan = _plans.get((id(block), signature, greedy))
+    if plan is not None:
+        return plan
     _check(block.parts, set(values))
     search = _Search(block, greedy)
     with torch.no_grad():
-        ways = search.through(block.parts, [_Way(0.0, (), dict(values), ())], frozenset(block.results))
-    best = min(ways, key=lambda way: way.cost)
+        paths = search.through(block.parts, [_Path(0.0, (), dict(values), ())], frozenset(block.results))
+    best = min(paths, key=lambda path: path.cost)
     plan = BlockPlan(block.name, signature, best.steps, block.results, best.fused, search.seen)
-    for old in [k for k in _remembered if k[0] == id(block) and not k[1].endswith(f"@{world.epoch}")]:
-        del _remembered[old]                   # made for a world that is gone
-    _remembered[id(block), signature, greedy] = plan
+    for old in [k for k in _plans if k[0] == id(block) and not k[1].endswith(f"@{world.epoch}")]:
+        del _plans[old]                        # made for a world that is gone
+    _plans[id(block), signature, greedy] = plan
     return plan
 
 
@@ -141,11 +134,11 @@ def _signature(block: Block, values: Values, epoch: int) -> str:
 
 
 def _check(parts: Sequence[Part], known: set[str]) -> set[str]:
-    """Every value must come from somewhere, and every alternative must give the same ones."""
+    """Raise SpecError for a value that no part produces; return the names of all values."""
     for part in parts:
         if isinstance(part, Either):
-            made = [_check(way, set(known)) - known for way in part.ways]
-            known |= set.intersection(*made)
+            produced = [_check(way, set(known)) - known for way in part.ways]
+            known |= set.intersection(*produced)
             continue
         missing = [n for n in part.reads if n not in known]
         if missing:
@@ -169,45 +162,45 @@ class _Search:
         self.dtypes, self.greedy, self.seen = block.dtypes, greedy, 0
         self.world = worlds.current()
 
-    def through(self, parts: Sequence[Part], ways: list[_Way], wanted: frozenset[str]) -> list[_Way]:
+    def through(self, parts: Sequence[Part], paths: list[_Path], results: frozenset[str]) -> list[_Path]:
         for i, part in enumerate(parts):
-            alive = wanted | _reads(parts[i + 1:])
-            ways = self.cheapest([new for way in ways for new in self.onward(part, way, alive)], alive)
-        return ways
+            alive = results | _reads(parts[i + 1:])
+            paths = self.prune([new for path in paths for new in self.extend(part, path, alive)], alive)
+        return paths
 
-    def cheapest(self, ways: list[_Way], alive: frozenset[str]) -> list[_Way]:
-        """Of the ways whose live values lie alike in memory, the cheapest."""
-        best: dict[Any, _Way] = {}
-        for way in ways:
-            values = {n: v for n, v in way.values.items() if n in alive}
+    def prune(self, paths: list[_Path], alive: frozenset[str]) -> list[_Path]:
+        """Keep the cheapest of the paths whose live values lie alike in memory."""
+        best: dict[Any, _Path] = {}
+        for path in paths:
+            values = {n: v for n, v in path.values.items() if n in alive}
             key = tuple((n, v.dtype, v.stride()) for n, v in sorted(values.items()) if isinstance(v, Tensor))
-            if key not in best or way.cost < best[key].cost:
-                best[key] = replace(way, values=values)
+            if key not in best or path.cost < best[key].cost:
+                best[key] = replace(path, values=values)
         if not best:
             raise NoKernelFoundError("no way through this part of the block: every kernel failed or was refused")
         return list(best.values())
 
-    def onward(self, part: Part, way: _Way, alive: frozenset[str]) -> Iterator[_Way]:
+    def extend(self, part: Part, path: _Path, alive: frozenset[str]) -> Iterator[_Path]:
         if isinstance(part, Either):
             for i, parts in enumerate(part.ways[:1] if self.greedy else part.ways):
-                for end in self.through(parts, [way], alive):
+                for end in self.through(parts, [path], alive):
                     names = tuple(p.op for p in parts if isinstance(p, Stage))
                     yield replace(end, fused=end.fused + names) if i else end
         elif isinstance(part, Glue):
-            yield self.glue(part, way)
+            yield self.glue(part, path)
         else:
-            found = list(self.stage(part, way))
-            if self.greedy and found:          # the one with the least expected time of its own
-                found = [min(found, key=lambda w: w.cost)]
-            yield from found
+            paths = list(self.stage(part, path))
+            if self.greedy and paths:          # the one with the least expected time of its own
+                paths = [min(paths, key=lambda p: p.cost)]
+            yield from paths
 
-    def glue(self, part: Glue, way: _Way) -> _Way:
+    def glue(self, part: Glue, path: _Path) -> _Path:
         self.seen += 1
-        given = [way.values[n] for n in part.reads]
-        out = part.run(*given)
+        inputs = [path.values[n] for n in part.reads]
+        out = part.run(*inputs)
         outs = out if isinstance(out, tuple) else (out,)
-        kind = given[0].device.type
-        copied = sum(t.numel() * t.element_size() for t in outs if isinstance(t, Tensor) and not _is_view(t, given))
+        kind = inputs[0].device.type
+        copied = sum(t.numel() * t.element_size() for t in outs if isinstance(t, Tensor) and not _is_view(t, inputs))
         spent = 2.0 * copied / self.rates(kind).bytes_per_us
 
         def run(values: dict[str, Any]) -> None:
@@ -216,33 +209,33 @@ class _Search:
 
         copies = (f"copy({', '.join(part.gives)})",) if copied and part.is_copy else ()
         kernel_us, transform_us = (0.0, spent) if part.is_copy else (spent, 0.0)
-        step = Chosen(part.name, "", "", "", kernel_us, transform_us, copies, "", run)
-        return _Way(way.cost + spent, (*way.steps, step), {**way.values, **dict(zip(part.gives, outs))}, way.fused)
+        step = BlockStep(part.name, "", "", "", kernel_us, transform_us, copies, "", run)
+        return _Path(path.cost + spent, (*path.steps, step), {**path.values, **dict(zip(part.gives, outs))}, path.fused)
 
-    def stage(self, part: Stage, way: _Way) -> Iterator[_Way]:
+    def stage(self, part: Stage, path: _Path) -> Iterator[_Path]:
         op = self.world.catalog.ops.get(part.op)
         if op is None:
             raise SpecError(f"there is no op {part.op!r}; there are {', '.join(self.world.catalog.ops)}")
-        given = {p.name: p.default for p in op.params} | dict(part.fixed)
-        given |= {param: way.values[name] for param, name in part.takes.items()}
-        own = given[op.variant] if op.variant else ""
-        layouts = (own,) if self.greedy or not op.variant else tuple(n for n in op.patterns if _fits(op, n, given))
-        now = given[op.main_tensor].dtype
+        arguments = {p.name: p.default for p in op.params} | dict(part.fixed)
+        arguments |= {param: path.values[name] for param, name in part.takes.items()}
+        own = arguments[op.variant] if op.variant else ""
+        layouts = (own,) if self.greedy or not op.variant else tuple(n for n in op.patterns if _fits(op, n, arguments))
+        now = arguments[op.main_tensor].dtype
         for dtype in dict.fromkeys((now,) if self.greedy else (now, *self.dtypes)):
             for layout in layouts:
-                yield from self.kernels(part, op, given, layout, dtype, way)
+                yield from self.kernels(part, op, arguments, layout, dtype, path)
 
-    def kernels(self, part: Stage, op: Op, given: Mapping[str, Any], layout: str, dtype: torch.dtype,
-                way: _Way) -> Iterator[_Way]:
+    def kernels(self, part: Stage, op: Op, arguments: Mapping[str, Any], layout: str, dtype: torch.dtype,
+                path: _Path) -> Iterator[_Path]:
         dispatch.function(op)
-        owner, moved = dispatch.dispatchers[op.name], _Move(op, given, layout, dtype)
-        values = moved.inputs(given)
+        owner, moved = dispatch.dispatchers[op.name], _Conversion(op, arguments, layout, dtype)
+        values = moved.inputs(arguments)
         kind = values[op.main_tensor].device.type
         cast_us = moved.cast_bytes / self.rates(kind).bytes_per_us
         try:
             facts = owner.facts(tuple(values[p.name] for p in op.params), self.world)
         except InvalidCall:
-            if layout == (given[op.variant] if op.variant else "") and not moved.cast_bytes:
+            if layout == (arguments[op.variant] if op.variant else "") and not moved.cast_bytes:
                 raise                          # as the block itself would call it: the block's mistake
             return
         if moved.cast_bytes and not self.world.surroundings(kind, None).policy.setting("allow_adaptation"):
@@ -258,22 +251,22 @@ class _Search:
                 continue                       # it would fail when called, too
             spent = step.score.kernel_us
             copies = step.score.transform_us + cast_us
-            chosen = Chosen(op.name, step.kernel, layout, str(values[op.main_tensor].dtype).removeprefix("torch."),
-                            spent, copies, (*moved.transforms, *_copies(step)), step.score.source,
-                            moved.runner(part, binding.run))
-            yield _Way(way.cost + spent + copies, (*way.steps, chosen),
-                       {**way.values, **dict(zip(part.gives, out))}, way.fused)
+            chosen = BlockStep(op.name, step.kernel, layout, str(values[op.main_tensor].dtype).removeprefix("torch."),
+                               spent, copies, (*moved.transforms, *_copies(step)), step.score.source,
+                               moved.runner(part, binding.run))
+            yield _Path(path.cost + spent + copies, (*path.steps, chosen),
+                        {**path.values, **dict(zip(part.gives, out))}, path.fused)
 
     def rates(self, kind: str) -> Any:
         return self.world.surroundings(kind, None).rates
 
 
-def _fits(op: Op, layout: str, given: Mapping[str, Any]) -> bool:
-    """Can the tensors be seen in that layout: has each as many axes as it names?"""
-    own = op.patterns[given[op.variant]]
-    return layout == given[op.variant] or all(
-        len(tokens) == given[name].dim() for name, tokens in own.items()
-        if given[name] is not None and permutation(tokens, op.patterns[layout][name]))
+def _fits(op: Op, layout: str, arguments: Mapping[str, Any]) -> bool:
+    """Can the tensors be viewed in that layout, with as many axes each as it names?"""
+    own = op.patterns[arguments[op.variant]]
+    return layout == arguments[op.variant] or all(
+        len(tokens) == arguments[name].dim() for name, tokens in own.items()
+        if arguments[name] is not None and permutation(tokens, op.patterns[layout][name]))
 
 
 def _copies(step: PlanStep) -> tuple[str, ...]:
@@ -285,20 +278,20 @@ def _is_view(tensor: Tensor, of: Sequence[Any]) -> bool:
     return any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() == home for t in of)
 
 
-class _Move:
-    """The inputs of a stage seen in another layout and dtype, and its results seen in the block's own again."""
+class _Conversion:
+    """Views the inputs of a stage in another layout and dtype, and its results in the block's own again."""
 
-    def __init__(self, op: Op, given: Mapping[str, Any], layout: str, dtype: torch.dtype) -> None:
+    def __init__(self, op: Op, arguments: Mapping[str, Any], layout: str, dtype: torch.dtype) -> None:
         self.op, self.layout, self.dtype = op, layout, dtype
-        self.own = given[op.variant] if op.variant else ""
-        self.was = given[op.main_tensor].dtype
-        tensors = [given[n] for n in op.same_dtype or (op.main_tensor,) if given[n] is not None]
+        self.own = arguments[op.variant] if op.variant else ""
+        self.was = arguments[op.main_tensor].dtype
+        tensors = [arguments[n] for n in op.same_dtype or (op.main_tensor,) if arguments[n] is not None]
         moved = 0 if dtype == self.was else sum(t.numel() * (t.element_size() + dtype.itemsize) for t in tensors)
         self.cast_bytes = 2 * moved            # there, and the result back
         self.transforms = (f"cast({str(dtype).removeprefix('torch.')})",) if moved else ()
 
-    def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        values = dict(given)
+    def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        values = dict(arguments)
         if self.layout != self.own:
             source, target = self.op.patterns[self.own], self.op.patterns[self.layout]
             for name, tokens in source.items():
@@ -332,8 +325,8 @@ class _Move:
                 out = run(*(values[name] if name is not None else fixed for _, name, fixed in order))
                 outs = out if isinstance(out, tuple) else (out,)
             else:
-                given = {param: values[name] if name is not None else fixed for param, name, fixed in order}
-                moved = self.inputs(given)
+                arguments = {param: values[name] if name is not None else fixed for param, name, fixed in order}
+                moved = self.inputs(arguments)
                 outs = self.outputs(run(*(moved[p.name] for p in op.params)))
             values.update(zip(part.gives, outs))
 

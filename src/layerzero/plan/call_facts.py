@@ -1,4 +1,4 @@
-"""The facts of a call that is only described: read from tensors without memory."""
+"""The facts of a call that is only described, read from meta tensors."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .table import Facts
 
 
 def facts_of(call: Call, world: World, kind: str) -> tuple[Op, dict[str, Any]]:
-    """The facts of a call on a device of this kind, read from tensors without memory."""
-    found = inspection.dispatcher_of(call.op)
-    values = _values(found.op, call)
+    """Return the op of a call and its facts on a device of this kind, read from meta tensors."""
+    dispatcher = inspection.dispatcher_of(call.op)
+    values = _values(dispatcher.op, call)
     with torch.set_grad_enabled(call.grad):
-        if found.op.canonical is not None:
-            redirect = found.op.canonical(dict(values))
+        if dispatcher.op.canonical is not None:
+            redirect = dispatcher.op.canonical(dict(values))
             if redirect is not None:
-                found = inspection.dispatcher_of(redirect.op)
-                values = {p.name: redirect.values.get(p.name, p.default) for p in found.op.params}
-        facts = found.facts(tuple(values[n] for n in found.names), world)
+                dispatcher = inspection.dispatcher_of(redirect.op)
+                values = {p.name: redirect.values.get(p.name, p.default) for p in dispatcher.op.params}
+        facts = dispatcher.facts(tuple(values[n] for n in dispatcher.names), world)
     facts["device"] = kind
     facts.update(assumed_alignment(values, facts))
-    return found.op, facts
+    return dispatcher.op, facts
 
 
 def assumed_alignment(values: Mapping[str, Any], facts: Facts) -> dict[str, int]:
-    """Of tensors that have no memory: as if it began on a good address, as all that torch allocates does."""
-    found = {}
+    """Return the alignment of tensors without memory, as if torch had allocated them."""
+    alignments = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and f"{name}.alignment" in facts:
             size = value.element_size()
@@ -45,16 +45,16 @@ def assumed_alignment(values: Mapping[str, Any], facts: Facts) -> dict[str, int]
             bits = 128
             for step in (value.storage_offset(), *strides):
                 bits |= int(tracing.hint(step)) * size
-            found[f"{name}.alignment"] = bits & -bits
-    return found
+            alignments[f"{name}.alignment"] = bits & -bits
+    return alignments
 
 
 def _values(op: Op, call: Call) -> dict[str, Any]:
     if call.case is not None:
-        made = described.values(op, call)
-        return {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in made.items()}
+        values = described.values(op, call)
+        return {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in values.items()}
     plain = {n: v for n, v in call.arguments.items() if not isinstance(v, TensorSpec)}
-    made = described.values(op, replace(call, arguments={**plain, **{
+    values = described.values(op, replace(call, arguments={**plain, **{
         n: None for n in call.arguments if n not in plain}}, grad=False))
     for name, spec in call.arguments.items():
         if not isinstance(spec, TensorSpec):
@@ -65,5 +65,5 @@ def _values(op: Op, call: Call) -> dict[str, Any]:
         tensor = torch.empty(spec.shape, dtype=dtype, device="meta") if spec.strides is None else torch.empty_strided(
             spec.shape, spec.strides, dtype=dtype, device="meta")
         wants = call.grad and name in op.differentiable and dtype.is_floating_point
-        made[name] = tensor.requires_grad_() if wants else tensor
-    return made
+        values[name] = tensor.requires_grad_() if wants else tensor
+    return values

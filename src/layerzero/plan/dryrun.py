@@ -1,4 +1,4 @@
-"""lz.dry_run: which kernels a model's lz calls would be served by, found with tensors that have no memory."""
+"""lz.dry_run: which kernels would serve a model's lz calls, found with fake tensors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..dispatch import facts as reading
 from ..dispatch import tracing
 from ..machine import hardware
 from ..spec.call import Call, TensorSpec
+from ..spec.codec import Record
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 from ..world import snapshot as worlds
@@ -26,8 +27,8 @@ from .call_facts import assumed_alignment, facts_of
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One kind of call that a model makes, and what would serve it."""
+class PlannedCall(Record, json="op count kernel expected_us source note call"):
+    """One kind of call that a model makes, and the kernel that would serve it."""
 
     call: Call
     kernel: str                                # "": nothing can
@@ -36,24 +37,25 @@ class Listed:
     shapes: str
     note: str = ""                             # from which table, or why not from the one in force
 
-    def to_json(self) -> dict[str, Any]:
-        return {"op": self.call.op, "count": self.call.count, "kernel": self.kernel, "expected_us": self.expected_us,
-                "source": self.source, "note": self.note, "call": self.call.to_json()}
+    @property
+    def op(self) -> str:
+        return self.call.op
+
+    @property
+    def count(self) -> int:
+        return self.call.count
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(Record, names={"rows": "calls"}):
     """The lz calls of one run of a model, in the order in which they first came."""
 
-    rows: tuple[Listed, ...]
+    rows: tuple[PlannedCall, ...]
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """What lz.tables.solve and lz.tune take."""
+        """The calls, as lz.tables.solve and lz.tune take them."""
         return tuple(row.call for row in self.rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"calls": [row.to_json() for row in self.rows]}
 
     def __str__(self) -> str:
         lines = [f"{row.call.count:>5} x lz.{row.call.op:<18} {row.kernel or 'no kernel':<28} "
@@ -63,16 +65,16 @@ class DryRun:
 
 
 def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
-    """Which kernel would serve each lz call of this model, without running any: tensors have shapes and no memory.
+    """Find the kernel for each lz call of this model without running any: tensors have shapes and no memory.
 
-    A model that looks at the values of tensors cannot be followed this way, and is refused.
+    A model that reads the values of tensors cannot be followed this way: DataError.
     """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
         FakeTensorMode,
     )
-    seen: dict[str, Listed] = {}
+    seen: dict[str, PlannedCall] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def without_memory(value: Any) -> Any:
@@ -94,14 +96,14 @@ def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
 
 
 @contextmanager
-def _recording(seen: dict[str, Listed]) -> Iterator[None]:
+def _recording(seen: dict[str, PlannedCall]) -> Iterator[None]:
     def note(op: Op, values: dict[str, Any], facts: Mapping[str, Any], override: Override | None) -> Any:
-        told = {**tracing.seen_facts(facts), **assumed_alignment(values, facts)}
-        call = _call(op, values, told)
-        found = _listed(op, call, told, override, shapes(op, values))
-        key = f"{found.kernel} {json.dumps(call.to_json())}"   # calls alike are counted, not listed again
+        known = {**tracing.seen_facts(facts), **assumed_alignment(values, facts)}
+        call = _call(op, values, known)
+        row = _planned(op, call, known, override, shapes(op, values))
+        key = f"{row.kernel} {json.dumps(call.to_json())}"   # calls alike are counted, not listed again
         old = seen.get(key)
-        seen[key] = found if old is None else replace(old, call=call.times(old.call.count + 1))
+        seen[key] = row if old is None else replace(old, call=call.times(old.call.count + 1))
         return _result(op, values, bool(facts["grad"]))
 
     token = tracing.recorder.set(note)
@@ -112,7 +114,7 @@ def _recording(seen: dict[str, Listed]) -> Iterator[None]:
 
 
 def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
-    """The same for calls that are written down, on this device or the accelerator that is here."""
+    """Find the kernel for each of these calls on a device, by default the accelerator of this machine."""
     kind = device or hardware.main_kind()
     rows = []
     for i, call in enumerate(calls):
@@ -120,18 +122,18 @@ def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
             op, facts = facts_of(call, worlds.current(), kind)
         except InvalidCall as e:
             raise DataError(f"call {i} ({call.name or call.op}) cannot be decided: {e}") from e
-        rows.append(_listed(op, call, facts, None, call.name or described(op, facts)))
+        rows.append(_planned(op, call, facts, None, call.name or described(op, facts)))
     return DryRun(tuple(rows))
 
 
-def _listed(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None, shapes: str) -> Listed:
+def _planned(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None, shapes: str) -> PlannedCall:
     plan = worlds.current().plan(op, facts, override, thorough=True)
-    said = f"from table {plan.table}" if plan.table else str(plan.missed or "")
+    note = f"from table {plan.table}" if plan.table else str(plan.missed or "")
     if plan.steps:
         first = plan.steps[0]
-        return Listed(call, first.kernel, first.score.total_us, first.score.source, shapes, said)
+        return PlannedCall(call, first.kernel, first.score.total_us, first.score.source, shapes, note)
     why = dict.fromkeys(reason.message for rejected in plan.rejected for reason in rejected.reasons)
-    return Listed(call, "", 0.0, "; ".join(why), shapes, said)
+    return PlannedCall(call, "", 0.0, "; ".join(why), shapes, note)
 
 
 def _call(op: Op, values: Mapping[str, Any], facts: Mapping[str, Any]) -> Call:
@@ -148,7 +150,7 @@ def _call(op: Op, values: Mapping[str, Any], facts: Mapping[str, Any]) -> Call:
 
 
 def _result(op: Op, values: Mapping[str, Any], grad: bool) -> Any:
-    """What the contract says the result looks like; it wants a gradient where the real one would."""
+    """Return a result as the contract describes it; it requires a gradient where the real one would."""
     out = op.meta(**values)
     if grad:
         for t in pytree.tree_leaves(out):
@@ -158,13 +160,13 @@ def _result(op: Op, values: Mapping[str, Any], grad: bool) -> Any:
 
 
 def shapes(op: Op, values: Mapping[str, Any]) -> str:
-    """A call in a few words, without asking a symbol."""
-    told = []
+    """Describe the shapes and options of a call without guarding on symbolic sizes."""
+    parts = []
     for p in op.params:
         value = values.get(p.name, p.default)
         if isinstance(value, Tensor):
             shape = "x".join(str(tracing.hint(n)) for n in value.shape)
-            told.append(f"{p.name}={shape}:{reading.dtype_name(value.dtype)}")
+            parts.append(f"{p.name}={shape}:{reading.dtype_name(value.dtype)}")
         elif p.kind != "generator" and not p.required and value != p.default:
-            told.append(f"{p.name}={value}")
-    return " ".join(told)
+            parts.append(f"{p.name}={value}")
+    return " ".join(parts)

@@ -24,34 +24,34 @@ from .table import Row, Stamp, Table
 
 
 def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -> Table | None:
-    """Put a table in force for the process; None takes it away. Refused if anything it depends on has changed.
+    """Put a table in force for the process; None takes it away. DataError if anything it depends on has changed.
 
-    Kernels of it that compile on first use are compiled now, unless `warm=False`: then they wait for a warm-up.
+    Those of its kernels that compile on first use are compiled now; with `warm=False` they wait for a warm-up.
     """
     if table is None:
         worlds.publish(lambda w: w.replace(table=None), "table:none")
         return None
-    found = table if isinstance(table, Table) else Table.load(table)
-    check(found, worlds.current())
-    warmed = _warmed(found) if warm else frozenset()
-    ready = replace(found, finder=lowered(found))
+    loaded = table if isinstance(table, Table) else Table.load(table)
+    check_table(loaded, worlds.current())
+    warmed = _warmed(loaded) if warm else frozenset()
+    ready = replace(loaded, finder=lowered(loaded))
 
     def change(world: World) -> World:
-        check(found, world)                    # again: it may have changed while kernels were compiled
+        check_table(loaded, world)                    # again: it may have changed while kernels were compiled
         return world.replace(table=InForce(ready, world.catalog), warmed=world.warmed | warmed)
 
-    worlds.publish(change, f"table:{found.id}")
-    return found
+    worlds.publish(change, f"table:{loaded.id}")
+    return loaded
 
 
 def table_in_force() -> Table | None:
-    """The table that calls are looked up in, if there is one."""
-    held = worlds.current().table
-    return held.table if held is not None and isinstance(held.table, Table) else None
+    """Return the table that calls are looked up in, if there is one."""
+    in_force = worlds.current().table
+    return in_force.table if in_force is not None and isinstance(in_force.table, Table) else None
 
 
-def check(table: Table, world: World) -> None:
-    """DataError, with everything that drifted, unless the table holds in this world."""
+def check_table(table: Table, world: World) -> None:
+    """Raise DataError, with everything that drifted, unless the table holds in this world."""
     stamp = table.stamp
     try:
         now = Stamp.of(world, stamp.device.type, table.kernels)
@@ -63,9 +63,10 @@ def check(table: Table, world: World) -> None:
         unknown = [] if op is None else unknown_facts(row, op)
         if op is None or unknown:
             reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(), "absent", row.op))
-        odd = [t for step in row.steps for t in step.transforms if op is not None and not can_change(op, t)]
-        if odd:
-            raise DataError(f"{table} is refused: no call of {row.op} can be changed that way: {str(odd[0])[:120]!r}. "
+        impossible = [t for step in row.steps for t in step.transforms if op is not None and not can_change(op, t)]
+        if impossible:
+            raise DataError(f"{table} is refused: no call of {row.op} can be changed that way: "
+                            f"{str(impossible[0])[:120]!r}. "
                             "Run lz solve again on this machine")
     if reasons:
         lines = [f"  {r.message}" for r in dict.fromkeys(reasons)]
@@ -74,28 +75,29 @@ def check(table: Table, world: World) -> None:
 
 
 def unknown_facts(row: Row, op: Op) -> list[str]:
-    """Those that a call of the op does not have, or not as a size."""
+    """Return the facts of the row that a call of the op does not have, or not as a number."""
     return [n for n, _ in row.when if n not in op.fact_names] + [
         n for n, _ in row.sizes if n not in op.fact_names or not is_numeric(n, op)]
 
 
 def _warmed(table: Table) -> frozenset[Any]:
-    """Make the calls that the table's compiling kernels are to be compiled for: what is warm after that."""
+    """Make the calls that the table's JIT kernels are compiled for; return what is warm after that."""
     warm: set[Any] = set()
     for artefact in table.jit:
         world = worlds.current()
         if artefact.kernel in world.warmed:
             continue
-        found = dispatcher_of(artefact.call.op)
+        dispatcher = dispatcher_of(artefact.call.op)
         try:
             with torch.set_grad_enabled(artefact.call.grad):
-                made = values(found.op, artefact.call, table.stamp.device.type)
-                given = tuple(made[name] for name in found.names)
-                ready = jit.entries(world.catalog.by_id[artefact.kernel], found.facts(given, world), given)
+                arguments = values(dispatcher.op, artefact.call, table.stamp.device.type)
+                ordered = tuple(arguments[name] for name in dispatcher.names)
+                ready = jit.entries(world.catalog.by_id[artefact.kernel], dispatcher.facts(ordered, world), ordered)
                 if not ready <= world.warmed:
-                    found.public(**made, backend=artefact.kernel)
+                    dispatcher.public(**arguments, backend=artefact.kernel)
             warm |= ready
         except LayerZeroError as e:
-            raise DataError(f"{table}: {artefact.kernel} cannot be compiled for {artefact.call.name or found.op.name}: "
+            name = artefact.call.name or dispatcher.op.name
+            raise DataError(f"{table}: {artefact.kernel} cannot be compiled for {name}: "
                             f"{e}. Run lz solve again, or give warm=False to do without it") from e
     return frozenset(warm)

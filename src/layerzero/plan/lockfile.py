@@ -1,8 +1,8 @@
-"""layerzero.lock: which kernel serves which calls, and of which build, for another machine to hold to.
+"""layerzero.lock: which kernel serves which calls, in which version and build, to be checked on other machines.
 
-A dispatch table holds on one machine only. A lockfile is what of it is portable: the first kernel of each
-row, and of each kernel the package, the version, the build and, where there is one, the certificate.
-`compare` says where two tables or lockfiles agree.
+A dispatch table is valid on one machine only. A lockfile is its portable part: the first kernel of each row,
+and for each kernel its package, version, build and, where there is one, certificate. `compare` shows where
+two tables or lockfiles agree.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Union
 
 from ..machine.builds import build_of
 from ..machine.loading import installed_version
+from ..spec import reading
+from ..spec.codec import At, Record, Text, read, read_fields
 from ..spec.device import Device
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.kernel import Kernel
@@ -29,34 +30,20 @@ from ..world import snapshot as worlds
 from ..world.snapshot import World
 from .force import use_table
 from .proof import proven
-from .solver import known_of
+from .solver import facts_of_row
 from .table import SCHEMA as TABLE_SCHEMA
-from .table import (
-    Row,
-    Span,
-    Stamp,
-    Table,
-    check_hash,
-    check_keys,
-    check_schema,
-    digest,
-    distribution_of,
-    read_json,
-    text_of,
-    write_json,
-    wrong,
-)
+from .table import Hashed, Row, Span, Stamp, Table, digest, distribution_of, write_json
 
 SCHEMA = "layerzero.lock/1"
 DEFAULT_PATH = "layerzero.lock"
 
 
 @dataclass(frozen=True)
-class Pin:
-    """What a kernel is: exactly this is wanted wherever the lockfile holds."""
+class Pin(Record, json="package version build certificate", omit="certificate"):
+    """The package, version and build of a kernel that a machine must have."""
 
     kernel: str
-    package: str                               # "" for what torch brings
+    package: str                               # "" for torch's own kernels
     version: str
     build: str
     certificate: str = ""
@@ -67,28 +54,24 @@ class Pin:
         return cls(kernel.id, distribution, installed_version(distribution) or "unknown", build_of(kernel),
                    certificate_of(kernel, device))
 
-    def to_json(self) -> dict[str, Any]:
-        data = {"package": self.package, "version": self.version, "build": self.build}
-        return {**data, "certificate": self.certificate} if self.certificate else data
-
 
 def certificate_of(kernel: Kernel, device: Device) -> str:
-    """What was proven of a kernel on this device, by name: its build, the contract, the cases; "" for nothing."""
-    found = certificates.standing([kernel], device)[kernel.id]
-    if not isinstance(found, certificates.Certificate):
+    """Return a digest of the kernel's certificate on this device (build, contract, cases); "" if it has none."""
+    certificate = certificates.standing([kernel], device)[kernel.id]
+    if not isinstance(certificate, certificates.Certificate):
         return ""
-    return digest({"build": found.build, "contract": found.contract, "grid": found.grid})[:16]
+    return digest({"build": certificate.build, "contract": certificate.contract, "grid": certificate.grid})[:16]
 
 
 @dataclass(frozen=True)
-class Lockfile:
-    made_on: str                               # for the reader: the device it was solved on
+class Lockfile(Hashed, json="made_on kernels rows", header={"schema": SCHEMA}):
+    made_on: Text                              # for the reader: the device it was solved on
     pins: tuple[Pin, ...]
     rows: tuple[Row, ...]
 
     @classmethod
     def of(cls, table: Table, world: World) -> Lockfile:
-        """Of each row the first kernel: a fallback is no promise."""
+        """Make a lockfile of the first kernel of each row; fallbacks are not pinned."""
         rows = tuple(replace(row, choices=row.choices[:1]) for row in table.rows)
         known = world.catalog.by_id
         names = sorted({row.kernel for row in rows})
@@ -97,93 +80,77 @@ class Lockfile:
             raise DataError(f"{table}: {', '.join(gone)} is not here any more; run lz solve again")
         return cls(table.stamp.device.name, tuple(Pin.of(known[n], table.stamp.device) for n in names), rows)
 
-    @cached_property
-    def id(self) -> str:
-        return digest(self._content())[:16]
-
-    def _content(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "made_on": self.made_on, "kernels": {p.kernel: p.to_json() for p in self.pins},
-                "rows": [row.to_json() for row in self.rows]}
-
-    def to_json(self) -> dict[str, Any]:
-        content = self._content()
-        return {"schema": SCHEMA, "hash": digest(content), **content}
+    @property
+    def kernels(self) -> dict[str, Pin]:
+        return {pin.kernel: pin for pin in self.pins}
 
     @classmethod
-    def from_json(cls, data: Any, owner: str = "lockfile") -> Lockfile:
-        check_schema(data, SCHEMA, owner)
-        check_keys(data, ("schema", "hash", "made_on", "kernels", "rows"), owner)
-        if not isinstance(data["kernels"], Mapping) or not isinstance(data["rows"], list):
-            raise wrong(owner, "kernels as an object and rows as a list", data)
-        pins = []
-        for name, pin in data["kernels"].items():
-            at = f"{owner}.kernels.{name}"
-            check_keys(pin, ("package", "version", "build"), at, ("certificate",))
-            if not all(type(v) is str for v in pin.values()):
-                raise wrong(at, "text for each field", pin)
-            pins.append(Pin(name, **pin))
-        rows = tuple(Row.from_json(row, f"{owner}.rows[{i}]") for i, row in enumerate(data["rows"]))
-        unpinned = sorted({row.kernel for row in rows} - {p.kernel for p in pins})
+    def read_others(cls, content: Mapping[str, Any], at: At) -> dict[str, Any]:
+        kernels = read(Mapping[str, Any], content.get("kernels"), at / "kernels") or {}
+        pins = [read_fields(Pin, pin, at / "kernels" / name, kernel=name) for name, pin in kernels.items()]
+        return {"pins": tuple(pin for pin in pins if pin is not None)}
+
+    def check_json(self, at: At) -> None:
+        unpinned = sorted({row.kernel for row in self.rows} - self.kernels.keys())
         if unpinned:
-            raise wrong(f"{owner}.kernels", f"an entry for each kernel of the rows, also {', '.join(unpinned)}",
-                        sorted(data["kernels"]))
-        check_hash(data, owner)
-        return cls(text_of(data["made_on"], f"{owner}.made_on"), tuple(pins), rows)
+            (at / "kernels").wrong(f"an entry for each kernel of the rows, also {', '.join(unpinned)}",
+                                   sorted(self.kernels))
 
 
 @dataclass(frozen=True)
-class Violation:
-    """One thing of a lockfile that this machine does not hold to."""
+class Violation(Record, json="kernel row reason text"):
+    """One way in which this machine differs from a lockfile."""
 
     kernel: str
     reason: Reason
     row: str = ""                              # the calls it is about; "" for all
 
+    @property
+    def text(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         return f"{self.kernel}{' for ' + self.row if self.row else ''}: {self.reason.message}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, "row": self.row, "reason": self.reason.to_json(), "text": str(self)}
-
 
 def write_lockfile(table: Table | str | os.PathLike[str], path: str | os.PathLike[str] = DEFAULT_PATH) -> Lockfile:
-    """Write down what of a table another machine must hold to."""
-    found = Lockfile.of(table if isinstance(table, Table) else Table.load(table), worlds.current())
-    write_json(path, found.to_json())
-    return found
+    """Write the lockfile of a table."""
+    lock = Lockfile.of(table if isinstance(table, Table) else Table.load(table), worlds.current())
+    write_json(path, lock.to_json())
+    return lock
 
 
 def load_lockfile(path: str | os.PathLike[str]) -> Lockfile:
-    return Lockfile.from_json(read_json(path, "a lockfile, such as lz lock writes"), str(path))
+    return Lockfile.from_json(reading.read_json(path, "a lockfile, such as lz lock writes"), str(path))
 
 
 def check_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> tuple[Violation, ...]:
-    """Where this machine cannot do as the lockfile says; empty if it can everywhere."""
-    found = lock if isinstance(lock, Lockfile) else load_lockfile(lock)
-    return tuple(dict.fromkeys(_violations(found, worlds.current())))
+    """Return where this machine differs from the lockfile; empty if it can serve all of it."""
+    loaded = lock if isinstance(lock, Lockfile) else load_lockfile(lock)
+    return tuple(dict.fromkeys(_violations(loaded, worlds.current())))
 
 
 def use_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> Table:
-    """Put the choices of a lockfile in force, as a table. One violation, and nothing of it is."""
-    found = lock if isinstance(lock, Lockfile) else load_lockfile(lock)
+    """Put the choices of a lockfile in force, as a table. DataError, and no change, on any violation."""
+    loaded = lock if isinstance(lock, Lockfile) else load_lockfile(lock)
     world = worlds.current()
-    violations = tuple(dict.fromkeys(_violations(found, world)))
+    violations = tuple(dict.fromkeys(_violations(loaded, world)))
     if violations:
         lines = [f"  {v}" for v in violations]
-        raise DataError(f"lockfile {found.id} is refused: this machine does not hold to it\n" + "\n".join(lines)
+        raise DataError(f"lockfile {loaded.id} is refused: this machine does not hold to it\n" + "\n".join(lines)
                         + "\nInstall what it names, or make it again: lz solve, then lz lock",
                         [v.reason for v in violations])
-    kinds = set(map(_kind, found.rows)) or {"cpu"}
+    kinds = set(map(_device_type, loaded.rows)) or {"cpu"}
     if len(kinds) > 1:
-        raise DataError(f"lockfile {found.id} is for {', '.join(sorted(kinds))}; one device at a time can be in force")
-    table = Table(Stamp.of(world, kinds.pop(), [p.kernel for p in found.pins]), found.rows)
+        raise DataError(f"lockfile {loaded.id} is for {', '.join(sorted(kinds))}; one device at a time can be in force")
+    table = Table(Stamp.of(world, kinds.pop(), [p.kernel for p in loaded.pins]), loaded.rows)
     use_table(table)
     return table
 
 
 def _violations(lock: Lockfile, world: World) -> Iterator[Violation]:
     known, absent = world.catalog.by_id, world.availability()
-    homes = {row.kernel: _kind(row) for row in lock.rows}
+    homes = {row.kernel: _device_type(row) for row in lock.rows}
     devices = {kind: device for kind in set(homes.values()) if (device := _device(world, kind)) is not None}
     for pin in lock.pins:
         if pin.kernel not in known:
@@ -195,24 +162,24 @@ def _violations(lock: Lockfile, world: World) -> Iterator[Violation]:
         if kind not in devices:
             yield Violation(pin.kernel, Reason(Code.PLATFORM_MISMATCH, kind, "a machine without it"))
             continue
-        here = Pin.of(known[pin.kernel], devices[kind])
+        present = Pin.of(known[pin.kernel], devices[kind])
         for name in ("version", "build"):
-            want, got = getattr(pin, name), getattr(here, name)
+            want, got = getattr(pin, name), getattr(present, name)
             if want != got:
                 label = f"{pin.package} {name}"
                 yield Violation(pin.kernel, Reason(Code.PLAN_DRIFT, f"{label} {want or 'none'}",
                                                    f"{label} {got or 'absent'}"))
-        if pin.certificate and not here.certificate and pin.kernel not in world.certified:
+        if pin.certificate and not present.certificate and pin.kernel not in world.certified:
             yield Violation(pin.kernel, Reason(Code.UNCERTIFIED))
-        elif here.certificate and pin.certificate not in ("", here.certificate):
+        elif present.certificate and pin.certificate not in ("", present.certificate):
             yield Violation(pin.kernel, Reason(Code.PLAN_DRIFT, f"certificate {pin.certificate}",
-                                               f"certificate {here.certificate}"))
+                                               f"certificate {present.certificate}"))
     for row in lock.rows:
-        if row.kernel in known and row.kernel not in absent and _kind(row) in devices:
-            yield from _cannot_serve(row, known[row.kernel], world)
+        if row.kernel in known and row.kernel not in absent and _device_type(row) in devices:
+            yield from _row_violations(row, known[row.kernel], world)
 
 
-def _kind(row: Row) -> str:
+def _device_type(row: Row) -> str:
     return str(dict(row.when).get("device", "cpu"))
 
 
@@ -223,15 +190,15 @@ def _device(world: World, kind: str) -> Device | None:
         return None
 
 
-def _cannot_serve(row: Row, kernel: Kernel, world: World) -> Iterator[Violation]:
-    op, kind = world.catalog.ops.get(row.op), _kind(row)
+def _row_violations(row: Row, kernel: Kernel, world: World) -> Iterator[Violation]:
+    op, kind = world.catalog.ops.get(row.op), _device_type(row)
     if op is None or kernel.op.name != row.op:
         drift = Reason(Code.PLAN_DRIFT, f"a kernel of {row.op}", f"one of {kernel.op.name}")
         yield Violation(kernel.id, drift, str(row))
         return
     around = world.surroundings(kind, None)
     refused = next((r.reasons for r in world.roster(op, kind, around).rejected if r.kernel == kernel.id), ())
-    known = known_of(op, row, around.device)
+    known = facts_of_row(op, row, around.device)
     facts = {n: v.high if isinstance(v, Span) else v for n, v in known.items()}
     denied = around.policy.verdict(kernel.id, op.name, facts)
     for reason in (*refused, *([denied] if denied is not None else [])):
@@ -250,8 +217,8 @@ _MOST_PIECES = 5                               # that are left of a row, on aver
 
 
 def load_choices(path: str | os.PathLike[str]) -> Choices:
-    """A table or a lockfile, whichever the file is."""
-    data = read_json(path, "a dispatch table or a lockfile")
+    """Read a dispatch table or a lockfile, by its schema."""
+    data = reading.read_json(path, "a dispatch table or a lockfile")
     schema = data.get("schema") if isinstance(data, Mapping) else None
     if schema == SCHEMA:
         return Lockfile.from_json(data, Path(path).name)
@@ -262,8 +229,8 @@ def load_choices(path: str | os.PathLike[str]) -> Choices:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One range of calls, and who serves it here and there; "" where there is no row for it."""
+class Difference(Record, json="op calls a b verdict"):
+    """One range of calls and the kernels of A and B for it; "" where there is no row."""
 
     calls: str
     op: str
@@ -274,31 +241,28 @@ class Difference:
     def verdict(self) -> str:
         return "only in B" if not self.a else "only in A" if not self.b else "same" if self.a == self.b else "different"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"op": self.op, "calls": self.calls, "a": self.a, "b": self.b, "verdict": self.verdict}
-
 
 def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:
-    """Every range of calls that either of them knows. Ranges that overlap in part are cut where they do."""
-    found = []
-    there, here, work = _Meeting(b.rows), _Meeting(a.rows), [-1000 - _MOST_PIECES * (len(a.rows) + len(b.rows))]
+    """Compare every range of calls that either of them has. Ranges that overlap in part are split."""
+    differences = []
+    index_b, index_a, work = _RowIndex(b.rows), _RowIndex(a.rows), [-1000 - _MOST_PIECES * (len(a.rows) + len(b.rows))]
     for row in a.rows:
         rest = [row]
-        for other in there.of(row):
+        for other in index_b.of(row):
             common = intersection(row, other)
             if common is not None:
-                found.append(Difference(str(common), row.op, row.kernel, other.kernel))
-                rest = _without(rest, other, work)
-        found += [Difference(str(part), row.op, row.kernel, "") for part in rest]
+                differences.append(Difference(str(common), row.op, row.kernel, other.kernel))
+                rest = _subtract(rest, other, work)
+        differences += [Difference(str(part), row.op, row.kernel, "") for part in rest]
     for row in b.rows:
         rest = [row]
-        for other in here.of(row):
-            rest = _without(rest, other, work)
-        found += [Difference(str(part), row.op, "", row.kernel) for part in rest]
-    return tuple(found)
+        for other in index_a.of(row):
+            rest = _subtract(rest, other, work)
+        differences += [Difference(str(part), row.op, "", row.kernel) for part in rest]
+    return tuple(differences)
 
 
-def _without(rest: Sequence[Row], other: Row, work: list[int]) -> list[Row]:
+def _subtract(rest: Sequence[Row], other: Row, work: list[int]) -> list[Row]:
     pieces = [piece for part in rest for piece in subtraction(part, other)]
     work[0] += len(pieces) + 1
     if work[0] > 0:                            # rows of a table that was solved do not overlap
@@ -307,8 +271,8 @@ def _without(rest: Sequence[Row], other: Row, work: list[int]) -> list[Row]:
     return pieces
 
 
-class _Meeting:
-    """The rows that may have calls in common with another row, found by one of their sizes."""
+class _RowIndex:
+    """Rows indexed by one of their sizes, to find those that may overlap a given row."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         groups: dict[Any, list[int]] = {}
@@ -318,7 +282,8 @@ class _Meeting:
         self.groups = {kind: self._sorted(members) for kind, members in groups.items()}
 
     def _sorted(self, members: Sequence[int]) -> tuple[str, list[int], list[float], list[float]]:
-        """The size that tells most rows apart, the rows by where it begins, those places, the farthest end so far."""
+        """Return the size with most distinct ranges, the rows sorted by its low end, those low ends, and the largest
+        high end up to each row."""
         names = {name for i in members for name, _ in self.rows[i].sizes}
         name = max(sorted(names), key=lambda n: len({_ends(self.rows[i], n) for i in members}), default="")
         ordered = sorted(members, key=lambda i: _ends(self.rows[i], name))
@@ -326,10 +291,10 @@ class _Meeting:
         return name, ordered, list(lows), list(accumulate(highs, max))
 
     def of(self, row: Row) -> list[Row]:
-        found = self.groups.get((row.op, row.when))
-        if found is None:
+        group = self.groups.get((row.op, row.when))
+        if group is None:
             return []
-        name, ordered, lows, farthest = found
+        name, ordered, lows, farthest = group
         low, high = _ends(row, name)
         near = ordered[bisect_left(farthest, low):bisect_right(lows, high)]
         return [self.rows[i] for i in sorted(near) if _ends(self.rows[i], name)[1] >= low]
@@ -341,10 +306,10 @@ def _ends(row: Row, name: str) -> tuple[float, float]:
 
 
 def intersection(a: Row, b: Row) -> Row | None:
-    """The calls that both cover. A size that one of them does not name may be any there."""
+    """Return the row of the calls that both cover, or None. A size that a row does not name may be any."""
     spans, theirs = dict(a.sizes), dict(b.sizes)
     for name, span in theirs.items():
-        met = _met(spans.get(name, Span()), span)
+        met = _intersect(spans.get(name, Span()), span)
         if met is None:
             return None
         spans[name] = met
@@ -352,20 +317,20 @@ def intersection(a: Row, b: Row) -> Row | None:
 
 
 def subtraction(a: Row, b: Row) -> Iterator[Row]:
-    """What `a` covers and `b` does not, as rows that do not overlap."""
+    """Yield rows, without overlap, of the calls that `a` covers and `b` does not."""
     if intersection(a, b) is None:
         yield a
         return
-    left = dict(a.sizes)
+    rest = dict(a.sizes)
     for name, cut in b.sizes:
-        span = left.get(name, Span())
+        span = rest.get(name, Span())
         inside, outside = _split(span, cut)
         for piece in outside:
-            yield replace(a, sizes=tuple({**left, name: piece}.items()))
-        left[name] = inside
+            yield replace(a, sizes=tuple({**rest, name: piece}.items()))
+        rest[name] = inside
 
 
-def _met(a: Span, b: Span) -> Span | None:
+def _intersect(a: Span, b: Span) -> Span | None:
     lows, highs = [e for e in (a.low, b.low) if e is not None], [e for e in (a.high, b.high) if e is not None]
     low, high = max(lows, default=None), min(highs, default=None)
     yes, no = (tuple(sorted({*x, *y})) for x, y in ((a.multiples, b.multiples), (a.others, b.others)))
@@ -375,7 +340,7 @@ def _met(a: Span, b: Span) -> Span | None:
 
 
 def _split(span: Span, cut: Span) -> tuple[Span, list[Span]]:
-    """`span` within `cut`, and the pieces of it without. They have something in common."""
+    """Return the part of `span` inside `cut` and the pieces outside. The two spans overlap."""
     outside, inside = [], span
     if cut.low is not None and (inside.low is None or inside.low < cut.low):
         outside.append(inside._replace(high=below(cut.low)))

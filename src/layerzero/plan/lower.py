@@ -25,14 +25,14 @@ _WIDTH = 110
 
 
 def lower(table: Table) -> str:
-    """The text of the module."""
+    """Return the source of the module."""
     _check_names(table)
     lines = [f'"""Which kernel serves which call: dispatch table {table.id} as plain comparisons. Made by lz solve.',
-             "", f"For {_told(table.stamp.device.name)}. Each function named after an operation takes the facts of",
+             "", f"For {_one_line(table.stamp.device.name)}. Each function named after an operation takes the facts of",
              'a call and gives the number of its row in KERNELS, or -1: choose at run time."""', "",
              f"TABLE = {table.id!r}", "", "# The kernels of each row, best first.", "KERNELS = ("]
     for i, row in enumerate(table.rows):
-        lines += [f"    # {i}: {_told(row)}", f"    {tuple(c.kernel for c in row.choices)!r},"]
+        lines += [f"    # {i}: {_one_line(row)}", f"    {tuple(c.kernel for c in row.choices)!r},"]
     lines.append(")")
     for op, rows in table.by_op.items():
         lines += _op(op, rows)
@@ -42,12 +42,12 @@ def lower(table: Table) -> str:
 
 
 def lowered(table: Table) -> Callable[[str, Facts], int]:
-    """The module's `find`, ready to call."""
+    """Return the module's `find`, ready to call."""
     return module(table)["find"]  # type: ignore[no-any-return]
 
 
 def module(table: Table) -> dict[str, Any]:
-    """The namespace of the module."""
+    """Return the namespace of the module."""
     scope: dict[str, Any] = {"__name__": f"layerzero_table_{table.id}"}
     exec(codegen.compile(lower(table), f"table {table.id}"), scope)    # made above; values are written by repr
     return scope
@@ -57,13 +57,13 @@ def _check_names(table: Table) -> None:
     """Names of the table become names of the module: one that is no identifier would be code of its file."""
     for op, rows in table.by_op.items():
         names = {op, *(identifier(n) for _, row in rows for n, _ in row.sizes)}
-        odd = sorted(n for n in names if not n.isidentifier() or iskeyword(n))
-        if odd:
-            raise DataError(f"{table}: wanted names of an operation and its sizes, got {', '.join(map(repr, odd))}; "
-                            "run lz solve again")
+        unusable = sorted(n for n in names if not n.isidentifier() or iskeyword(n))
+        if unusable:
+            raise DataError(f"{table}: wanted names of an operation and its sizes, got "
+                            f"{', '.join(map(repr, unusable))}; run lz solve again")
 
 
-def _told(what: Any) -> str:
+def _one_line(what: Any) -> str:
     """Text for a comment or a docstring: on one line, whatever the file says."""
     return "".join(c if c.isprintable() and c not in '"\\' else " " for c in str(what))
 
@@ -77,9 +77,9 @@ def _op(op: str, rows: Sequence[tuple[int, Row]]) -> list[str]:
     finder = ["", "", f"def {op}(facts):", *_condition("if not (", sorted(map(_equal, common)), "):", _INDENT)]
     finder += [2 * _INDENT + "return -1"] if common else []
     for k, ((when, names), members) in enumerate(families.items()):
-        told = [_equal(pair) for pair in when if pair not in common] + [f"facts[{n!r}] is not None" for n in names]
+        tests = [_equal(pair) for pair in when if pair not in common] + [f"facts[{n!r}] is not None" for n in names]
         arguments = ", ".join(f"facts[{n!r}]" for n in names)
-        finder += [*_condition("if (", told or ["True"], "):", _INDENT), f"        row = {op}_{k}({arguments})",
+        finder += [*_condition("if (", tests or ["True"], "):", _INDENT), f"        row = {op}_{k}({arguments})",
                    "        if row >= 0:", "            return row"]
         boxes: list[Box] = [(i, {identifier(n): s for n, s in row.sizes}) for i, row in members]
         functions += ["", "", f"def {op}_{k}({', '.join(map(identifier, names))}):", *_function(boxes)]
@@ -107,7 +107,7 @@ def identifier(fact: str) -> str:
 
 
 def _function(boxes: Sequence[Box]) -> list[str]:
-    """What all rows ask is asked once, first."""
+    """Write the body of the function of a family. Tests that all rows share come once, first."""
     first = boxes[0][1]
     common = {n: s for n, s in first.items() if all(sizes[n] == s for _, sizes in boxes)}
     tests = _tests(common, {}) if len(boxes) > 1 else []

@@ -21,7 +21,7 @@ Known = Mapping[str, Union[Span, Any]]         # of a fact: its value, or the sp
 
 
 def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
-    """`known` holds the facts that are the same for all calls, and the spans of the sizes."""
+    """Do all rules of the kernel hold? `known` has the facts common to all calls and the spans of the sizes."""
     fixed = {target for kind, target in choice.transforms if kind == "contiguous"}
     cast = any(kind == "cast" for kind, _ in choice.transforms)
 
@@ -52,7 +52,7 @@ def _leaf_holds(rule: Rule, op: Op, known: Known) -> bool | None:
 
 
 def interval(op: Op, name: str, known: Known) -> Span | None:
-    """Where a derived number lies, from where those lie that it is made of; None if that cannot be told."""
+    """Return the span of a derived number from the spans of its operands; None if it is unknown."""
     stack: list[tuple[Number, Number]] = []
     for code, value in parse(op.derived[name]).postfix:
         if code == "fact":
@@ -64,10 +64,10 @@ def interval(op: Op, name: str, known: Known) -> Span | None:
             stack.append((value, value))
         else:
             right, left = stack.pop(), stack.pop()
-            found = _combined(code, left, right)
-            if found is None:
+            combined = _combine(code, left, right)
+            if combined is None:
                 return None
-            stack.append(found)
+            stack.append(combined)
     low, high = stack.pop()
     return Span(None if low == -math.inf else low, None if high == math.inf else high)
 
@@ -81,8 +81,8 @@ def _ends(op: Op, name: str, known: Known) -> tuple[Number, Number] | None:
     return (value, value) if isinstance(value, (int, float)) else None
 
 
-def _combined(code: str, a: tuple[Number, Number], b: tuple[Number, Number]) -> tuple[Number, Number] | None:
-    """The interval of an operation on two; None where it is not worth finding out."""
+def _combine(code: str, a: tuple[Number, Number], b: tuple[Number, Number]) -> tuple[Number, Number] | None:
+    """Return the interval of an operation on two intervals; None where it is not computed."""
     if code in ("lt", "le", "gt", "ge", "eq", "ne"):
         if code in ("gt", "ge"):
             a, b, code = b, a, {"gt": "lt", "ge": "le"}[code]

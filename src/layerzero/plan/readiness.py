@@ -27,18 +27,18 @@ from ..spec.reason import Code
 from ..world import certificates, measurements, perf_loading
 from ..world.snapshot import World
 from .call_facts import facts_of
-from .force import check as check_table
+from .force import check_table
 from .lockfile import Lockfile, check_lockfile
 from .table import Table
 
 T = TypeVar("T")
-Given = Union[T, str, "os.PathLike[str]", None]
+OrPath = Union[T, str, "os.PathLike[str]", None]
 Calls = Union[Iterable[Call], str, "os.PathLike[str]"]
 
 
 @dataclass(frozen=True)
-class Decided:
-    """A call, and what selection says of it: as things are, and as if everything were compiled."""
+class Decision:
+    """A call, and the plans for it: as things are, and as if every kernel were compiled."""
 
     name: str
     op: Op
@@ -47,9 +47,9 @@ class Decided:
     compiled: Plan
 
 
-def readiness_check(calls: Calls = (), device: str | None = None, *, table: Given[Table] = None,
-                    lock: Given[Lockfile] = None, capabilities: str | os.PathLike[str] | None = None) -> Readiness:
-    """Is everything here that these calls need? True where nothing failed; print it for the whole report.
+def readiness_check(calls: Calls = (), device: str | None = None, *, table: OrPath[Table] = None,
+                    lock: OrPath[Lockfile] = None, capabilities: str | os.PathLike[str] | None = None) -> Readiness:
+    """Check that everything these calls need is here. The report is true where nothing failed; print it to see all.
 
     `calls` are descriptions or a file of them; without any, the kernels of this device are checked as they stand.
     `table`, `lock` and `capabilities` are what will be put in force. Nothing is run, compiled or written.
@@ -58,32 +58,32 @@ def readiness_check(calls: Calls = (), device: str | None = None, *, table: Give
     if isinstance(world, Readiness):
         return world
     kind = base.device_kind(device)
-    asked = listed(calls)
-    held, table_check = _table(table, world)
-    if not asked and held is not None:
-        asked = tuple(artefact.call for artefact in held.jit)
-    decided, wrong = _decided(asked, world, kind)
+    workload = load_calls(calls)
+    loaded, table_check = _table(table, world)
+    if not workload and loaded is not None:
+        workload = tuple(artefact.call for artefact in loaded.jit)
+    decided, wrong = _decide(workload, world, kind)
     workspace = max((d.plan.steps[0].workspace for d in decided if d.plan.steps), default=0)
     checks = [
         _kernels(decided, wrong, world, kind), _certificates(decided, world, kind), _warm_up(decided, world),
-        _measurements(decided, world, kind), *([_covering(table_check, held, decided)] if table_check else []),
+        _measurements(decided, world, kind), *([_check_coverage(table_check, loaded, decided)] if table_check else []),
         *([_lockfile(lock)] if lock is not None else []),
         *base.surroundings(world, kind, workspace, None if capabilities is None else Path(capabilities))]
     return Readiness(tuple(checks), world.device(kind).name)
 
 
-def listed(calls: Calls) -> tuple[Call, ...]:
-    """The calls themselves; one alone, or a file of them, is read."""
+def load_calls(calls: Calls) -> tuple[Call, ...]:
+    """Return the calls as a tuple: of an iterable, of one call, or of a file."""
     if isinstance(calls, (str, os.PathLike)):
         return read_calls(Path(calls))
-    found = (calls,) if isinstance(calls, Call) else tuple(calls)
-    wrong = next((c for c in found if not isinstance(c, Call)), None)
+    workload = (calls,) if isinstance(calls, Call) else tuple(calls)
+    wrong = next((c for c in workload if not isinstance(c, Call)), None)
     if wrong is not None:
         raise ConfigError(f"lz.readiness_check: wanted calls (lz.testing.Call) or a file of them, got {wrong!r:.120}")
-    return found
+    return workload
 
 
-def _decided(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decided], list[Finding]]:
+def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decision], list[Finding]]:
     decided, wrong = [], []
     for call in calls:
         name = f"{call.op} ({call.name})" if call.name else call.op
@@ -92,40 +92,40 @@ def _decided(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decid
         except LayerZeroError as e:
             wrong.append(Finding(FAIL, f"{name}: {first_line(e)}", "correct the workload"))
             continue
-        decided.append(Decided(name, op, facts, world.plan(op, facts, thorough=True),
-                               world.plan(op, facts, compiled=True)))
+        decided.append(Decision(name, op, facts, world.plan(op, facts, thorough=True),
+                                world.plan(op, facts, compiled=True)))
     return decided, wrong
 
 
 # kernels
 
-def _kernels(decided: Sequence[Decided], wrong: Sequence[Finding], world: World, kind: str) -> Check:
-    found = [*wrong, *_required(world, kind)]
+def _kernels(decided: Sequence[Decision], wrong: Sequence[Finding], world: World, kind: str) -> Check:
+    findings = [*wrong, *_required(world, kind)]
     for d in decided:
         if not d.plan.steps:
             why = "; ".join(dict.fromkeys(str(r) for no in d.plan.rejected for r in no.reasons)) or "there is none"
             hint = "run lz warmup" if d.compiled.steps else "lz explain says more; allow or install a kernel"
-            found.append(Finding(FAIL, f"{d.name}: no kernel may serve it: {why[:400]}", hint))
+            findings.append(Finding(FAIL, f"{d.name}: no kernel may serve it: {why[:400]}", hint))
         elif d.plan.steps[0].kernel.startswith("reference.") and len(world.kernels(d.op.name)) > 1:
-            found.append(Finding(WARNING, f"{d.name}: only the reference formula serves it",
-                                 "lz explain says why the others do not"))
+            findings.append(Finding(WARNING, f"{d.name}: only the reference formula serves it",
+                                    "lz explain says why the others do not"))
     unbuilt = sorted(k for k, reason in world.availability().items() if reason.code is Code.NOT_BUILT)
     if unbuilt and kind == "cpu":
-        found.append(Finding(WARNING, f"not compiled for this machine: {', '.join(unbuilt)}", "run: lz build"))
+        findings.append(Finding(WARNING, f"not compiled for this machine: {', '.join(unbuilt)}", "run: lz build"))
     if decided or wrong:
         served = sorted({d.plan.kernel for d in decided if d.plan.kernel})
-        return Check.of("kernels", "a kernel that may serve each call, and those that policy locks", found,
+        return Check.of("kernels", "a kernel that may serve each call, and those that policy locks", findings,
                         f"{len(decided)} calls, served by {', '.join(served)}")
     around = world.surroundings(kind, None)
     able = {op.name: world.roster(op, kind, around).viable for op in world.catalog.ops.values()}
-    found += [Finding(FAIL, f"{op}: no kernel can run on {kind}", "lz list shows why")
-              for op, kernels in able.items() if not kernels]
-    return Check.of("kernels", "a kernel for each op, and those that policy locks", found,
+    findings += [Finding(FAIL, f"{op}: no kernel can run on {kind}", "lz list shows why")
+                 for op, kernels in able.items() if not kernels]
+    return Check.of("kernels", "a kernel for each op, and those that policy locks", findings,
                     f"{len(able)} ops, {sum(map(len, able.values()))} kernels that can run on {kind}")
 
 
 def _required(world: World, kind: str) -> Iterator[Finding]:
-    """A lock is a promise that its kernel is here."""
+    """Yield the locks of the policy whose kernels cannot run here."""
     around = world.surroundings(kind, None)
     for layer in world.policy.layers:
         for rule in layer.rules:
@@ -142,7 +142,7 @@ def _required(world: World, kind: str) -> Iterator[Finding]:
 
 # certificates
 
-def _certificates(decided: Sequence[Decided], world: World, kind: str) -> Check:
+def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Check:
     want = "a certificate for each kernel that serves"
     if not world.policy.setting("require_certificates"):
         return Check("certificates", base.OK, "none: policy does not demand them", "not demanded")
@@ -158,20 +158,21 @@ def _certificates(decided: Sequence[Decided], world: World, kind: str) -> Check:
         near = able - ids
     near = {i for i in near if not i.startswith("reference.")}
     standing = certificates.standing([world.catalog.by_id[i] for i in sorted(near)], world.device(kind))
-    found = [Finding(WARNING, f"{kernel}: {why}", "run lz verify for it") for kernel, reason in standing.items()
-             if (why := getattr(reason, "message", ""))]
+    findings = [Finding(WARNING, f"{kernel}: {why}", "run lz verify for it") for kernel, reason in standing.items()
+                if (why := getattr(reason, "message", ""))]
     proven = {i for i in ids if i and not i.startswith("reference.")}
     if near and not proven:
-        found.insert(0, Finding(FAIL, "no kernel here is proven: only the reference formulas serve", "run lz verify"))
-    return Check.of("certificates", want, found, f"{len(proven)} kernels, each with its certificate")
+        findings.insert(0, Finding(FAIL, "no kernel here is proven: only the reference formulas serve",
+                                   "run lz verify"))
+    return Check.of("certificates", want, findings, f"{len(proven)} kernels, each with its certificate")
 
 
 # warm-up
 
-def _warm_up(decided: Sequence[Decided], world: World) -> Check:
-    """Would something be compiled in a request?"""
+def _warm_up(decided: Sequence[Decision], world: World) -> Check:
+    """Check that no request would wait for a compiler."""
     mode = world.policy.setting("jit")
-    found, warm = [], 0
+    findings, warm = [], 0
     for d in decided:
         best = d.compiled.steps[0] if d.compiled.steps else None
         kernel = world.catalog.by_id[best.kernel] if best is not None else None
@@ -187,48 +188,50 @@ def _warm_up(decided: Sequence[Decided], world: World) -> Check:
         text = f"{d.name}: {kernel.id} is not compiled in this process"
         text += ", this machine's caches have it" if before else " and in no cache of this machine"
         if waits:
-            found.append(Finding(WARNING if before else FAIL, f"{text}; a request would wait for it", "run lz warmup"))
+            findings.append(Finding(WARNING if before else FAIL, f"{text}; a request would wait for it",
+                                    "run lz warmup"))
         elif not before or mode == "never":
-            found.append(Finding(WARNING, f"{text}; {d.plan.kernel or 'nothing'} serves meanwhile", "run lz warmup"))
-    return Check.of("warm-up", f"nothing to compile in a request (jit: {mode})", found,
+            findings.append(Finding(WARNING, f"{text}; {d.plan.kernel or 'nothing'} serves meanwhile", "run lz warmup"))
+    return Check.of("warm-up", f"nothing to compile in a request (jit: {mode})", findings,
                     f"{warm} calls are served by kernels compiled here" if warm else "no call waits for a compiler")
 
 
 # measurements
 
-def _measurements(decided: Sequence[Decided], world: World, kind: str) -> Check:
+def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Check:
     want = "times measured on this machine, of the kernels as they are built now"
-    found = []
+    findings = []
     sources: dict[str, int] = {}
     for d in decided:
         if d.plan.steps:
             source = d.plan.steps[0].score.source
             sources[source] = sources.get(source, 0) + 1
             if source in (DEFAULT, PRIOR):
-                found.append(Finding(WARNING, f"{d.name}: not measured; {d.plan.kernel} serves as {source}",
-                                     "run lz tune for these calls, or set learn"))
+                findings.append(Finding(WARNING, f"{d.name}: not measured; {d.plan.kernel} serves as {source}",
+                                        "run lz tune for these calls, or set learn"))
     stale = _stale(world, kind)
     if stale:
-        found.append(Finding(WARNING, f"{stale} measurements of this device are of other builds or expired",
-                             "run lz tune again; lz perf prune removes them"))
-    came = measurements.shipped_status(world, world.device(kind))
-    told = ", ".join(f"{n} calls {source}" for source, n in sorted(sources.items()))
-    return Check.of("measurements", want, found, f"{told or f'{len(world.perf)} in use'}; shipped: {came.text}")
+        findings.append(Finding(WARNING, f"{stale} measurements of this device are of other builds or expired",
+                                "run lz tune again; lz perf prune removes them"))
+    shipped = measurements.shipped_status(world, world.device(kind))
+    counted = ", ".join(f"{n} calls {source}" for source, n in sorted(sources.items()))
+    in_use = counted or f"{len(world.perf)} in use"
+    return Check.of("measurements", want, findings, f"{in_use}; shipped: {shipped.text}")
 
 
 def _stale(world: World, kind: str) -> int:
-    """Rows of this device that count no more; 0 where the database cannot be read, which another check says."""
+    """Count the rows of this device that are void; 0 where the database cannot be read, which another check says."""
     from ..perf import snapshot
     from ..perf.interface import StoreError
     where = perf_loading.location(world.policy)
     if not isinstance(where, Path) or not where.exists():
         return 0
-    here, builds = world.device(kind).signature, {k.id: build_of(k) for k in world.catalog.kernels}
+    signature, builds = world.device(kind).signature, {k.id: build_of(k) for k in world.catalog.kernels}
     days = world.policy.setting("perfdb_ttl")
     since = time.time() - days * perf_loading.DAY if days else 0.0
     try:
         return sum(g.rows for g in snapshot.groups(where, base.READ_SECONDS)
-                   if measurements.signature_of(g.place) == here
+                   if measurements.signature_of(g.place) == signature
                    and (builds.get(g.kernel, g.build) != g.build or g.newest < since))
     except StoreError:
         return 0
@@ -236,27 +239,27 @@ def _stale(world: World, kind: str) -> int:
 
 # tables and lockfiles
 
-def _table(given: Given[Table], world: World) -> tuple[Table | None, Check | None]:
+def _table(source: OrPath[Table], world: World) -> tuple[Table | None, Check | None]:
     want = "a dispatch table that holds on this machine"
-    held = world.table.table if world.table is not None else None
-    table = held if given is None and isinstance(held, Table) else given
+    in_force = world.table.table if world.table is not None else None
+    table = in_force if source is None and isinstance(in_force, Table) else source
     if table is None:
         return None, None
     try:
-        found = table if isinstance(table, Table) else Table.load(table)
+        loaded = table if isinstance(table, Table) else Table.load(table)
     except LayerZeroError as e:
         return None, Check("table", FAIL, want, first_line(e), "make it again: lz solve")
     try:
-        check_table(found, world)
+        check_table(loaded, world)
     except LayerZeroError as e:
         wrong = [Finding(FAIL, reason.message, "run lz solve on this machine") for reason in getattr(e, "reasons", ())]
-        return found, Check.of("table", want, wrong or [Finding(FAIL, first_line(e), "run lz solve")], "")
-    state = "in force" if held is not None and held.id == found.id else "valid here"
-    return found, Check("table", base.OK, want, f"{found}; {state}")
+        return loaded, Check.of("table", want, wrong or [Finding(FAIL, first_line(e), "run lz solve")], "")
+    state = "in force" if in_force is not None and in_force.id == loaded.id else "valid here"
+    return loaded, Check("table", base.OK, want, f"{loaded}; {state}")
 
 
-def _covering(check: Check, table: Table | None, decided: Sequence[Decided]) -> Check:
-    """The table, and which of the calls it has no row for."""
+def _check_coverage(check: Check, table: Table | None, decided: Sequence[Decision]) -> Check:
+    """Add the calls that the table has no row for to its check."""
     if check.state != base.OK or table is None:
         return check
     missed = [Finding(WARNING, f"{d.name}: the table has no row for it", "run lz solve with these calls")
@@ -264,7 +267,7 @@ def _covering(check: Check, table: Table | None, decided: Sequence[Decided]) -> 
     return Check.of(check.name, check.want, missed, check.got)
 
 
-def _lockfile(lock: Given[Lockfile]) -> Check:
+def _lockfile(lock: OrPath[Lockfile]) -> Check:
     want = "the kernels, versions and builds that the lockfile names"
     assert lock is not None
     try:

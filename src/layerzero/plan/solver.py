@@ -41,10 +41,10 @@ _NUMERIC_TENSOR_FACTS = ("alignment", "stride_last")
 
 def solve(calls: Iterable[Call] | Callable[..., Any], *example: Any, path: str | os.PathLike[str] | None = None,
           device: str | None = None, fill: bool = True, **named: Any) -> Table:
-    """Decide all these calls now, in the world in force; with `path`, write the table there.
+    """Select the kernels of all these calls now, under the policy in force; with `path`, write the table there.
 
     `calls` are descriptions (a recorded trace, a model's), or a model with example arguments, whose calls are
-    found by a dry run. `fill=False` decides the calls that are given and nothing between them.
+    found by a dry run. With `fill=False` the sizes between those of the calls are left out.
     """
     listed: Iterable[Call] = dry_run(calls, *example, **named).calls if callable(calls) else calls
     if (example or named) and not callable(calls):
@@ -88,7 +88,7 @@ class _Solver:
         fields = number_fields(self.world, op, self.kind)
         axes = tuple(n for n in op.dims if n in fields and fields[n].bucket and facts[n] is not None)
         when = conditions(self.world, op, facts, fields)
-        fixed = tuple((n, span_of(f, facts[n], _whole(op, n))) for n, f in fields.items()
+        fixed = tuple((n, span_of(f, facts[n], _is_integer(op, n))) for n, f in fields.items()
                       if facts[n] is not None and n not in axes and n not in op.derived)
         family = self._families.setdefault((op.name, when, fixed, axes), _Family(op, fields, axes, when, []))
         family.seen.append(facts)
@@ -99,19 +99,19 @@ class _Solver:
     def rows(self) -> Iterator[list[Row]]:
         for family in self._families.values():
             cells: dict[Any, Row] = {}
-            for facts in itertools.chain(family.seen, self._between(family) if self.fill else ()):
+            for facts in itertools.chain(family.seen, self._fill_in(family) if self.fill else ()):
                 sizes = self._sizes(family, facts)
                 if sizes not in cells:
-                    row = self._decided(family, facts, sizes)
+                    row = self._decide(family, facts, sizes)
                     if row is not None:
                         cells[sizes] = row
-            yield self._merged(family, list(cells.values()))
+            yield self._merge(family, list(cells.values()))
 
     # one cell
 
     def _sizes(self, family: _Family, facts: Facts) -> tuple[tuple[str, Span], ...]:
         op = family.op
-        spans = {n: span_of(f, facts[n], _whole(op, n)) for n, f in family.fields.items() if facts[n] is not None}
+        spans = {n: span_of(f, facts[n], _is_integer(op, n)) for n, f in family.fields.items() if facts[n] is not None}
         spans = {n: s for n, s in spans.items() if not _settled(op, n, s)}
         known: Known = {**facts, **spans}
         known = {n: v for n, v in known.items() if n not in op.derived}
@@ -121,25 +121,25 @@ class _Solver:
                 del spans[name]                # the sizes say it already
         return tuple(spans.items())
 
-    def _decided(self, family: _Family, facts: Facts, sizes: tuple[tuple[str, Span], ...]) -> Row | None:
+    def _decide(self, family: _Family, facts: Facts, sizes: tuple[tuple[str, Span], ...]) -> Row | None:
         plan: Plan = self.world.plan(family.op, facts)
         choices = [Choice(s.kernel, tuple((t.kind, t.target) for t in s.transforms), s.workspace) for s in plan.steps]
-        return self._sound(family, Row(family.op.name, family.when, sizes, tuple(choices)))
+        return self._keep_proven(family, Row(family.op.name, family.when, sizes, tuple(choices)))
 
-    def _sound(self, family: _Family, row: Row) -> Row | None:
-        """The row with those kernels whose rules hold all over it; None if the first one's do not."""
-        known: Known = known_of(family.op, row, self._device)
+    def _keep_proven(self, family: _Family, row: Row) -> Row | None:
+        """Return the row with the kernels whose rules hold all over it; None if those of the first kernel do not."""
+        known: Known = facts_of_row(family.op, row, self._device)
         fit = tuple(c for c in row.choices if proven(family.op, self.world.catalog.by_id[c.kernel], c, known))
         return replace(row, choices=fit) if fit and fit[0] == row.choices[0] else None
 
     # what was not seen
 
-    def _between(self, family: _Family) -> Iterator[dict[str, Any]]:
-        """Facts of the calls between those that came: one for each combination of buckets and divisors."""
+    def _fill_in(self, family: _Family) -> Iterator[dict[str, Any]]:
+        """Yield facts for sizes between those of the calls: one for each combination of buckets and divisors."""
         axes: list[list[int]] = []
         for name in family.axes:
-            found = sorted({facts[name] for facts in family.seen})
-            axes.append(list(_representatives(family.fields[name], found[0], found[-1])))
+            sizes_seen = sorted({facts[name] for facts in family.seen})
+            axes.append(list(_representatives(family.fields[name], sizes_seen[0], sizes_seen[-1])))
         total = 1
         for values in axes:
             total *= len(values)
@@ -156,17 +156,17 @@ class _Solver:
 
     # neighbours
 
-    def _merged(self, family: _Family, rows: list[Row]) -> list[Row]:
+    def _merge(self, family: _Family, rows: list[Row]) -> list[Row]:
         names = list(dict.fromkeys(name for row in rows for name, _ in row.sizes))
         while True:
             before = len(rows)
             for name in names:
-                rows = self._merged_along(family, rows, name)
+                rows = self._merge_along(family, rows, name)
             if len(rows) == before:
                 return rows
 
-    def _merged_along(self, family: _Family, rows: list[Row], name: str) -> list[Row]:
-        """Rows that differ in one size only, put together where they touch and one kernel is first in both."""
+    def _merge_along(self, family: _Family, rows: list[Row], name: str) -> list[Row]:
+        """Join rows that differ in this size only, where they touch and have the same first kernel."""
         groups: dict[Any, list[Row]] = {}
         for row in rows:
             rest = tuple((n, s) for n, s in row.sizes if n != name)
@@ -176,12 +176,12 @@ class _Solver:
             if not has:
                 out += group
                 continue
-            group.sort(key=lambda r: _order(dict(r.sizes)[name]))
+            group.sort(key=lambda r: _sort_key(dict(r.sizes)[name]))
             kept: list[Row] = []
             for row in group:
                 joined = None
                 for i in range(len(kept) - 1, max(len(kept) - 5, -1), -1):     # multiples lie beside each other
-                    joined = self._joined(family, kept[i], row, name)
+                    joined = self._join(family, kept[i], row, name)
                     if joined is not None:
                         kept[i] = joined
                         break
@@ -190,7 +190,7 @@ class _Solver:
             out += kept
         return out
 
-    def _joined(self, family: _Family, a: Row, b: Row, name: str) -> Row | None:
+    def _join(self, family: _Family, a: Row, b: Row, name: str) -> Row | None:
         span = union(dict(a.sizes)[name], dict(b.sizes)[name])
         if span is None:
             return None
@@ -198,23 +198,23 @@ class _Solver:
         choices = tuple(Choice(*c[:2], max(c.workspace, theirs[c[:2]].workspace)) for c in a.choices if c[:2] in theirs)
         sizes = tuple((n, span if n == name else s) for n, s in a.sizes
                       if n != name or span != Span() or n not in family.op.derived)    # a derived one of any value
-        return self._sound(family, Row(a.op, a.when, sizes, choices))
+        return self._keep_proven(family, Row(a.op, a.when, sizes, choices))
 
 
 # what a key tells apart
 
 def cell_of(world: World, op: Op, facts: Facts, choice: Choice) -> Row:
-    """The calls that a key does not tell from this one, and what serves them."""
+    """Return a row of the calls that have the same cache key as this one, served by `choice`."""
     fields = number_fields(world, op, facts["device"])
-    spans = {n: span_of(f, facts[n], _whole(op, n)) for n, f in fields.items() if facts[n] is not None}
+    spans = {n: span_of(f, facts[n], _is_integer(op, n)) for n, f in fields.items() if facts[n] is not None}
     sizes = tuple((n, s) for n, s in spans.items() if not _settled(op, n, s))
     return Row(op.name, conditions(world, op, facts, fields), sizes, (choice,))
 
 
 def number_fields(world: World, op: Op, kind: str) -> dict[str, NumberField]:
-    """The numbers that choices may depend on, each with the tests that kernels and policy make of it.
+    """Return the numbers that a choice may depend on, each with the tests that kernels and policy make of it.
 
-    What only the contract tests is left out: a call that breaks it never comes to a table.
+    Tests of the contract alone are left out: a call that breaks it never reaches a table.
     """
     program = world.program(op)
     leaves = [leaf for k in world.kernels(op.name) for leaf in leaves_of(k)]
@@ -223,16 +223,16 @@ def number_fields(world: World, op: Op, kind: str) -> dict[str, NumberField]:
     for leaf in leaves:
         if not (leaf.fact.endswith(OFF_CPU) and kind == "cpu"):
             tests.setdefault(leaf.fact.removesuffix(OFF_CPU), []).append(leaf)
-    fields = {f.fact: _tested(f, tests.get(f.fact, ()), _whole(op, f.fact)) for f in program.fields
+    fields = {f.fact: _with_tests(f, tests.get(f.fact, ()), _is_integer(op, f.fact)) for f in program.fields
               if f.exact or f.bucket or f.fact in tests}
     for tensor, fact in program.tensor_facts:
         name = f"{tensor}.{fact.removesuffix(OFF_CPU)}"
         if fact.removesuffix(OFF_CPU) in _NUMERIC_TENSOR_FACTS and name in tests:
-            fields[name] = _tested(NumberField(name), tests[name], True)
+            fields[name] = _with_tests(NumberField(name), tests[name], True)
     return fields
 
 
-def _tested(f: NumberField, leaves: Sequence[Rule], whole: bool) -> NumberField:
+def _with_tests(f: NumberField, leaves: Sequence[Rule], whole: bool) -> NumberField:
     cuts = Cuts.of(leaf.predicate for leaf in leaves)
     edges = cuts.above.union(-(-n // 1) - 1 if whole else below(float(n)) for n in cuts.below)
     return replace(f, above=tuple(sorted(edges)), equals=tuple(sorted(cuts.at)),
@@ -240,27 +240,27 @@ def _tested(f: NumberField, leaves: Sequence[Rule], whole: bool) -> NumberField:
 
 
 def conditions(world: World, op: Op, facts: Facts, fields: Mapping[str, NumberField]) -> tuple[tuple[str, Scalar], ...]:
-    """What must be equal: whatever a key keeps that is no range of numbers, and numbers that are one value only."""
+    """Return the facts that must be equal: all that a key keeps, except numbers that may be in a range."""
     program = world.program(op)
     names = [*_ALWAYS, *(p.name for p in op.params if p.kind in ("bool", "str")), *op.reads]
     names += [f"{t}.{f}" for t, f in program.tensor_facts if f in TENSOR_READERS and f not in _NUMERIC_TENSOR_FACTS]
     names += [n for n in facts if n.endswith(".broadcast")]
-    found = {n: facts[n] for n in names if n in facts}
+    equal = {n: facts[n] for n in names if n in facts}
     for name, f in fields.items():
         value = facts[name]
-        if value is None or _settled(op, name, span_of(f, value, _whole(op, name))):
-            found[name] = value
-    return tuple((n, tuple_free(n, v)) for n, v in sorted(found.items()))
+        if value is None or _settled(op, name, span_of(f, value, _is_integer(op, name))):
+            equal[name] = value
+    return tuple((n, check_scalar(n, v)) for n, v in sorted(equal.items()))
 
 
-def tuple_free(name: str, value: Any) -> Scalar:
+def check_scalar(name: str, value: Any) -> Scalar:
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     raise DataError(f"lz.tables.solve: {name} is {value!r:.80}, which cannot be written in a table")
 
 
 def span_of(f: NumberField, value: Number, whole: bool) -> Span:
-    """The numbers that `f` does not tell from `value`."""
+    """Return the span around `value` in which all tests of `f` give the same answers."""
     if value != value:
         raise DataError(f"lz.tables.solve: {f.fact} is not a number; a table has no row for that")
     if f.exact:
@@ -298,25 +298,25 @@ def _floor(n: float) -> int:
     return int(n // 1)
 
 
-def _whole(op: Op, name: str) -> bool:
+def _is_integer(op: Op, name: str) -> bool:
     return not (name in op.by_name and op.by_name[name].kind == "float")
 
 
 def _settled(op: Op, name: str, span: Span) -> bool:
-    """A number of a parameter or a stride that is one value only is a condition, not a range."""
+    """Is this number one value of a parameter or a stride? Then it is a condition, not a range."""
     return span.point and name not in op.dims and name not in op.derived
 
 
-def known_of(op: Op, row: Row, device: Facts) -> Known:
-    """What is known of every call of a row."""
+def facts_of_row(op: Op, row: Row, device: Facts) -> Known:
+    """Return what is known of every call of a row."""
     when = dict(row.when)
     itemsize = {"itemsize": getattr(torch, str(when["dtype"])).itemsize} if when.get("dtype") else {}
-    defaults = dict.fromkeys(row_absent(op, row))
+    defaults = dict.fromkeys(absent_facts(op, row))
     return {**device, **defaults, **itemsize, **when, **dict(row.sizes)}
 
 
-def row_absent(op: Op, row: Row) -> list[str]:
-    """The facts of tensors that are not given."""
+def absent_facts(op: Op, row: Row) -> list[str]:
+    """Return the facts of tensors that the calls of a row do not have."""
     when = dict(row.when)
     absent = [t for t in op.tensors if f"{t}.dtype" in when and when[f"{t}.dtype"] is None]
     return [f"{t}.{fact}" for t in absent for fact in (*TENSOR_READERS, "broadcast")]
@@ -325,7 +325,7 @@ def row_absent(op: Op, row: Row) -> list[str]:
 # ranges
 
 def union(a: Span, b: Span) -> Span | None:
-    """Both spans as one, if there is nothing between them."""
+    """Return both spans as one if there is nothing between them, else None."""
     if a[2:] == b[2:]:
         if a.high is None or b.low is None or b.low > above(a.high) or (a.low is not None and b.low < a.low):
             return None
@@ -346,12 +346,12 @@ def _within(inner: Span, outer: Span) -> bool:
             and (outer.high is None or (inner.high is not None and inner.high <= outer.high)))
 
 
-def _order(span: Span) -> tuple[Any, ...]:
+def _sort_key(span: Span) -> tuple[Any, ...]:
     return (span.multiples, span.others, float("-inf") if span.low is None else span.low)
 
 
 def _representatives(f: NumberField, first: int, last: int) -> Iterator[int]:
-    """Sizes from the bucket of `first` to that of `last`: of each kind that the field tells apart, the ends."""
+    """Yield sizes from the bucket of `first` to that of `last`: the ends of each span that the tests tell apart."""
     at, end = bucket_bottom(first), bucket_top(last)
     while at <= end:
         top = bucket_top(at)

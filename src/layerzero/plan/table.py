@@ -1,9 +1,9 @@
-"""A dispatch table: which kernel serves which calls, decided ahead of time and written down.
+"""A dispatch table: which kernel serves which calls, decided ahead of time and written to a file.
 
-A row says, for one op: what the call must be (dtype, switches, which tensors are given, how they lie),
-from where to where each of its sizes may go, and the kernels to try, best first. The stamp says where
-the table holds: device and driver, builds of the kernels, what they can do, policy. `dispatch_table.json`
-is documented in docs/tables.md. plan/solver.py makes tables, plan/lower.py turns one into plain Python.
+A row holds, for one op: the facts that a call must have (dtype, switches, which tensors are given and their
+strides), the range of each of its sizes, and the kernels to try, best first. The stamp says where the table
+is valid: device and driver, builds of the kernels, their capabilities, policy. `dispatch_table.json` is
+documented in docs/tables.md. plan/solver.py makes tables, plan/lower.py turns one into plain Python.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Annotated, Any, NamedTuple, TypeVar, Union
 
 from ..machine.builds import build_of
 from ..machine.loading import installed_version
 from ..spec import reading
 from ..spec.call import Call
+from ..spec.codec import At, Check, Count, Record, Text, encode, encode_fields, one_of, read_fields
 from ..spec.device import Device
-from ..spec.errors import DataError, SpecError
+from ..spec.errors import DataError
 from ..spec.kernel import Kernel
 from ..spec.plan import Score, Step, Transform
-from ..spec.predicate import above, below, is_number
+from ..spec.predicate import above, below
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from ..spec.sealed import replace_output
@@ -41,10 +42,23 @@ _SAME_MACHINE = ("index", "total_memory")      # of a device: as in its signatur
 Number = Union[int, float]
 Scalar = Union[str, int, float, bool, None]
 Facts = Mapping[str, Any]
+T = TypeVar("T", bound="Hashed")
+
+
+def _in_order(ends: Sequence[Any]) -> bool:
+    numbers = [end for end in ends if type(end) in (int, float) and abs(end) < 1e300]      # as floats hold them
+    return len(ends) == 2 == len(numbers) + list(ends).count(None) and numbers == sorted(numbers)
+
+
+Ends = Annotated[tuple[Union[Number, None], Union[Number, None]],
+                 Check("a range [from, to] of numbers or null, the smaller one first", _in_order)]
+Divisor = Annotated[int, Check("a whole number > 0", lambda n: n > 0)]
+MOST = Check(f"a list of at most {MOST_ROWS}", lambda rows: len(rows) <= MOST_ROWS)
 
 
 class Span(NamedTuple):
-    """The numbers from `low` to `high`, both included (None: no end), of the multiples and non-multiples named."""
+    """The numbers from `low` to `high`, both included (None: no end), that are multiples of all `multiples` and of
+    none of `others`."""
 
     low: Number | None = None
     high: Number | None = None
@@ -70,52 +84,41 @@ class Span(NamedTuple):
         return {"range": ends, "multiple_of": list(self.multiples), "not_multiple_of": list(self.others)}
 
     @classmethod
-    def from_json(cls, data: Any, owner: str) -> Span:
-        if isinstance(data, Mapping):
-            check_keys(data, ("range", "multiple_of", "not_multiple_of"), owner)
-            ends, multiples, others = data["range"], data["multiple_of"], data["not_multiple_of"]
-        else:
-            ends, multiples, others = data, [], []
-        if not isinstance(ends, list) or len(ends) != 2 or not all(e is None or is_number(e) for e in ends):
-            raise wrong(owner, "a range [from, to] of numbers or null", data)
-        if None not in ends and ends[0] > ends[1]:
-            raise wrong(owner, "a range whose first number is the smaller one", data)
-        for name, values in (("multiple_of", multiples), ("not_multiple_of", others)):
-            if not isinstance(values, list) or not all(type(m) is int and m > 0 for m in values):
-                raise wrong(f"{owner}.{name}", "a list of whole numbers > 0", values)
-        return cls(ends[0], ends[1], tuple(multiples), tuple(others))
+    def read_json(cls, data: Any, at: At) -> Span | None:
+        ranged = read_fields(_Range, data if isinstance(data, Mapping) else {"range": data}, at)
+        return ranged and cls(*ranged.range, ranged.multiple_of, ranged.not_multiple_of)
 
 
 class Choice(NamedTuple):
-    """One kernel of a row: what the inputs go through first, and the memory it needs at most."""
+    """One kernel of a row, the transforms of its inputs, and the most workspace that it needs."""
 
-    kernel: str
-    transforms: tuple[tuple[str, str], ...] = ()
-    workspace: int = 0
+    kernel: Text
+    transforms: tuple[tuple[Annotated[str, one_of(TRANSFORMS)], str], ...] = ()
+    workspace: Count = 0                       # bytes
 
     def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = {"kernel": self.kernel}
-        if self.transforms:
-            data["transforms"] = [list(t) for t in self.transforms]
-        if self.workspace:
-            data["workspace"] = self.workspace
-        return data
+        return {name: encode(value) for name, value in self._asdict().items() if value or name == "kernel"}
 
-    @classmethod
-    def from_json(cls, data: Any, owner: str) -> Choice:
-        check_keys(data, ("kernel",), owner, ("transforms", "workspace"))
-        transforms, workspace = data.get("transforms", []), data.get("workspace", 0)
-        if not isinstance(transforms, list) or not all(
-                isinstance(t, list) and len(t) == 2 and t[0] in TRANSFORMS and type(t[1]) is str for t in transforms):
-            raise wrong(f"{owner}.transforms", f"a list of [kind, target], kind one of {', '.join(TRANSFORMS)}",
-                         transforms)
-        if type(workspace) is not int or workspace < 0:
-            raise wrong(f"{owner}.workspace", "bytes, a whole number >= 0", workspace)
-        return cls(text_of(data["kernel"], f"{owner}.kernel"), tuple((t[0], t[1]) for t in transforms), workspace)
+
+class _Range(NamedTuple):
+    """The JSON of a span that is not only a range."""
+
+    range: Ends
+    multiple_of: tuple[Divisor, ...] = ()
+    not_multiple_of: tuple[Divisor, ...] = ()
+
+
+class _RowMembers(NamedTuple):
+    """The JSON of a row."""
+
+    op: Text
+    when: Mapping[str, Scalar]
+    sizes: Mapping[str, Span]
+    choices: Annotated[tuple[Choice, ...], Check("a list of at least one kernel", bool)]
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Record):
     """`when` must be equal, `sizes` must be within. A fact of `when` that is None must be absent."""
 
     op: str
@@ -138,40 +141,33 @@ class Row:
                      for c in self.choices)
 
     def __str__(self) -> str:
-        told = [str(v) if n == "dtype" else f"{n}={v}" for n, v in self.when
-                if v not in (None, False, "plain") and "." not in n and n != "device"]
-        return " ".join([self.op, *told, *(f"{n}={s}" for n, s in self.sizes)])
+        facts = [str(v) if n == "dtype" else f"{n}={v}" for n, v in self.when
+                 if v not in (None, False, "plain") and "." not in n and n != "device"]
+        return " ".join([self.op, *facts, *(f"{n}={s}" for n, s in self.sizes)])
 
     def to_json(self) -> dict[str, Any]:
-        return {"op": self.op, "when": dict(self.when), "sizes": {n: s.to_json() for n, s in self.sizes},
-                "choices": [c.to_json() for c in self.choices]}
+        return encode({"op": self.op, "when": dict(self.when), "sizes": dict(self.sizes), "choices": self.choices})  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: Any, owner: str) -> Row:
-        check_keys(data, ("op", "when", "sizes", "choices"), owner)
-        when, sizes, choices = data["when"], data["sizes"], data["choices"]
-        if not isinstance(when, Mapping) or not all(
-                v is None or type(v) in (str, int, bool) or is_number(v) for v in when.values()):
-            raise wrong(f"{owner}.when", "an object of fact: value", when)
-        if not isinstance(sizes, Mapping):
-            raise wrong(f"{owner}.sizes", "an object of size: range", sizes)
-        if not isinstance(choices, list) or not choices:
-            raise wrong(f"{owner}.choices", "a list of at least one kernel", choices)
-        return cls(text_of(data["op"], f"{owner}.op"), tuple(when.items()),
-                   tuple((n, Span.from_json(s, f"{owner}.sizes.{n}")) for n, s in sizes.items()),
-                   tuple(Choice.from_json(c, f"{owner}.choices[{i}]") for i, c in enumerate(choices)))
+    def read_json(cls, data: Any, at: At) -> Row | None:
+        row = read_fields(_RowMembers, data, at)
+        return row and cls(row.op, tuple(row.when.items()), tuple(row.sizes.items()), row.choices)
 
 
 @dataclass(frozen=True)
-class Stamp:
-    """Where a table holds."""
+class Stamp(Record, json="device signature place policy capabilities builds library", names={"library": "layerzero"}):
+    """Where a table is valid."""
 
     device: Device
-    place: str                                 # as measurements have it: the device's signature and threads
-    policy: str
-    capabilities: str
+    place: Text                                # as measurements have it: the device's signature and threads
+    policy: Text
+    capabilities: Text
     builds: Mapping[str, str]                  # kernel -> version of what it was built from
-    library: str
+    library: Text
+
+    @property
+    def signature(self) -> str:
+        return self.device.signature
 
     @classmethod
     def of(cls, world: World, kind: str, kernels: Iterator[str] | Sequence[str]) -> Stamp:
@@ -182,56 +178,64 @@ class Stamp:
                    installed_version("layerzero") or "unknown")
 
     def drift(self, now: Stamp) -> list[Reason]:
-        """What is not as it was. An empty list: the table holds here."""
-        then, here = ({k: v for k, v in asdict(s.device).items() if k not in _SAME_MACHINE} for s in (self, now))
-        changed = [(f"device.{name}", then[name], here[name]) for name in then if then[name] != here[name]]
+        """Return what has changed since; an empty list if the table is valid in the world of `now`."""
+        then, current = ({k: v for k, v in asdict(s.device).items() if k not in _SAME_MACHINE} for s in (self, now))
+        changed = [(f"device.{name}", then[name], current[name]) for name in then if then[name] != current[name]]
         if not changed and self.place != now.place:
             changed.append(("threads", self.place, now.place))
         changed += [(name, getattr(self, name), getattr(now, name)) for name in ("policy", "capabilities")
                     if getattr(self, name) != getattr(now, name)]
         changed += [(f"build of {k}", v, now.builds.get(k, "absent")) for k, v in self.builds.items()
                     if now.builds.get(k) != v]
-        return [Reason(Code.PLAN_DRIFT, f"{name} {want}", f"{name} {got}", name) for name, want, got in changed]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"device": self.device.to_json(), "signature": self.device.signature, "place": self.place,
-                "policy": self.policy, "capabilities": self.capabilities, "builds": dict(self.builds),
-                "layerzero": self.library}
+        return [Reason(Code.PLAN_DRIFT, f"{name} {old}", f"{name} {new}", name) for name, old, new in changed]
 
     @classmethod
-    def from_json(cls, data: Any, owner: str) -> Stamp:
-        texts = ("signature", "place", "policy", "capabilities", "layerzero")
-        check_keys(data, ("device", "builds", *texts), owner)
-        signature, place, policy, hashed, library = (text_of(data[name], f"{owner}.{name}") for name in texts)
-        try:
-            device = Device.from_json(data["device"])
-        except SpecError as e:
-            raise DataError(f"{owner}.device: {e}") from e
-        if signature != device.signature:
-            raise wrong(f"{owner}.signature", f"{device.signature}, that of the device beside it", signature)
-        builds = data["builds"]
-        if not isinstance(builds, Mapping) or not all(type(v) is str for v in builds.values()):
-            raise wrong(f"{owner}.builds", "an object of kernel: build", builds)
-        return cls(device, place, policy, hashed, dict(builds), library)
+    def read_json(cls, data: Any, at: At) -> Stamp | None:
+        stamp: Stamp | None = read_fields(cls, data, at)
+        if stamp is not None and data.get("signature") != stamp.signature:
+            (at / "signature").wrong(f"{stamp.signature}, that of the device beside it", data.get("signature"))
+        return stamp
 
 
 class Artefact(NamedTuple):
     """A kernel that compiles on first use, and a call to compile it for."""
 
-    kernel: str
+    kernel: Text
     call: Call
 
 
-@dataclass(frozen=True)
-class Table:
-    stamp: Stamp
-    rows: tuple[Row, ...]
-    jit: tuple[Artefact, ...] = ()
-    finder: Callable[[str, Facts], int] | None = field(default=None, compare=False, repr=False)   # the lowered form
+class Hashed(Record):
+    """Base of files that hold the hash of their content, so that one that was edited is refused."""
 
     @cached_property
     def id(self) -> str:
-        return digest(self._content())[:16]
+        return digest(encode_fields(self))[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        content = encode_fields(self)
+        return {"schema": content["schema"], "hash": digest(content), **content}
+
+    @classmethod
+    def read_json(cls: type[T], data: Any, at: At) -> T | None:
+        content = {key: value for key, value in data.items() if key != "hash"} if isinstance(data, Mapping) else {}
+        value: T | None = read_fields(cls, content, at, **cls.read_others(content, at))
+        if value is not None and data.get("hash") != digest(content):
+            (at / "hash").wrong(f"{digest(content)[:16]}..., that of the content: the file was changed after it was "
+                                "made", data.get("hash"))
+        return value
+
+    @classmethod
+    def read_others(cls, content: Mapping[str, Any], at: At) -> dict[str, Any]:
+        """Fields that the JSON holds in another form."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
+    stamp: Stamp
+    rows: Annotated[tuple[Row, ...], MOST]
+    jit: Annotated[tuple[Artefact, ...], MOST] = ()
+    finder: Callable[[str, Facts], int] | None = field(default=None, compare=False, repr=False)   # the lowered form
 
     @property
     def policy(self) -> str:
@@ -239,13 +243,13 @@ class Table:
 
     @cached_property
     def by_op(self) -> Mapping[str, tuple[tuple[int, Row], ...]]:
-        found: dict[str, list[tuple[int, Row]]] = {}
+        rows_of: dict[str, list[tuple[int, Row]]] = {}
         for i, row in enumerate(self.rows):
-            found.setdefault(row.op, []).append((i, row))
-        return {op: tuple(rows) for op, rows in found.items()}
+            rows_of.setdefault(row.op, []).append((i, row))
+        return {op: tuple(rows) for op, rows in rows_of.items()}
 
     def find(self, op: str, facts: Facts) -> Row | None:
-        """The row for the facts of a call, or None. Rows do not overlap."""
+        """Return the row for the facts of a call, or None. Rows do not overlap."""
         return next((row for _, row in self.by_op.get(op, ()) if row.covers(facts)), None)
 
     def steps(self, op: str, facts: Facts) -> tuple[Step, ...] | None:
@@ -256,7 +260,7 @@ class Table:
         return None if row is None else row.steps
 
     def leaves(self, op: str) -> Iterator[Rule]:
-        """The numbers at which answers change: a key must tell both sides apart."""
+        """Yield rules at the numbers where answers change: a key must tell both sides apart."""
         seen = {(name, span) for _, row in self.by_op.get(op, ()) for name, span in row.sizes if "." not in name}
         for name, span in sorted(seen, key=str):
             if span.low is not None:
@@ -273,67 +277,33 @@ class Table:
     def kernels(self) -> tuple[str, ...]:
         return tuple(sorted({c.kernel for row in self.rows for c in row.choices}))
 
-    def _content(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "stamp": self.stamp.to_json(), "rows": [row.to_json() for row in self.rows],
-                "jit": [{"kernel": a.kernel, "call": a.call.to_json()} for a in self.jit]}
-
-    def to_json(self) -> dict[str, Any]:
-        content = self._content()
-        return {"schema": SCHEMA, "hash": digest(content), **content}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str = "table") -> Table:
-        check_schema(data, SCHEMA, owner)
-        check_keys(data, ("schema", "hash", "stamp", "rows", "jit"), owner)
-        for name in ("rows", "jit"):
-            if not isinstance(data[name], list) or len(data[name]) > MOST_ROWS:
-                raise wrong(f"{owner}.{name}", f"a list of at most {MOST_ROWS}", data[name])
-        rows = tuple(Row.from_json(row, f"{owner}.rows[{i}]") for i, row in enumerate(data["rows"]))
-        jit = []
-        for i, item in enumerate(data["jit"]):
-            check_keys(item, ("kernel", "call"), f"{owner}.jit[{i}]")
-            try:
-                call = Call.from_json(item["call"], f"{owner}.jit[{i}].call")
-            except SpecError as e:
-                raise DataError(str(e)) from e
-            jit.append(Artefact(text_of(item["kernel"], f"{owner}.jit[{i}].kernel"), call))
-        found = cls(Stamp.from_json(data["stamp"], f"{owner}.stamp"), rows, tuple(jit))
-        check_hash(data, owner)
-        return found
-
     def save(self, path: str | os.PathLike[str]) -> None:
         write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Table:
-        return cls.from_json(read_json(path, "a dispatch table, such as lz solve writes"), str(path))
+        return cls.from_json(reading.read_json(path, "a dispatch table, such as lz solve writes"), str(path))
 
     def __str__(self) -> str:
         return f"table {self.id}: {len(self.rows)} rows of {len(self.by_op)} ops for {self.stamp.device.name}"
 
 
 def distribution_of(kernel: Kernel) -> str:
-    """The package on the index that a kernel comes with: ours for what we compile, torch for what torch brings."""
+    """Return the package that a kernel comes with: ours for what we compile, torch for torch's own."""
     if not kernel.package:
         return "layerzero" if kernel.built is not None else "torch"
     return kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
 
 
 def _shown(end: Number | None, beyond: Callable[[Number], Number]) -> str:
-    """An end of a span; one that leaves out a round number just so is shown as that number, left out."""
+    """Show an end of a span. An end next to a round float is shown as that float in parentheses: excluded."""
     if end is None:
         return "..."
     return f"({beyond(end)})" if len(repr(beyond(end))) < len(repr(end)) - 4 else str(end)
 
 
-# files
-
-def read_json(path: str | os.PathLike[str], what: str) -> Any:
-    return reading.read_json(path, what)
-
-
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """In one step: a reader sees the old file or the new one."""
+    """Write a file atomically: a reader sees the old one or the new one."""
     try:
         replace_output(Path(path), json.dumps(data, indent=1, allow_nan=False) + "\n")
     except OSError as e:
@@ -342,36 +312,3 @@ def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
 
 def digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def check_hash(data: Mapping[str, Any], owner: str) -> None:
-    content = {k: v for k, v in data.items() if k != "hash"}
-    if data["hash"] != digest(content):
-        raise wrong(f"{owner}.hash", f"{digest(content)[:16]}..., that of the content: the file was changed after it "
-                     "was made", f"{str(data['hash'])[:16]}...")
-
-
-def check_schema(data: Any, wanted: str, owner: str) -> None:
-    got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-    if got != wanted:
-        raise DataError(f"{owner}: wanted schema {wanted}, got {got!r}; make it again with this version",
-                        [Reason(Code.SCHEMA_UNKNOWN, wanted, got)])
-
-
-def check_keys(data: Any, wanted: Sequence[str], owner: str, also: Sequence[str] = ()) -> None:
-    if not isinstance(data, Mapping):
-        raise wrong(owner, f"an object with {', '.join(wanted)}", data)
-    missing, surplus = [k for k in wanted if k not in data], [k for k in data if k not in (*wanted, *also)]
-    if missing or surplus:
-        raise DataError(f"{owner}: missing: {', '.join(missing) or 'nothing'}; unknown: "
-                        f"{', '.join(surplus) or 'nothing'}; wanted are {', '.join((*wanted, *also))}")
-
-
-def text_of(value: Any, owner: str) -> str:
-    if type(value) is not str or not value:
-        raise wrong(owner, "text", value)
-    return value
-
-
-def wrong(owner: str, want: str, got: Any) -> DataError:
-    return DataError(f"{owner}: wanted {want}, got {got!r:.120}")

@@ -5,7 +5,6 @@ A release is accepted when the gate has passed on one target of each hardware cl
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, datetime, timezone
@@ -17,10 +16,12 @@ import torch
 from ..machine import hardware
 from ..machine.loading import installed_version
 from ..select.policy import suggest
+from ..spec.codec import encode
 from ..spec.errors import ConfigError, DataError
+from ..spec.reading import read_json
 from ..verify.kernel.declarations import Checked
 from . import waivers as waiving
-from .stages import STAGES, Asked, ModelChecked, run_stage
+from .stages import STAGES, GateOptions, ModelChecked, run_stage
 from .targets import KNOWN
 from .waivers import Waiver
 
@@ -29,7 +30,7 @@ Say = Callable[[str, Checked], None]           # stage, check
 
 
 def stages_of(words: Iterable[str]) -> tuple[str, ...]:
-    """The stages that are named, in their own order; all of them where none is."""
+    """Return the named stages in their own order; all stages if none is named."""
     named = [name.strip() for word in words for name in word.split(",") if name.strip()]
     for name in named:
         if name not in STAGES:
@@ -37,34 +38,34 @@ def stages_of(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in STAGES if name in named) if named else tuple(STAGES)
 
 
-def run_gate(asked: Asked, stages: Sequence[str], waivers: Sequence[Waiver] = (), today: date | None = None,
+def run_gate(options: GateOptions, stages: Sequence[str], waivers: Sequence[Waiver] = (), today: date | None = None,
              say: Say = lambda stage, check: None) -> dict[str, Any]:
     """Run the stages and judge. The report is plain data, as `lz gate --json` prints it."""
     started = time.perf_counter()
-    found: dict[str, list[Checked]] = {}
+    results: dict[str, list[Checked]] = {}
     for name in stages:
-        found[name] = []
-        for check in run_stage(name, asked):
-            found[name].append(check)
+        results[name] = []
+        for check in run_stage(name, options):
+            results[name].append(check)
             say(name, check)
-    names = [waiving.name_of(stage, f) for stage, checks in found.items() for c in checks for f in c.findings]
+    names = [waiving.name_of(stage, f) for stage, checks in results.items() for c in checks for f in c.findings]
     day = today or datetime.now(timezone.utc).date()
-    waived = waiving.apply(waivers, names, stages, asked.target, day)
+    waived = waiving.apply(waivers, names, stages, options.target, day)
     if waivers:
-        found["waivers"] = [waived.check]
+        results["waivers"] = [waived.check]
         say("waivers", waived.check)
-    told = [_stage(name, checks, waived.by) for name, checks in found.items()]
-    states = [check["state"] for stage in told for check in stage["checks"]]
+    reported = [_stage(name, checks, waived.by) for name, checks in results.items()]
+    states = [check["state"] for stage in reported for check in stage["checks"]]
     return {
-        "schema": SCHEMA, "passed": "failed" not in states, "target": asked.target,
-        "device": hardware.probe(asked.device).to_json(), "torch": str(torch.__version__),
-        "layerzero": installed_version("layerzero") or "unknown", "lane": asked.lane,
+        "schema": SCHEMA, "passed": "failed" not in states, "target": options.target,
+        "device": hardware.probe(options.device).to_json(), "torch": str(torch.__version__),
+        "layerzero": installed_version("layerzero") or "unknown", "lane": options.lane,
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 1), "checks": len(states), "failed": states.count("failed"),
-        "stages": told, "waived": {name: w.to_json() for name, w in waived.by.items()},
+        "stages": reported, "waived": encode(waived.by),
         "waivers": [{**w.to_json(), "state": _state_of(w, waived, day)} for w in waivers],
-        "static": [c.to_json() for c in found.get("static", ())],
-        "models": [c.cell.to_json() for c in found.get("models", ()) if isinstance(c, ModelChecked) and c.cell]}
+        "static": encode(results.get("static", [])),
+        "models": [c.cell.to_json() for c in results.get("models", ()) if isinstance(c, ModelChecked) and c.cell]}
 
 
 def _state_of(waiver: Waiver, waived: waiving.Waived, day: date) -> str:
@@ -80,9 +81,9 @@ def _stage(name: str, checks: Sequence[Checked], by: Mapping[str, Waiver]) -> di
         for row, finding in zip(data["findings"], check.findings):
             waiver = by.get(waiving.name_of(name, finding))
             data["findings"][data["findings"].index(row)] = {**row, "waived": waiver.reason if waiver else ""}
-        left = [f for f in data["findings"] if not f["waived"]]
-        data["passed"] = not left
-        rows.append({**data, "state": "failed" if left else "waived" if data["findings"] else "passed"})
+        open_findings = [f for f in data["findings"] if not f["waived"]]
+        data["passed"] = not open_findings
+        rows.append({**data, "state": "failed" if open_findings else "waived" if data["findings"] else "passed"})
     says = STAGES[name].says if name in STAGES else "every waiver is in force and is needed"
     states = {row["state"] for row in rows}
     return {"stage": name, "says": says, "checks": rows,
@@ -92,12 +93,7 @@ def _stage(name: str, checks: Sequence[Checked], by: Mapping[str, Waiver]) -> di
 # Several targets.
 
 def load_report(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as e:
-        raise DataError(f"{path}: cannot read the report: {e.strerror}; lz gate --out writes gate.json") from e
-    except (ValueError, RecursionError) as e:
-        raise DataError(f"{path}: not a report of lz gate: {e}") from e
+    data = read_json(path, "a report, such as lz gate --out writes")
     got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
     if got != SCHEMA or not isinstance(data.get("target"), str) or not isinstance(data.get("passed"), bool) or (
             not isinstance(data.get("stages"), list)):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from torch.nn import functional as F
 
 from ..machine import hardware
 from ..operate.inspection import dispatcher_of
+from ..spec.codec import Check, Record
 from ..spec.errors import DataError
+from ..spec.reading import read_json
 from ..tune.harness import in_turns
 from ..verify.kernel.declarations import Checked, Finding
 from ..world import snapshot as worlds
@@ -36,76 +38,44 @@ THRESHOLD = 0.15                               # of the ratio that may be lost
 SECONDS, QUICK_SECONDS = 1.5, 0.4              # for each call
 PROCESSES = 3                                  # that a baseline is made in, and that a slower call is confirmed in
 RESAMPLES, SURE = 1000, 0.95
+Positive = Annotated[float, Check("a number > 0", lambda n: 0 < n < math.inf)]
 Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timed(Record):
     """How many times faster than torch, and between which ratios the true one lies with 95 % confidence."""
 
-    ratio: float
-    low: float
-    high: float
-    lz_us: float
-    torch_us: float
+    ratio: Positive
+    low: Positive
+    high: Positive
+    lz_us: Positive
+    torch_us: Positive
     rounds: int
 
     def to_json(self) -> dict[str, Any]:
-        return {name: round(v, 4) if isinstance(v, float) else v for name, v in self.__dict__.items()}
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in super().to_json().items()}
 
 
 Timer = Callable[[Sequence[str], str, float], Mapping[str, Timed]]     # calls, device, seconds for each
 
 
 @dataclass(frozen=True)
-class Baseline:
+class Baseline(Record, header={"schema": SCHEMA}, whole=True, json="target device torch made threshold calls"):
     target: str
     device: str
     torch: str
     made: str
     calls: Mapping[str, Timed]
-    threshold: float = THRESHOLD
+    threshold: Annotated[float, Check("a share between 0 and 1", lambda n: 0 < n < 1)] = THRESHOLD
 
     def least(self, call: str) -> float:
         """The ratio below which a call has regressed."""
         return self.calls[call].low * (1 - self.threshold)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "target": self.target, "device": self.device, "torch": self.torch, "made": self.made,
-                "threshold": self.threshold, "calls": {name: timed.to_json() for name, timed in self.calls.items()}}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str = "baseline") -> Baseline:
-        got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-        if got != SCHEMA:
-            raise DataError(f"{owner}: wanted schema {SCHEMA}, got {got!r}; lz gate --write-baseline makes one")
-        texts = ("target", "device", "torch", "made")
-        if set(data) != {"schema", "threshold", "calls", *texts} or not all(isinstance(data[t], str) for t in texts):
-            raise DataError(f"{owner}: wanted schema, threshold, calls and the texts {', '.join(texts)}; "
-                            f"got {', '.join(map(str, data))}")
-        threshold, rows = data["threshold"], data["calls"]
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold < 1:
-            raise DataError(f"{owner}: threshold must be a share between 0 and 1, got {threshold!r}")
-        if not isinstance(rows, Mapping):
-            raise DataError(f"{owner}: calls must be an object, got {type(rows).__name__}")
-        fields = tuple(Timed.__dataclass_fields__)
-        for name, row in rows.items():
-            if not isinstance(row, Mapping) or set(row) != set(fields) or not all(
-                    isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0 and math.isfinite(v)
-                    for v in row.values()):
-                raise DataError(f"{owner}: calls[{name!r}]: wanted numbers > 0 {', '.join(fields)}, got {row!r:.200}")
-        return cls(data["target"], data["device"], data["torch"], data["made"],
-                   {str(name): Timed(**row) for name, row in rows.items()}, float(threshold))
-
     @classmethod
     def load(cls, path: Path) -> Baseline:
-        try:
-            data = json.loads(path.read_bytes())
-        except OSError as e:
-            raise DataError(f"{path}: cannot read the baseline: {e.strerror}") from e
-        except (ValueError, RecursionError) as e:
-            raise DataError(f"{path}: not a baseline: {e}") from e
-        return cls.from_json(data, str(path))
+        return cls.from_json(read_json(path, "a baseline, such as lz gate --write-baseline makes"), str(path))
 
     def save(self, path: Path) -> None:
         try:
@@ -145,30 +115,30 @@ def compare(path: Path, target: str, device: str, seconds: float = SECONDS, firs
                     for call in CALLS if call not in baseline.calls)
     gone = tuple(Finding("baseline", call, f"{path} has it, and it is not timed any more", "lz gate --write-baseline")
                  for call in baseline.calls if call not in CALLS)
-    told = "" if baseline.torch == torch.__version__ else f"made with torch {baseline.torch}"
-    yield Checked("baseline", says, len(CALLS), missing + gone, told)
+    note = "" if baseline.torch == torch.__version__ else f"made with torch {baseline.torch}"
+    yield Checked("baseline", says, len(CALLS), missing + gone, note)
     known = tuple(call for call in CALLS if call in baseline.calls)
     now = dict((first or in_this_process)(known, device, seconds))
     for _ in range(PROCESSES):
         slower = tuple(call for call in known if now[call].high < baseline.least(call))
         if slower:
-            anew = (again or in_new_process)(slower, device, 2 * seconds)
-            now |= {call: max(now[call], anew[call], key=lambda timed: timed.high) for call in slower}
-    found = []
+            retimed = (again or in_new_process)(slower, device, 2 * seconds)
+            now |= {call: max(now[call], retimed[call], key=lambda timed: timed.high) for call in slower}
+    findings = []
     for call in known:
         timed, was, least = now[call], baseline.calls[call], baseline.least(call)
         text = (f"{timed.ratio:.2f} times torch's speed (95 % of {timed.low:.2f} to {timed.high:.2f}), "
                 f"was {was.ratio:.2f}")
         say(f"      {call}: {text}")
         if timed.high < least:
-            found.append(Finding(target, call, f"{text}; at least {least:.2f} is wanted",
-                                 "find the change that made it slower, or waive it with a reason and a day"))
+            findings.append(Finding(target, call, f"{text}; at least {least:.2f} is wanted",
+                                    "find the change that made it slower, or waive it with a reason and a day"))
     yield Checked(target, f"no call is more than {baseline.threshold:.0%} slower against torch than it was",
-                  len(known), tuple(found))
+                  len(known), tuple(findings))
 
 
 def merged(runs: Sequence[Timed]) -> Timed:
-    """Of several processes: the median of what they say, between the ends of all their intervals."""
+    """Merge the timings of several processes: their medians, and an interval that holds all their intervals."""
     def middle(values: Iterable[float]) -> float:
         return statistics.median(values)
 
@@ -183,12 +153,12 @@ def in_this_process(calls: Sequence[str], device: str, seconds: float) -> Mappin
 
 def in_new_process(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, Timed]:
     code = "import sys; from layerzero.release.performance import _print; _print(sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", code, device, str(seconds), *calls], capture_output=True, text=True,
-                          timeout=600 + 10 * seconds * len(calls))
-    if done.returncode:
-        raise DataError(f"timing {', '.join(calls)} in a process of its own ended with {done.returncode}:\n"
-                        f"{done.stderr.strip()[-2000:]}")
-    return {name: Timed(**row) for name, row in json.loads(done.stdout.splitlines()[-1]).items()}
+    process = subprocess.run([sys.executable, "-c", code, device, str(seconds), *calls], capture_output=True, text=True,
+                             timeout=600 + 10 * seconds * len(calls))
+    if process.returncode:
+        raise DataError(f"timing {', '.join(calls)} in a process of its own ended with {process.returncode}:\n"
+                        f"{process.stderr.strip()[-2000:]}")
+    return {name: Timed(**row) for name, row in json.loads(process.stdout.splitlines()[-1]).items()}
 
 
 def _print(words: Sequence[str]) -> None:
@@ -197,7 +167,7 @@ def _print(words: Sequence[str]) -> None:
 
 
 def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> Timed:
-    """Both ways in turns; the ratio of each round, and the interval of its median by drawing the rounds anew."""
+    """Time lz and torch in turns; return the median ratio of the rounds with a bootstrap interval."""
     with torch.no_grad():
         ours, torchs = make(device)
         timings = in_turns({"lz": ours, "torch": torchs}, seconds, device)

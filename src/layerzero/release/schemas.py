@@ -28,7 +28,7 @@ from ..spec.call import read_calls, write_calls
 from ..spec.errors import DataError, LayerZeroError
 from ..tune.workload import calls_for
 from ..verify.kernel.declarations import Checked, Finding
-from ..verify.trace.definition import Evaluation, Trace, Workload
+from ..verify.trace.definition import Correctness, Environment, Evaluation, Performance, Trace, Workload
 from ..world import capabilities
 from ..world import snapshot as worlds
 from . import performance, soak
@@ -59,9 +59,9 @@ def _table(path: Path) -> None:
 
 
 def _lockfile(path: Path) -> None:
-    made = path.with_suffix(".table")
-    _table(made)
-    lockfile.write_lockfile(made, path)
+    table_path = path.with_suffix(".table")
+    _table(table_path)
+    lockfile.write_lockfile(table_path, path)
 
 
 def _calls(path: Path) -> None:
@@ -69,14 +69,14 @@ def _calls(path: Path) -> None:
 
 
 def _perf_export(path: Path) -> None:
-    with perf_store.SqliteStore(path.with_suffix(".sqlite")) as found:
-        found.put([Measurement("torch.rms_norm", "rms_norm", "float32 hidden=64", "cpu", 1.0, at=1.0)], {"torch": "x"})
-        found.export(path)
+    with perf_store.SqliteStore(path.with_suffix(".sqlite")) as store:
+        store.put([Measurement("torch.rms_norm", "rms_norm", "float32 hidden=64", "cpu", 1.0, at=1.0)], {"torch": "x"})
+        store.export(path)
 
 
 def _trace(path: Path) -> None:
-    evaluation = Evaluation("PASSED", "cpu", {"torch": str(torch.__version__)}, "2026-01-01T00:00:00+00:00", "",
-                            0.0, 0.0, latency_ms=1.0, reference_latency_ms=2.0)
+    evaluation = Evaluation("PASSED", Environment("cpu", {"torch": str(torch.__version__)}),
+                            "2026-01-01T00:00:00+00:00", "", Correctness(), Performance(1.0, 2.0))
     workload = Workload.from_json({"uuid": "one", "axes": {"n": 1}, "inputs": {"x": {"type": "random"}}})
     path.write_text(json.dumps(Trace("rms_norm", workload, "lz", evaluation).to_json()) + "\n", encoding="utf-8")
 
@@ -92,10 +92,10 @@ def _soak(path: Path) -> None:
 
 
 def _read_calls(path: Path) -> Any:
-    found = read_calls(path)
-    if not found:
+    calls = read_calls(path)
+    if not calls:
         raise DataError(f"{path}: no call in it")
-    return found
+    return calls
 
 
 _ROWS = {"opaque": ("rows[].when", "rows[].sizes", "rows[].choices[].transforms"),
@@ -123,10 +123,10 @@ def structure(data: Any, by_name: tuple[str, ...] = (), opaque: tuple[str, ...] 
     if at in opaque:
         return {at}
     if isinstance(data, Mapping):
-        found = {at} if at else set()
+        places = {at} if at else set()
         for name, value in data.items():
-            found |= structure(value, by_name, opaque, f"{at}.{_BY_NAME if at in by_name else name}".lstrip("."))
-        return found
+            places |= structure(value, by_name, opaque, f"{at}.{_BY_NAME if at in by_name else name}".lstrip("."))
+        return places
     if isinstance(data, list):
         return {at, *(place for value in data for place in structure(value, by_name, opaque, f"{at}[]"))}
     return {at}
@@ -136,15 +136,15 @@ def check(record: Path | None) -> Iterator[Checked]:
     """Every kind of file, written and read in a folder that is thrown away; then the database."""
     known = _recorded(record)
     for name, kind in KINDS.items():
-        started, found = time.perf_counter(), []           # type: float, list[Finding]
+        started, findings = time.perf_counter(), []           # type: float, list[Finding]
         with tempfile.TemporaryDirectory(prefix="layerzero-gate-") as folder:
             try:
-                found = [Finding("files", name, text) for text in _problems(name, kind, Path(folder), known)]
+                findings = [Finding("files", name, text) for text in _problems(name, kind, Path(folder), known)]
             except FAULTS as e:                # a reader that ends in anything else than its own error is a finding
-                found = [Finding("files", name, f"ended in {type(e).__name__}: {e}")]
+                findings = [Finding("files", name, f"ended in {type(e).__name__}: {e}")]
         note = "" if known is not None else "the structure is recorded in a source checkout only"
         yield Checked("files", f"{name} {kind.version}".strip() + ": written, read back, as recorded, others refused",
-                      1, tuple(found), note, time.perf_counter() - started)
+                      1, tuple(findings), note, time.perf_counter() - started)
     yield _database()
 
 
@@ -153,17 +153,17 @@ def _problems(name: str, kind: Kind, folder: Path, known: Mapping[str, Any] | No
     kind.write(path)
     kind.read(path)
     text = path.read_text(encoding="utf-8")
-    found = {"version": kind.version, "structure": _structure_of(text, kind)}
-    if known is not None and known.get(name) != found:
-        was = known.get(name) or {"version": "", "structure": []}
-        added = sorted(set(found["structure"]) - set(was["structure"]))
-        gone = sorted(set(was["structure"]) - set(found["structure"]))
+    current = {"version": kind.version, "structure": _structure_of(text, kind)}
+    if known is not None and known.get(name) != current:
+        recorded = known.get(name) or {"version": "", "structure": []}
+        added = sorted(set(current["structure"]) - set(recorded["structure"]))
+        gone = sorted(set(recorded["structure"]) - set(current["structure"]))
         changes = "; ".join(filter(None, (f"new: {', '.join(added[:6])}" if added else "",
                                           f"gone: {', '.join(gone[:6])}" if gone else "")))
-        same = was["version"] == kind.version
+        same = recorded["version"] == kind.version
         yield (f"its structure changed under the same version {kind.version or '(none)'}: {changes}; give it a new "
                f"version, or record it with lz gate --write-schemas if readers of before take it" if same else
-               f"version {kind.version} is not recorded (was {was['version'] or 'none'}); lz gate --write-schemas")
+               f"version {kind.version} is not recorded (was {recorded['version'] or 'none'}); lz gate --write-schemas")
     spoilt = {"an empty file": "", "half of it": text[:len(text) // 2], "no JSON": "\0\1\2"}
     if kind.version:
         spoilt["another version"] = text.replace(kind.version, kind.version.rpartition("/")[0] + "/999", 1)
@@ -186,7 +186,7 @@ def _structure_of(text: str, kind: Kind) -> list[str]:
 
 def _database() -> Checked:
     """The SQLite file: made with this version, and one of a later release refused and left alone."""
-    started, found = time.perf_counter(), []   # type: float, list[Finding]
+    started, findings = time.perf_counter(), []   # type: float, list[Finding]
     with tempfile.TemporaryDirectory(prefix="layerzero-gate-") as folder:
         path = Path(folder) / "perf.sqlite"
         with perf_store.SqliteStore(path):
@@ -198,14 +198,14 @@ def _database() -> Checked:
         connection.commit()
         connection.close()
         if (version, owner) != (perf_schema.VERSION, ownership.APPLICATION_ID):
-            found.append(Finding("files", "perfdb", f"a new file has schema {version} of {owner:#x}, wanted "
-                                 f"{perf_schema.VERSION} of {ownership.APPLICATION_ID:#x}"))
+            findings.append(Finding("files", "perfdb", f"a new file has schema {version} of {owner:#x}, wanted "
+                                    f"{perf_schema.VERSION} of {ownership.APPLICATION_ID:#x}"))
         try:
             perf_store.SqliteStore(path).close()
-            found.append(Finding("files", "perfdb", "a file of a later release was opened"))
+            findings.append(Finding("files", "perfdb", "a file of a later release was opened"))
         except LayerZeroError:
             pass
-    return Checked("files", f"perfdb {perf_schema.VERSION}: made as it says, later ones refused", 1, tuple(found),
+    return Checked("files", f"perfdb {perf_schema.VERSION}: made as it says, later ones refused", 1, tuple(findings),
                    seconds=time.perf_counter() - started)
 
 
@@ -224,11 +224,11 @@ def _recorded(record: Path | None) -> Mapping[str, Any] | None:
 
 def write_record(record: Path) -> None:
     """Record the structure of every kind as it is now."""
-    found = {}
+    structures = {}
     for name, kind in KINDS.items():
         with tempfile.TemporaryDirectory(prefix="layerzero-gate-") as folder:
             path = Path(folder) / "file"
             kind.write(path)
-            found[name] = {"version": kind.version, "structure": _structure_of(path.read_text("utf-8"), kind)}
+            structures[name] = {"version": kind.version, "structure": _structure_of(path.read_text("utf-8"), kind)}
     record.parent.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    record.write_text(json.dumps(structures, indent=1) + "\n", encoding="utf-8")

@@ -16,9 +16,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ import torch
 
 from ..machine import hardware
 from ..operate.inspection import dispatcher_of
+from ..spec.codec import Record
 from ..spec.errors import ConfigError, DataError
+from ..spec.reading import read_json
 from ..world import events
 from ..world import snapshot as worlds
 from ..world.settings import configure
@@ -43,7 +45,7 @@ LEAST_JUDGED_HOURS = 0.1                       # a slope per hour of less time t
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Record):
     """The process at one moment. Times are of the part, in seconds; latencies in microseconds."""
 
     at: float
@@ -60,19 +62,11 @@ class Sample:
         return self.p50_us / self.torch_us if self.torch_us > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {f.name: round(v, 4) if isinstance(v := getattr(self, f.name), float) else v for f in fields(self)}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str) -> Sample:
-        names = {f.name for f in fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names or not all(
-                isinstance(v, (int, float)) and not isinstance(v, bool) for v in data.values()):
-            raise DataError(f"{owner}: wanted numbers {', '.join(sorted(names))}, got {data!r:.200}")
-        return cls(**data)
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in super().to_json().items()}
 
 
 @dataclass
-class Part:
+class Part(Record, whole=True):
     """One process of a soak."""
 
     began: str
@@ -86,17 +80,7 @@ class Part:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "seconds": round(self.seconds, 1), "samples": [s.to_json() for s in self.samples]}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str) -> Part:
-        kinds = {"began": str, "device": str, "torch": str, "samples": list, "counts": dict, "failures": list,
-                 "seconds": (int, float), "interrupted": bool, "notes": list}
-        if not isinstance(data, Mapping) or set(data) != set(kinds) or not all(
-                isinstance(data[name], kind) for name, kind in kinds.items()):  # type: ignore[arg-type]
-            raise DataError(f"{owner}: wanted a part with {', '.join(kinds)}, got {data!r:.200}")
-        samples = [Sample.from_json(s, f"{owner}: samples[{i}]") for i, s in enumerate(data["samples"])]
-        return cls(**{**data, "samples": samples})
+        return {**super().to_json(), "seconds": round(self.seconds, 1)}
 
     @property
     def judged(self) -> list[Sample]:
@@ -126,8 +110,9 @@ BOUNDS: tuple[Bound, ...] = (
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One series: its trend, and whether it is surely beyond its bound."""
+class Series(Record, json="name unit most first last passed judged trend",
+             names={"name": "series", "most": "most_per_hour"}):
+    """One series of samples, its trend, and whether that is surely beyond its bound."""
 
     name: str
     unit: str
@@ -142,14 +127,10 @@ class Judged:
         """Only a slope whose whole interval is beyond the bound fails: noise does not decide."""
         return not self.judged or self.trend is None or self.trend.low <= self.most
 
-    def to_json(self) -> dict[str, Any]:
-        return {"series": self.name, "unit": self.unit, "most_per_hour": self.most, "first": self.first,
-                "last": self.last, "passed": self.passed, "judged": self.judged,
-                "trend": self.trend.to_json() if self.trend is not None else None}
-
 
 @dataclass
-class Report:
+class Report(Record, header={"schema": SCHEMA}, whole=True,
+             json="target_seconds seconds complete passed counts series failures parts"):
     """All parts of a soak so far."""
 
     target_seconds: float
@@ -172,49 +153,31 @@ class Report:
     def complete(self) -> bool:
         return self.seconds >= self.target_seconds * 0.99
 
-    def series(self) -> list[Judged]:
-        found = []
-        kept = [part.judged for part in self.parts]
-        long_enough = sum(s[-1].at - s[0].at for s in kept if s) / 3600 >= LEAST_JUDGED_HOURS
-        flat = [s for samples in kept for s in samples]
+    @property
+    def series(self) -> list[Series]:
+        series = []
+        parts = [part.judged for part in self.parts]
+        long_enough = sum(s[-1].at - s[0].at for s in parts if s) / 3600 >= LEAST_JUDGED_HOURS
+        flat = [s for samples in parts for s in samples]
         for bound in BOUNDS if flat else ():
-            trend = theil_sen([[(s.at / 3600, float(bound.of(s))) for s in samples] for samples in kept])
+            trend = theil_sen([[(s.at / 3600, float(bound.of(s))) for s in samples] for samples in parts])
             level = statistics.median(bound.of(s) for s in flat)
-            found.append(Judged(bound.name, bound.unit, bound.most * level if bound.relative else bound.most,
-                                float(bound.of(flat[0])), float(bound.of(flat[-1])), trend,
-                                long_enough and trend is not None))
-        return found
+            series.append(Series(bound.name, bound.unit, bound.most * level if bound.relative else bound.most,
+                                 float(bound.of(flat[0])), float(bound.of(flat[-1])), trend,
+                                 long_enough and trend is not None))
+        return series
 
     @property
     def passed(self) -> bool:
         """Nothing went wrong so far and nothing grows; whether it is complete is another question."""
-        return not any(self.counts.get(kind) for kind in WRONG) and all(s.passed for s in self.series())
+        return not any(self.counts.get(kind) for kind in WRONG) and all(s.passed for s in self.series)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "target_seconds": self.target_seconds, "seconds": round(self.seconds, 1),
-                "complete": self.complete, "passed": self.passed, "counts": self.counts,
-                "series": [s.to_json() for s in self.series()], "failures": self.failures,
-                "parts": [part.to_json() for part in self.parts]}
-
-    @classmethod
-    def from_json(cls, data: Any, owner: str = "soak report") -> Report:
-        got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-        if got != SCHEMA:
-            raise DataError(f"{owner}: wanted a report of lz soak with schema {SCHEMA}, got {got!r}")
-        target, parts = data.get("target_seconds"), data.get("parts")
-        if isinstance(target, bool) or not isinstance(target, (int, float)) or not isinstance(parts, list):
-            raise DataError(f"{owner}: wanted target_seconds and a list of parts")
-        return cls(float(target), [Part.from_json(p, f"{owner}: parts[{i}]") for i, p in enumerate(parts)])
+        return {**super().to_json(), "seconds": round(self.seconds, 1)}
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        try:
-            data = json.loads(path.read_bytes())
-        except OSError as e:
-            raise DataError(f"{path}: cannot read the report: {e.strerror}; lz soak --out writes one") from e
-        except (ValueError, RecursionError) as e:
-            raise DataError(f"{path}: not a report of lz soak: {e}") from e
-        return cls.from_json(data, str(path))
+        return cls.from_json(read_json(path, "a report, such as lz soak --out writes"), str(path))
 
     def save(self, path: Path) -> None:
         """Whole or not at all."""
@@ -230,7 +193,7 @@ class Report:
 def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float = 0.02, forks: bool = True,
          report: Report | None = None, out: Path | None = None, ops: tuple[str, ...] = (), seed: int = 0,
          say: Callable[[Sample, Tally], None] | None = None) -> Report:
-    """Run for so many seconds more and give the report with this part added.
+    """Run for so many seconds more and return the report with this part added.
 
     `rate`: the share of calls of the planted kernels that fail. KeyboardInterrupt ends the part early; the report
     then says so, and `out` holds it.
@@ -249,27 +212,27 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
     if not cases:
         raise ConfigError(f"a soak needs calls, no operation is named {' or '.join(ops)}")
     with _own_world(), _counting(tally):
-        around = Disturbances(cases, tally, kind, rate, forks, seed)
+        disturbances = Disturbances(cases, tally, kind, rate, forks, seed)
         workers = Workers(cases, tally, threads, seed)
         probe = Probe(kind)
         began = time.monotonic()
         cycle = min(max(CYCLE_SECONDS, report.target_seconds / MOST_SAMPLES), max(seconds / 4, 0.5))
         try:
-            around.start()
+            disturbances.start()
             workers.start()
             step = 0
             while time.monotonic() - began < seconds:
                 end = min(time.monotonic() + cycle, began + seconds)
-                pause = cycle / (len(around) + 1)
-                for _ in range(len(around)):
+                pause = cycle / (len(disturbances) + 1)
+                for _ in range(len(disturbances)):
                     time.sleep(max(min(pause, end - time.monotonic()), 0.0))
-                    around.do(step)            # all of them in every cycle, however busy the machine is
+                    disturbances.do(step)            # all of them in every cycle, however busy the machine is
                     step += 1
                 workers.pause()
-                around.quiet()
+                disturbances.quiet()
                 sample = probe.sample(time.monotonic() - began, tally)
                 part.samples.append(sample)
-                _note(part, tally, time.monotonic() - began, around)
+                _note(part, tally, time.monotonic() - began, disturbances)
                 if out is not None:
                     report.save(out)
                 if say is not None:
@@ -279,20 +242,20 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
             part.interrupted = True
         finally:
             workers.end()
-            around.end()
-            _note(part, tally, time.monotonic() - began, around)
+            disturbances.end()
+            _note(part, tally, time.monotonic() - began, disturbances)
             if out is not None:
                 report.save(out)
     return report
 
 
-def _note(part: Part, tally: Tally, seconds: float, around: Disturbances) -> None:
+def _note(part: Part, tally: Tally, seconds: float, disturbances: Disturbances) -> None:
     for name in other_breakers():
         text = f"breakers of other kernels: {name} is out of service, and no fault was planted in it"
         if text not in tally.failures:
             tally.fail("breakers of other kernels", text.partition(": ")[2])
     part.counts, part.failures, part.seconds = dict(tally.counts), list(tally.failures), seconds
-    part.notes = [f"no forks: {around.no_forks}"] if around.no_forks else []
+    part.notes = [f"no forks: {disturbances.no_forks}"] if disturbances.no_forks else []
 
 
 @contextmanager

@@ -91,18 +91,18 @@ class Case:
 
     def complaint(self, result: Any) -> str:
         """What is wrong with a result; "" if it is right."""
-        got = results_of(result)
+        results = results_of(result)
         if self.op.read is not None:
-            return "" if got == self.eager else f"{got!r:.200} instead of {self.eager!r:.200}"
-        if len(got) != len(self.eager):
-            return f"{len(got)} results instead of {len(self.eager)}"
-        for i, (g, truth, eager) in enumerate(zip(got, self.truth, self.eager)):
+            return "" if results == self.eager else f"{results!r:.200} instead of {self.eager!r:.200}"
+        if len(results) != len(self.eager):
+            return f"{len(results)} results instead of {len(self.eager)}"
+        for i, (g, truth, eager) in enumerate(zip(results, self.truth, self.eager)):
             if not isinstance(g, Tensor) or g.shape != eager.shape or g.dtype != eager.dtype:
                 return f"result {i} is {g if not isinstance(g, Tensor) else (tuple(g.shape), g.dtype)}"
-            found = judge(self.op, self.dtype, f"result {i}", g, g, truth, eager)
-            if found.complaints and not (all(c.kind == "error" for c in found.complaints)
-                                         and g.is_floating_point() and maybe_luck(got, found.ratio)):
-                return found.complaints[0].text
+            verdict = judge(self.op, self.dtype, f"result {i}", g, g, truth, eager)
+            if verdict.complaints and not (all(c.kind == "error" for c in verdict.complaints)
+                                           and g.is_floating_point() and maybe_luck(results, verdict.ratio)):
+                return verdict.complaints[0].text
         return ""
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Case:
 
 def cases_of(devices: Sequence[str], ops: Sequence[str] = ()) -> list[Case]:
     """Calls of every operation of the catalog, or of these."""
-    found = []
+    cases = []
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         for op in worlds.current().catalog.ops.values():
@@ -120,8 +120,8 @@ def cases_of(devices: Sequence[str], ops: Sequence[str] = ()) -> list[Case]:
             for device in devices:
                 if op.read is not None and device != "cpu":    # text is on no device
                     continue
-                found += [Case.of(op, case, dtype, device) for dtype in op.dtypes[:DTYPES] for case in op.cases[:CASES]]
-    return found
+                cases += [Case.of(op, case, dtype, device) for dtype in op.dtypes[:DTYPES] for case in op.cases[:CASES]]
+    return cases
 
 
 # Calls.
@@ -150,12 +150,12 @@ def new_size(chance: random.Random, tally: Tally) -> None:
     x = torch.randn(chance.randrange(1, 9), chance.randrange(8, 1024))
     public = dispatcher_of("rms_norm").public
     try:
-        got, want = public(x), dispatcher_of("rms_norm").op.reference(x)
+        result, expected = public(x), dispatcher_of("rms_norm").op.reference(x)
     except FAULTS as e:
         tally.fail("calls that raised", f"lz.rms_norm {tuple(x.shape)}: {type(e).__name__}: {e}")
         return
     tally.add("calls of new sizes")
-    if not torch.allclose(got, want, rtol=1e-4, atol=1e-5):
+    if not torch.allclose(result, expected, rtol=1e-4, atol=1e-5):
         tally.fail("wrong results", f"lz.rms_norm {tuple(x.shape)}")
 
 
@@ -371,9 +371,9 @@ class Disturbances:
         with mmap.mmap(-1, max(min(free_bytes("cpu") // 4, PRESSURE_BYTES), mmap.PAGESIZE)) as taken:
             for at in range(0, len(taken), mmap.PAGESIZE):     # it goes back to the system at once, past any allocator
                 taken[at] = 1
-            held = _on_device(self.device) if self.device != "cpu" else None
+            block = _on_device(self.device) if self.device != "cpu" else None
             time.sleep(0.05)
-            del held
+            del block
         self.tally.add("times of memory pressure")
 
     def _fork(self, i: int) -> None:
@@ -414,13 +414,13 @@ def may_not_fork() -> str:
     return f"{used[0]} is in use: a forked process could not use it" if used else ""
 
 
-def in_child(work: Callable[[], None], seconds: float, held: AbstractContextManager[Any] | None = None) -> str:
+def in_child(work: Callable[[], None], seconds: float, lock: AbstractContextManager[Any] | None = None) -> str:
     """Run `work` in a forked child; what went wrong there, "" if nothing. A child that hangs is killed.
 
     `held` is a lock that the child needs: taken around the fork, no thread that is gone holds it there.
     """
     reader, writer = os.pipe()
-    with warnings.catch_warnings(), held or nullcontext():
+    with warnings.catch_warnings(), lock or nullcontext():
         warnings.simplefilter("ignore", DeprecationWarning)    # a fork of a process with threads is the point here
         pid = os.fork()
     if pid == 0:
@@ -438,8 +438,8 @@ def in_child(work: Callable[[], None], seconds: float, held: AbstractContextMana
     try:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 code = os.waitstatus_to_exitcode(status)
                 return "" if code == 0 else f"exit {code}: {os.read(reader, 4000).decode(errors='replace').strip()}"
             time.sleep(0.005)

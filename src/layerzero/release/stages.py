@@ -1,4 +1,4 @@
-"""The stages of the release gate. Each gives checks: one with findings fails, one with a note was not fully asked."""
+"""The stages of the release gate. Each yields checks: one with findings fails, one with a note is incomplete."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LANES = ("quick", "usual", "full")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a run of the gate is about."""
+class GateOptions:
+    """The options of one run of the gate."""
 
     target: str
     device: str
@@ -51,17 +51,17 @@ class Asked:
 @dataclass(frozen=True)
 class Stage:
     says: str
-    run: Callable[[Asked], Iterator[Checked]]
+    run: Callable[[GateOptions], Iterator[Checked]]
 
 
-def _static(asked: Asked) -> Iterator[Checked]:
+def _static(options: GateOptions) -> Iterator[Checked]:
     yield from static_checks(worlds.current().catalog)
-    yield docs_check(asked.root)
+    yield docs_check(options.root)
 
 
-def _models(asked: Asked) -> Iterator[Checked]:
-    lane = "full" if asked.lane == "full" else "quick"
-    for cell in model_cells(asked.families, lane=lane, device=asked.device, named=asked.backend):
+def _models(options: GateOptions) -> Iterator[Checked]:
+    lane = "full" if options.lane == "full" else "quick"
+    for cell in model_cells(options.families, lane=lane, device=options.device, named=options.backend):
         yield ModelChecked.of(cell)
 
 
@@ -74,35 +74,35 @@ class ModelChecked(Checked):
     @classmethod
     def of(cls, cell: Cell) -> ModelChecked:
         name, _, text = str(cell).partition(": ")
-        found = () if cell.passed else (Finding("models", name, text, "lz verify --level 2 says which layer"),)
-        return cls("models", f"{name}: as plain torch", 1, found, seconds=cell.seconds, cell=cell)
+        findings = () if cell.passed else (Finding("models", name, text, "lz verify --level 2 says which layer"),)
+        return cls("models", f"{name}: as plain torch", 1, findings, seconds=cell.seconds, cell=cell)
 
 
 # Correctness.
 
-def _correctness(asked: Asked) -> Iterator[Checked]:
-    """Every kernel that can run here keeps its contract: by a certificate that holds, or by being verified now."""
-    able = [k for k in worlds.current().catalog.kernels if _here(k, asked.device)]
-    if asked.lane == "quick":
-        yield _few_cases([k for k in able if not k.jit], asked, sum(k.jit for k in able))
+def _correctness(options: GateOptions) -> Iterator[Checked]:
+    """Check that every kernel that can run here keeps its contract: by a valid certificate, or verified now."""
+    able = [k for k in worlds.current().catalog.kernels if _can_run(k, options.device)]
+    if options.lane == "quick":
+        yield _few_cases([k for k in able if not k.jit], options, sum(k.jit for k in able))
         return
-    standing = certificates.standing(able, hardware.probe(asked.device))
-    proven = [k for k in able if isinstance(standing[k.id], Certificate)] if asked.lane != "full" else []
-    open_ = [k for k in able if k not in proven]
-    started, found, ran = time.perf_counter(), [], Counter()      # type: float, list[Finding], Counter[str]
-    for verdict in certify_all(open_, asked.device, "full" if asked.lane == "full" else "quick"):
+    standing = certificates.standing(able, hardware.probe(options.device))
+    proven = [k for k in able if isinstance(standing[k.id], Certificate)] if options.lane != "full" else []
+    unproven = [k for k in able if k not in proven]
+    started, findings, ran = time.perf_counter(), [], Counter()      # type: float, list[Finding], Counter[str]
+    for verdict in certify_all(unproven, options.device, "full" if options.lane == "full" else "quick"):
         ran[verdict.status] += 1
-        asked.say(f"      {verdict.kernel}: {verdict.status}, {verdict.ran} cases, {verdict.seconds:.0f} s")
+        options.say(f"      {verdict.kernel}: {verdict.status}, {verdict.ran} cases, {verdict.seconds:.0f} s")
         if verdict.failures:
             says = verdict.diagnosis.says if verdict.diagnosis is not None else str(verdict.failures[0])
-            found.append(Finding("contract", verdict.kernel, says, f"lz verify --level 1 --kernel {verdict.kernel}"))
+            findings.append(Finding("contract", verdict.kernel, says, f"lz verify --level 1 --kernel {verdict.kernel}"))
     publish()
     yield Checked("contract", f"every kernel keeps its contract: {len(proven)} by a certificate that holds, "
-                  f"{ran['passed']} verified now, {ran['skipped']} refuse every case", len(able), tuple(found),
+                  f"{ran['passed']} verified now, {ran['skipped']} refuse every case", len(able), tuple(findings),
                   seconds=time.perf_counter() - started)
 
 
-def _here(kernel: Kernel, device: str) -> bool:
+def _can_run(kernel: Kernel, device: str) -> bool:
     if kernel.untested or loading.availability(kernel) is not None:
         return False
     facts = hardware.probe(device).facts()
@@ -110,55 +110,55 @@ def _here(kernel: Kernel, device: str) -> bool:
         leaf.fact for leaf in rule.leaves()} <= facts.keys())
 
 
-def _few_cases(kernels: Sequence[Kernel], asked: Asked, compiling: int) -> Checked:
-    started, found, ran = time.perf_counter(), [], 0       # type: float, list[Finding], int
+def _few_cases(kernels: Sequence[Kernel], options: GateOptions, compiling: int) -> Checked:
+    started, findings, ran = time.perf_counter(), [], 0       # type: float, list[Finding], int
     for kernel in kernels:
         for case in kernel.op.cases[:QUICK_CASES]:
             try:
-                result = check_case(kernel, case, kernel.op.dtypes[0], asked.device)
+                result = check_case(kernel, case, kernel.op.dtypes[0], options.device)
             except FAULTS as e:
-                found.append(Finding("contract", kernel.id, f"the check ended in {type(e).__name__}: {e}"))
+                findings.append(Finding("contract", kernel.id, f"the check ended in {type(e).__name__}: {e}"))
                 break
             ran += result.status != "skipped"
             if result.status == "failed":
-                found.append(Finding("contract", kernel.id, result.detail or str(result),
-                                     f"lz verify --level 1 --kernel {kernel.id}"))
+                findings.append(Finding("contract", kernel.id, result.detail or str(result),
+                                        f"lz verify --level 1 --kernel {kernel.id}"))
                 break
     note = f"{ran} cases only, and none of {compiling} kernels that compile; without --quick all"
-    return Checked("contract", "every kernel keeps its contract", len(kernels), tuple(found), note,
+    return Checked("contract", "every kernel keeps its contract", len(kernels), tuple(findings), note,
                    time.perf_counter() - started)
 
 
 # The others.
 
-def _performance(asked: Asked) -> Iterator[Checked]:
-    path = asked.baseline or asked.baselines / f"{asked.target}.json"
-    seconds = performance.QUICK_SECONDS if asked.lane == "quick" else performance.SECONDS
-    yield from performance.compare(path, asked.target, asked.device, seconds, say=asked.say)
+def _performance(options: GateOptions) -> Iterator[Checked]:
+    path = options.baseline or options.baselines / f"{options.target}.json"
+    seconds = performance.QUICK_SECONDS if options.lane == "quick" else performance.SECONDS
+    yield from performance.compare(path, options.target, options.device, seconds, say=options.say)
 
 
-def _schema(asked: Asked) -> Iterator[Checked]:
-    yield from schemas.check(asked.baselines / schemas.RECORD)
+def _schema(options: GateOptions) -> Iterator[Checked]:
+    yield from schemas.check(options.baselines / schemas.RECORD)
 
 
-def _soak(asked: Asked) -> Iterator[Checked]:
-    seconds = asked.soak_seconds or SOAK_SECONDS[asked.lane]
-    yield from soak_checks(soak(seconds, device=asked.device), seconds)
+def _soak(options: GateOptions) -> Iterator[Checked]:
+    seconds = options.soak_seconds or SOAK_SECONDS[options.lane]
+    yield from soak_checks(soak(seconds, device=options.device), seconds)
 
 
 def soak_checks(report: Report, seconds: float) -> Iterator[Checked]:
-    """What a soak found, as checks."""
+    """Yield the findings of a soak as checks."""
     counts, texts = report.counts, report.failures
-    found = []
+    findings = []
     for kind in WRONG:
         if counts.get(kind):
             first = next((text for text in texts if text.startswith(kind)), kind)
-            found.append(Finding("answers", kind, f"{counts[kind]} times; {first}", "lz soak runs it alone"))
+            findings.append(Finding("answers", kind, f"{counts[kind]} times; {first}", "lz soak runs it alone"))
     calls = sum(counts.get(name, 0) for name in ("calls", "calls of new sizes", "calls in bursts"))
     broken_off = f"interrupted after {report.seconds:.0f} s" if report.parts[-1].interrupted else ""
     yield Checked("answers", f"{calls} calls in {report.seconds:.0f} s of faults, forks and changes: all right",
-                  len(WRONG), tuple(found), broken_off, report.seconds)
-    series = report.series()
+                  len(WRONG), tuple(findings), broken_off, report.seconds)
+    series = report.series
     grown = tuple(Finding("trend", s.name, f"grows by {s.trend.per_hour:.3g} {s.unit} an hour (95 % of "
                           f"{s.trend.low:.3g} to {s.trend.high:.3g}); at most {s.most:.3g} is wanted",
                           "lz soak --hours shows it")
@@ -168,20 +168,20 @@ def soak_checks(report: Report, seconds: float) -> Iterator[Checked]:
                   f"{seconds:.0f} s are too short to judge a slope" if short else "")
 
 
-def _readiness(asked: Asked) -> Iterator[Checked]:
-    yield readiness_checked(asked.device)
+def _readiness(options: GateOptions) -> Iterator[Checked]:
+    yield readiness_checked(options.device)
 
 
 def readiness_checked(device: str) -> Checked:
-    """What lz.readiness_check says of this machine."""
+    """Return the result of lz.readiness_check on this machine as a check."""
     started, says = time.perf_counter(), "lz.readiness_check finds nothing in the way of serving"
     try:
         report = readiness_check(device=device)
     except LayerZeroError as e:
         return Checked("ready", says, 1, (Finding("ready", device, f"it ended in {type(e).__name__}: {e}"),))
-    found = tuple(Finding("ready", check.name, check.got, check.hint) for check in report.failed)
+    findings = tuple(Finding("ready", check.name, check.got, check.hint) for check in report.failed)
     warned = ", ".join(check.name for check in report.warnings)
-    return Checked("ready", says, len(report.checks), found, f"warnings: {warned}" if warned else "",
+    return Checked("ready", says, len(report.checks), findings, f"warnings: {warned}" if warned else "",
                    time.perf_counter() - started)
 
 
@@ -196,11 +196,11 @@ STAGES: Mapping[str, Stage] = {
 }
 
 
-def run_stage(name: str, asked: Asked) -> Iterator[Checked]:
-    """The checks of a stage as they are done, with the time each took. A stage that breaks is a finding."""
+def run_stage(name: str, options: GateOptions) -> Iterator[Checked]:
+    """Yield the checks of a stage as they are done, with their times. An exception in a stage is a finding."""
     started = time.perf_counter()
     try:
-        for checked in STAGES[name].run(asked):
+        for checked in STAGES[name].run(options):
             now = time.perf_counter()
             yield checked if checked.seconds else replace(checked, seconds=now - started)
             started = now

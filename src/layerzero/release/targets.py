@@ -14,22 +14,22 @@ KNOWN = ("cpu-x86", "cpu-arm", *(generation.name for generation in GENERATIONS))
 
 
 def target_of(device: Device) -> str:
-    """The class of a device; a CPU's is that of this machine."""
+    """Return the hardware class of a device; a CPU is taken for that of this machine."""
     if device.type == "cpu":
         machine = platform.machine().lower()
         return f"cpu-{_MACHINES.get(machine, machine or 'unknown')}"
     return device.gpu_generation or device.type
 
 
-def here() -> Mapping[str, str]:
-    """The targets of this machine, the accelerator's first: name -> kind of device."""
+def local_targets() -> Mapping[str, str]:
+    """Return the targets of this machine, the accelerator's first: name -> kind of device."""
     kinds = dict.fromkeys((hardware.main_kind(), *hardware.present(), "cpu"))
     return {target_of(hardware.probe(kind)): kind for kind in kinds}
 
 
-def chosen(target: str = "", device: str = "") -> tuple[str, str]:
-    """(target, kind of device): as asked for, else of this machine's accelerator, else of its CPU."""
-    found = here()
+def choose_target(target: str = "", device: str = "") -> tuple[str, str]:
+    """Return (target, kind of device): as given, else of this machine's accelerator, else of its CPU."""
+    targets = local_targets()
     if device:
         kind = hardware.probe(device).type
         own = target_of(hardware.probe(kind))
@@ -37,9 +37,9 @@ def chosen(target: str = "", device: str = "") -> tuple[str, str]:
             raise ConfigError(f"--device {device} is of the target {own}, got --target {target}; give one of them")
         return own, kind
     if not target:
-        return next(iter(found.items()))
-    if target not in found:
+        return next(iter(targets.items()))
+    if target not in targets:
         known = "" if target in KNOWN else f"; it is none of {', '.join(KNOWN)}"
-        raise ConfigError(f"--target: this machine has {', '.join(found)}, got {target!r}{known}; run it on a machine "
-                          "that has it")
-    return target, found[target]
+        raise ConfigError(f"--target: this machine has {', '.join(targets)}, got {target!r}{known}; run it on a "
+                          "machine that has it")
+    return target, targets[target]

@@ -11,7 +11,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from ..spec.codec import Record
 
 Point = tuple[float, float]                    # (hours, value)
 LEAST_SAMPLES = 12                             # fewer say nothing about a slope
@@ -20,7 +21,7 @@ MOST_SAMPLES = 1500                            # of a part; beyond these every s
 
 
 @dataclass(frozen=True)
-class Trend:
+class Trend(Record):
     """The slope of a series per hour, and between which slopes the true one lies with 95 % confidence."""
 
     per_hour: float
@@ -28,10 +29,6 @@ class Trend:
     high: float
     level: float                               # the median of the values
     samples: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {"per_hour": self.per_hour, "low": self.low, "high": self.high, "level": self.level,
-                "samples": self.samples}
 
 
 def theil_sen(parts: Sequence[Sequence[Point]]) -> Trend | None:

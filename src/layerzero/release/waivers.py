@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..select.policy import suggest
+from ..spec.codec import Record
 from ..spec.errors import ConfigError
 from ..verify.kernel.declarations import Checked, Finding
 
@@ -31,7 +32,7 @@ LEAST_REASON = 10                              # letters: "todo" is none
 
 
 @dataclass(frozen=True)
-class Waiver:
+class Waiver(Record, json="what reason expires target"):
     what: str
     reason: str
     expires: date                              # the last day it holds
@@ -41,12 +42,9 @@ class Waiver:
     def covers(self, name: str, target: str) -> bool:
         return fnmatchcase(name, self.what) and self.target in ("", target)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"what": self.what, "reason": self.reason, "expires": self.expires.isoformat(), "target": self.target}
-
 
 def read_waivers(path: Path) -> tuple[Waiver, ...]:
-    """Every waiver of a file, or ConfigError with everything that is wrong with it."""
+    """Read every waiver of a file; ConfigError with everything that is wrong with it."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
@@ -66,10 +64,10 @@ def read_waivers(path: Path) -> tuple[Waiver, ...]:
     if not isinstance(data["waivers"], list):
         raise ConfigError(f"{path}: waivers must be a list, got {type(data['waivers']).__name__}; [] for none")
     problems: list[str] = []
-    found = [_waiver(row, f"{path}: waivers[{i}]", problems) for i, row in enumerate(data["waivers"])]
+    waivers = [_waiver(row, f"{path}: waivers[{i}]", problems) for i, row in enumerate(data["waivers"])]
     if problems:
         raise ConfigError("\n".join([*problems[:10], "correct the file; nothing was waived"]))
-    return tuple(w for w in found if w is not None)
+    return tuple(w for w in waivers if w is not None)
 
 
 def _waiver(row: Any, at: str, problems: list[str]) -> Waiver | None:
@@ -98,7 +96,7 @@ def _waiver(row: Any, at: str, problems: list[str]) -> Waiver | None:
 
 @dataclass(frozen=True)
 class Waived:
-    """What came of the waivers: which finding was let pass by which, and what is wrong with the others."""
+    """The findings that waivers cover, and the waivers that are expired or unused."""
 
     by: Mapping[str, Waiver]                   # name of a finding -> the waiver that covers it
     check: Checked                             # expired ones are its findings

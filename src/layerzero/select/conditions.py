@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Union
 
+from ..spec.codec import Record
 from ..spec.errors import PolicyValidationError
 from ..spec.reason import Code, Reason, shown
 from ..spec.rules import Facts, Rule
@@ -29,7 +30,7 @@ _CODE = Code.NOT_ALLOWED_BY_POLICY             # a condition's code is never sho
 
 
 @dataclass(frozen=True)
-class Like:
+class Like(Record, names={"patterns": "like"}):
     """A text fact matches one of the wildcard patterns."""
 
     fact: str
@@ -49,9 +50,6 @@ class Like:
 
     def __str__(self) -> str:
         return f"{self.fact} like {' or '.join(self.patterns)}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"fact": self.fact, "like": list(self.patterns)}
 
 
 Test = Union[Rule, Like]

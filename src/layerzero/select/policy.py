@@ -18,9 +18,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..spec.errors import PolicyValidationError, warn_caller
+from ..spec.codec import Record, decode
+from ..spec.errors import DataError, PolicyValidationError, warn_caller
 from ..spec.reason import Code, Reason, shown
-from ..spec.rules import Facts, Rule, condition_from_json
+from ..spec.rules import Facts, Rule
 from .conditions import Like, Test, is_pattern, matches_any, parse_when
 
 LAYERS = ("call", "context", "programmatic", "environment", "file", "default")   # highest first
@@ -167,7 +168,7 @@ def _listed(value: str | Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class PolicyRule:
+class PolicyRule(Record, omit="expires_at", whole=True):
     """One decision about some kernels, for some ops, under some conditions."""
 
     action: str
@@ -250,25 +251,16 @@ class PolicyRule:
         text += f" for {', '.join(self.ops)}" if self.ops != ("*",) else ""
         return text + (f" when {' and '.join(map(str, self.when))}" if self.when else "")
 
-    def to_json(self) -> dict[str, Any]:
-        data = {"action": self.action, "kernels": list(self.kernels), "ops": list(self.ops),
-                "when": [test.to_json() for test in self.when], "factor": self.factor, "origin": self.origin}
-        return data if self.expires_at is None else {**data, "expires_at": self.expires_at}
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PolicyRule:
+    def from_json(cls, data: Any, what: str = "policy rule") -> PolicyRule:
         try:
-            when: Any = tuple(Like(t["fact"], tuple(t["like"])) if "like" in t else condition_from_json(t)
-                              for t in data["when"])
-            return cls(data["action"], tuple(data["kernels"]), tuple(data["ops"]), when, data["factor"],
-                       data["origin"], data.get("expires_at"))
-        except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise PolicyValidationError(f"not a policy rule ({type(e).__name__}: {e}): {shown(data)}; "
-                                        "it has action, kernels, ops, when, factor and origin") from e
+            return decode(cls, data, what)
+        except DataError as e:
+            raise PolicyValidationError(str(e)) from e
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Record, json="name settings rules expires_at", omit="expires_at"):
     """The settings and rules from one source, perhaps only until a deadline."""
 
     name: str
@@ -299,10 +291,6 @@ class Layer:
         return replace(self, rules=tuple(filter(keep, self.rules)),
                        before=self.before.keep_rules(keep) if self.before is not None else None)
 
-    def to_json(self) -> dict[str, Any]:
-        data = {"name": self.name, "settings": dict(self.settings), "rules": [r.to_json() for r in self.rules]}
-        return data if self.expires_at is None else {**data, "expires_at": self.expires_at}
-
 
 class _View(NamedTuple):
     """The rules of one layer for one op, by action."""
@@ -314,7 +302,7 @@ class _View(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Record, json="hash layers"):
     """All layers, highest precedence first."""
 
     layers: tuple[Layer, ...] = ()
@@ -436,6 +424,3 @@ class Policy:
             data.pop("origin", None)
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"hash": self.hash, "layers": [layer.to_json() for layer in self.layers]}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any
 
+from .codec import Record
 from .errors import SpecError
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "hpu", "mps")
@@ -26,8 +27,6 @@ CPU_ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "avx_
 FAST_BF16_MATMUL = ("avx512f", "avx_ne_convert", "amx_bf16", "bf16")
 FAST_FP16_MATMUL = ("avx512_fp16", "avx_ne_convert")
 
-Row = TypeVar("Row")
-
 _TYPES: Mapping[str, type] = {"str": str, "int": int, "bool": bool, "tuple[str, ...]": tuple}
 
 
@@ -39,18 +38,6 @@ def _check_types(value: Any, owner: str) -> None:
             raise SpecError(f"{owner}: {f.name} must be of type {f.type}, got {got!r}")
         if type(got) is int and got < 0:
             raise SpecError(f"{owner}: {f.name} must be >= 0, got {got}")
-
-
-def _from_json(cls: Callable[..., Row], data: Any, owner: str) -> Row:
-    if not isinstance(data, Mapping):
-        raise SpecError(f"{owner} must be a mapping of fields, got {data!r}")
-    known = {f.name: f.default is MISSING for f in fields(cast(Any, cls))}
-    missing = [name for name, required in known.items() if required and name not in data]
-    surplus = [str(name) for name in data if name not in known]
-    if missing or surplus:
-        raise SpecError(f"{owner}: missing fields: {', '.join(missing) or 'none'}; unknown fields: "
-                        f"{', '.join(surplus) or 'none'}; the fields are {', '.join(known)}")
-    return cls(**data)
 
 
 class GPUGeneration(IntEnum):
@@ -66,7 +53,7 @@ class GPUGeneration(IntEnum):
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(Record):
     """What one range of NVIDIA SMs, or one AMD architecture, can do."""
 
     name: str
@@ -139,7 +126,7 @@ def table_from_json(rows: Any) -> Table:
     """
     if not isinstance(rows, (list, tuple)) or not rows:
         raise SpecError(f"a generation table must be a non-empty list of rows, got {rows!r}")
-    table = tuple(_from_json(Generation, row, f"generation row {i}") for i, row in enumerate(rows))
+    table = tuple(Generation.from_json(row, f"generation row {i}") for i, row in enumerate(rows))
     for i, row in enumerate(table):
         for other in table[:i]:
             if row.sm_last and other.sm_last and row.sm_first <= other.sm_last and other.sm_first <= row.sm_last:
@@ -149,7 +136,7 @@ def table_from_json(rows: Any) -> Table:
 
 
 @dataclass(frozen=True)
-class Device:
+class Device(Record):
     """One device and the software that drives it. Unknown text is "", an unknown number 0."""
 
     type: str                                  # torch's device type; ROCm is "cuda" with vendor "amd"
@@ -227,11 +214,3 @@ class Device:
             "shared_per_block": self.shared_per_block,
             "cuda_version": self.runtime_version if self.sm else "",  # HIP's number is no CUDA version
         }
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "isa": list(self.isa)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Device:
-        isa = data.get("isa") if isinstance(data, Mapping) else None
-        return _from_json(cls, {**data, "isa": tuple(isa)} if isinstance(isa, list) else data, "device")

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from .codec import Record
 from .plan import Rejected
 from .reason import Reason
 
 
 @dataclass(frozen=True)
-class Event:
+class Event(Record):
     name: ClassVar[str] = "event"
     op: str = ""
     kernel: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        data = {k: v.to_json() if isinstance(v, Reason) else v for k, v in self.__dict__.items()}
-        return {"event": self.name, **data}
+        return {"event": self.name, **super().to_json()}
 
     def log_fields(self) -> dict[str, Any]:
         """The fields that the log shows."""
@@ -25,7 +25,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Selected(Event):
+class Selected(Event, json="op kernel candidates microseconds transforms source transform_cost_total reasons"):
     """A kernel was selected for a kind of call that was not in the cache."""
 
     name: ClassVar[str] = "selected"
@@ -40,11 +40,6 @@ class Selected(Event):
     def reasons(self) -> tuple[str, ...]:
         """`kernel: CODE, ...` for each rejected kernel."""
         return tuple(f"{r.kernel}: {', '.join(reason.code.value for reason in r.reasons)}" for r in self.rejected)
-
-    def to_json(self) -> dict[str, Any]:
-        data = super().to_json()
-        del data["rejected"]
-        return {**data, "transforms": list(self.transforms), "reasons": list(self.reasons)}
 
     def log_fields(self) -> dict[str, Any]:
         fields = super().log_fields()

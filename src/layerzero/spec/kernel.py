@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
+from .codec import Layout, decode, encode_fields
 from .errors import RegistrationError
 from .op import Op, import_path, resolve_import_path
 from .reason import Reason
-from .rules import Condition, Facts, condition_from_json
+from .rules import Condition, Facts
 
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
@@ -95,6 +96,7 @@ class Kernel:
     hold the others at their defaults.
     """
 
+    json_layout: ClassVar[Layout]
     id: str                                    # backend.name
     op: Op
     load: Callable[[], Callable[..., Any] | Direct]
@@ -154,28 +156,20 @@ class Kernel:
         return (reason for rule in self.requires if (reason := rule.check(facts)) is not None)
 
     def to_json(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in _PLAIN}
-        return {**data, "op": self.op.name, "variants": list(self.variants), "load": import_path(self.load),
-                "requires": [r.to_json() for r in self.requires],
-                "less_work_when": [r.to_json() for r in self.less_work_when]}
+        return {**encode_fields(self), "op": self.op.name, "load": import_path(self.load)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], op: Op,
                   resolve: Callable[[str], Any] = resolve_import_path) -> Kernel:
-        return cls(**{name: data[name] for name in _PLAIN}, op=op, load=resolve(data["load"]),
-                   variants=tuple(data["variants"]),
-                   requires=tuple(condition_from_json(r) for r in data["requires"]),
-                   less_work_when=tuple(condition_from_json(r) for r in data.get("less_work_when", ())))
+        declared = {key: value for key, value in data.items() if key not in ("op", "load")}
+        return decode(cls, declared, "kernel", op=op, load=resolve(data["load"]))
 
     def constrained(self, requires: tuple[Condition, ...], **changes: Any) -> Kernel:
         """The same kernel with other limits, as stated in a capabilities descriptor."""
         return replace(self, requires=requires, **changes)
 
 
-_PLAIN = ("id", "package", "distribution", "version", "torch", "prior", "overhead_us", "workspace", "shared_memory",
-          "deterministic", "deterministic_backward", "differentiable", "graph_safe", "traceable", "baseline",
-          "plans_each_size",
-          "less_work", "jit", "replayable", "sdpa_backend", "untested", "note")
+Kernel.json_layout = Layout(tuple(f.name for f in fields(Kernel) if f.name not in ("op", "load", "built")))
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:

@@ -13,16 +13,17 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
 
 from .alteration import Alteration
+from .codec import Layout, Record, decode, encode_fields
 from .errors import SpecError
 from .expr import parse
 from .plan import Transform
-from .rules import Condition, condition_from_json
+from .rules import Condition
 
 DEVICE_FACTS = frozenset({
     "device", "vendor", "sm", "gpu_generation", "tensor_core_generation", "isa", "fast_bf16_matmul",
@@ -31,6 +32,7 @@ DEVICE_FACTS = frozenset({
 CALL_FACTS = frozenset({"dtype", "grad", "deterministic", "graph", "tensor_kind", "itemsize"})
 TENSOR_FACTS = ("dtype", "device", "stride_last", "contiguous", "alignment", "requires_grad", "ndim", "broadcast")
 
+Returns = Union[tuple[str, ...], Mapping[str, tuple[str, ...]]]
 # Ranges of numeric parameters: most kernels take lengths and counts as 32 bits, torch takes 64.
 Range = tuple[float, float]                    # both ends included
 INT32: Range = (-2**31, 2**31 - 1)
@@ -49,7 +51,7 @@ FAMILY_FACTS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 
 @dataclass(frozen=True)
-class Tolerance:
+class Tolerance(Record):
     """A kernel's error may be `times_eager` times the eager one at its dtype, within (rtol, atol)."""
 
     by_dtype: Mapping[str, tuple[float, float]]
@@ -57,13 +59,6 @@ class Tolerance:
 
     def of(self, dtype: str) -> tuple[float, float]:
         return self.by_dtype.get(dtype, self.by_dtype["float32"])
-
-    def to_json(self) -> dict[str, Any]:
-        return {"by_dtype": {k: list(v) for k, v in self.by_dtype.items()}, "times_eager": self.times_eager}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Tolerance:
-        return cls({k: (v[0], v[1]) for k, v in data["by_dtype"].items()}, data["times_eager"])
 
 
 @dataclass(frozen=True)
@@ -102,6 +97,7 @@ class Adaptation(NamedTuple):
 class Op:
     """One operation. See docs/adding-an-op.md for a walk through every field."""
 
+    json_layout: ClassVar[Layout]
     name: str
     family: str
     reference: Callable[..., Any]
@@ -111,7 +107,7 @@ class Op:
     tolerance: Tolerance
     shapes: Mapping[str, Any]                  # param -> "batch heads seq_q head_dim", or per variant
     variant: str = ""                          # the str parameter whose value picks the shapes
-    returns: Any = ()                          # shape of each result, or per variant
+    returns: Annotated[Any, Returns] = ()      # shape of each result, or per variant
     same_dtype: tuple[str, ...] = ()           # tensors that must share the main one's dtype
     main: str = ""                             # the tensor that gives dtype and device; else the first
     derived: Mapping[str, str] = field(default_factory=dict)
@@ -239,47 +235,17 @@ class Op:
                 raise SpecError(f"{owner} reads the fact {leaf.fact!r}, which {self.name!r} does not have{hint}")
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name, "family": self.family, "shapes": _plain(self.shapes), "variant": self.variant,
-            "returns": _plain(self.returns), "same_dtype": list(self.same_dtype),
-            "derived": dict(self.derived), "exact": list(self.exact),
-            "requires": [r.to_json() for r in self.requires], "flops": self.flops, "bytes": self.bytes,
-            "differentiable": list(self.differentiable), "autocast": self.autocast, "outputs": self.outputs,
-            "main": self.main, "reads": list(self.reads), "dtypes": list(self.dtypes),
-            "nested": self.nested, "sdpa_switches": self.sdpa_switches, "in_place": list(self.in_place),
-            "ranges": {k: list(v) for k, v in self.ranges.items()},
-            "tolerance": self.tolerance.to_json(),
-            **{name: [dict(c) for c in getattr(self, name)] for name in ("cases", "stress", "gradient_cases")},
-            "dropout_case": dict(self.dropout_case),
-            "code": {n: import_path(getattr(self, n)) for n in _CALLABLES if getattr(self, n) is not None},
-        }
+        code = {name: import_path(getattr(self, name)) for name in _CALLABLES if getattr(self, name) is not None}
+        return {**encode_fields(self), "code": code}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], resolve: Callable[[str], Any] | None = None) -> Op:
-        resolve = resolve or resolve_import_path
-        plain = ("name", "family", "shapes", "variant", "derived", "flops", "bytes", "autocast", "outputs", "main")
-        fields: dict[str, Any] = {k: data[k] for k in plain}
-        for k in ("exact", "same_dtype", "differentiable", "dtypes", "cases", "reads"):
-            fields[k] = tuple(data[k])
-        returns = data["returns"]
-        fields["returns"] = {k: tuple(v) for k, v in returns.items()} if isinstance(returns, dict) else tuple(returns)
-        fields.update({name: data.get(name, False) for name in ("nested", "sdpa_switches")})
-        fields.update({name: tuple(data.get(name, ())) for name in ("in_place", "stress", "gradient_cases")})
-        fields["dropout_case"] = data.get("dropout_case", {})
-        fields["ranges"] = {k: (v[0], v[1]) for k, v in data.get("ranges", {}).items()}
-        fields["requires"] = tuple(condition_from_json(r) for r in data["requires"])
-        fields["tolerance"] = Tolerance.from_json(data["tolerance"])
-        fields.update({n: resolve(path) for n, path in data["code"].items()})
-        return cls(**fields)
+        code = {name: (resolve or resolve_import_path)(path) for name, path in data["code"].items()}
+        return decode(cls, {key: value for key, value in data.items() if key != "code"}, "op", **code)
 
 
 _CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check", "adapt", "read")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+Op.json_layout = Layout(tuple(f.name for f in fields(Op) if f.name not in (*_CALLABLES, "alterations")))
 
 
 def import_path(fn: Callable[..., Any]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from .reason import Reason
+from .codec import Record
+from .reason import Reason, Value
 
 
 class Transform(NamedTuple):
@@ -18,9 +19,6 @@ class Transform(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}({self.target})"
-
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict()
 
 
 # Sources of a score. All but the last are evidence, which a kernel needs to replace torch's own.
@@ -52,9 +50,6 @@ class Score(NamedTuple):
         """The source with its evidence."""
         return f"{self.source}: {self.evidence}" if self.evidence else self.source
 
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 class Step(NamedTuple):
     """One kernel that may serve the call."""
@@ -65,18 +60,14 @@ class Step(NamedTuple):
     workspace: int = 0
     note: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, "score": self.score.to_json(), "workspace": self.workspace,
-                "transforms": [t.to_json() for t in self.transforms], "note": self.note}
-
 
 @dataclass(frozen=True)
-class Rejected:
+class Rejected(Record):
     kernel: str
     reasons: tuple[Reason, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, "reasons": [r.to_json() for r in self.reasons]}
+
+_MEMBERS = "op kernel facts policy locked from_cache table missed transform_bytes steps rejected"
 
 
 class SelectionReport:
@@ -94,11 +85,11 @@ class SelectionReport:
 
 
 @dataclass(frozen=True)
-class Plan(SelectionReport):
+class Plan(SelectionReport, Record, json=_MEMBERS):
     """`steps` in the order they are tried; the first is the choice, the rest the fallback."""
 
     op: str
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Annotated[Any, Value]]
     steps: tuple[Step, ...]
     rejected: tuple[Rejected, ...]
     policy: str = ""                           # hash of the policy it was made under
@@ -116,28 +107,16 @@ class Plan(SelectionReport):
     def transform_cost_total(self) -> float:
         return self.steps[0].score.transform_us if self.steps else 0.0
 
+    @property
+    def transform_bytes(self) -> int:
+        """Bytes that the transforms of the choice move."""
+        return sum(t.bytes for t in self.steps[0].transforms) if self.steps else 0
+
     def __bool__(self) -> bool:
         return bool(self.steps)
 
     def why_not(self, kernel: str) -> tuple[Reason, ...]:
         return next((r.reasons for r in self.rejected if r.kernel == kernel), ())
-
-    def to_json(self) -> dict[str, Any]:
-        return {"op": self.op, "kernel": self.kernel, "facts": dict(self.facts), "policy": self.policy,
-                "locked": self.locked, "from_cache": self.from_cache, "table": self.table,
-                "missed": self.missed.to_json() if self.missed else None,
-                "transform_bytes": sum(t.bytes for t in self.steps[0].transforms) if self.steps else 0,
-                "steps": [s.to_json() for s in self.steps], "rejected": [r.to_json() for r in self.rejected]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        return cls(
-            data["op"], {k: tuple(v) if isinstance(v, list) else v for k, v in data["facts"].items()},
-            tuple(Step(s["kernel"], Score(**s["score"]), tuple(Transform(**t) for t in s["transforms"]),
-                       s["workspace"], s["note"]) for s in data["steps"]),
-            tuple(Rejected(r["kernel"], tuple(map(Reason.from_json, r["reasons"]))) for r in data["rejected"]),
-            data["policy"], data["locked"], data["from_cache"], data.get("table", ""),
-            Reason.from_json(data["missed"]) if data.get("missed") else None)
 
     def __str__(self) -> str:
         head = f"lz.{self.op} -> {self.kernel or 'no kernel'}"

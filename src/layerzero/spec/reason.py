@@ -6,10 +6,10 @@ template turns `want` and `got` into a sentence, and `advice` says what to do ab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 Scalar = Union[str, int, float, bool, None]
 Value = Union[Scalar, tuple[Scalar, ...]]
@@ -248,8 +248,8 @@ class Reason:
     """One obstacle: its code, the fact it is about, what was wanted and what came."""
 
     code: Code
-    want: Value = None
-    got: Value = None
+    want: Annotated[Value, Any] = None
+    got: Annotated[Value, Any] = None
     fact: str = ""
 
     def __post_init__(self) -> None:
@@ -264,22 +264,8 @@ class Reason:
         return f"{self.code.value}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:
-        return {"code": self.code.value, "want": _listed(self.want), "got": _listed(self.got), "fact": self.fact}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Reason:
-        return cls(code_named(data["code"]), _tupled(data.get("want")), _tupled(data.get("got")), data.get("fact", ""))
-
-
-def code_named(text: str) -> Code:
-    """The code with this stable string; ValueError if there is none."""
-    code = _CODES.get(text)
-    if code is None:
-        raise ValueError(f"{text!r} is not a reason code")
-    return code
-
-
-_CODES: Mapping[str, Code] = {code.value: code for code in Code}
+        want, got = (list(v) if isinstance(v, tuple) else v for v in (self.want, self.got))
+        return {"code": self.code.value, "want": want, "got": got, "fact": self.fact}
 
 
 def _text(value: Value) -> str:
@@ -288,11 +274,3 @@ def _text(value: Value) -> str:
     if isinstance(value, tuple):
         return "one of " + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
     return shown(value, str, 1000)
-
-
-def _listed(value: Value) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _tupled(value: Any) -> Value:
-    return tuple(value) if isinstance(value, list) else value

@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
+from .codec import Record
 from .errors import SpecError
 from .predicate import PREDICATES, Predicate
-from .reason import Code, Reason, Value, code_named, plain
+from .reason import Code, Reason, Value, plain
 
 Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Record, omit="repair"):
     """`fact` `test` `value`, else `code`. `repair` names the transform that would satisfy it."""
 
     fact: str
     test: str
-    value: Value
+    value: Annotated[Value, Any]
     code: Code
     repair: str = ""
 
@@ -62,14 +63,9 @@ class Rule:
     def __str__(self) -> str:
         return f"{self.fact} {self.want}"
 
-    def to_json(self) -> dict[str, Any]:
-        value = list(self.value) if isinstance(self.value, tuple) else self.value
-        data = {"fact": self.fact, "test": self.test, "value": value, "code": self.code.value}
-        return {**data, "repair": self.repair} if self.repair else data
-
 
 @dataclass(frozen=True)
-class AnyOf:
+class AnyOf(Record, names={"rules": "any_of"}):
     """At least one rule must hold. The reason is that of the last alternative."""
 
     rules: tuple[Condition, ...]
@@ -100,12 +96,9 @@ class AnyOf:
     def __str__(self) -> str:
         return " or ".join(map(str, self.rules))
 
-    def to_json(self) -> dict[str, Any]:
-        return {"any_of": [r.to_json() for r in self.rules]}
-
 
 @dataclass(frozen=True)
-class When:
+class When(Record, names={"condition": "when"}):
     """`then` must hold if `condition` does."""
 
     condition: Condition
@@ -132,21 +125,8 @@ class When:
     def __str__(self) -> str:
         return f"{self.then} when {self.condition}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"when": self.condition.to_json(), "then": self.then.to_json()}
-
 
 Condition = Union[Rule, AnyOf, When]
-
-
-def condition_from_json(data: Mapping[str, Any]) -> Condition:
-    if "any_of" in data:
-        return AnyOf(tuple(condition_from_json(r) for r in data["any_of"]))
-    if "when" in data:
-        return When(condition_from_json(data["when"]), condition_from_json(data["then"]))
-    value = data["value"]
-    return Rule(data["fact"], data["test"], tuple(value) if isinstance(value, list) else value,
-                code_named(data["code"]), data.get("repair", ""))
 
 
 # The functions that declarations are written with.

@@ -28,6 +28,7 @@ import torch
 
 from ..operate.graphs import capturing, warm_up
 from ..perf.record import CAPTURED, EAGER
+from ..spec.codec import Record
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 SAMPLE_SECONDS = 5e-4
@@ -230,7 +231,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Record, json="median low high verdict"):
     """How many times faster: the median over the rounds, and the middle half of them."""
 
     median: float
@@ -244,9 +245,6 @@ class Ratio:
     def verdict(self) -> str:
         """"faster" and "slower" only where three quarters of the rounds say so."""
         return "faster" if self.low > 1.0 else "slower" if self.high < 1.0 else "even"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"median": self.median, "low": self.low, "high": self.high, "verdict": self.verdict}
 
 
 @dataclass(frozen=True)

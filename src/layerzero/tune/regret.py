@@ -25,6 +25,7 @@ from ..operate.inspection import dispatcher_of
 from ..perf.record import COMPILED, EAGER, kind_of
 from ..select.key import fixed_by_key
 from ..spec.call import Call
+from ..spec.codec import Record, encode
 from ..spec.errors import LayerZeroError
 from ..spec.plan import Plan
 from ..world import context
@@ -125,18 +126,15 @@ class Replayed:
         return {
             "call": self.call.to_json(), "label": self.label, "count": self.call.count, "chosen": self.chosen,
             "best": self.best, "default": self.default, "regret": self.regret, "gain": self.gain,
-            "flip": list(self.flip) if self.flip else None, "rounds": len(next(iter(self.rounds.values()))),
+            "flip": encode(self.flip), "rounds": len(next(iter(self.rounds.values()))),
             "microseconds": {name: self.us(name) for name in self.rounds}, "far_slower": dict(self.far_slower),
             "failed": dict(self.failed)}
 
 
 @dataclass(frozen=True)
-class Skipped:
+class Skipped(Record):
     call: Call
     why: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"call": self.call.to_json(), "why": self.why}
 
 
 @dataclass(frozen=True)
@@ -199,8 +197,7 @@ class Report:
             "flips": len(self.flips), "flips_that_matter": len(self.flips_that_matter)}
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.summary(), "rows": [row.to_json() for row in self.rows],
-                "skipped_calls": [s.to_json() for s in self.skipped]}
+        return {**self.summary(), "rows": encode(self.rows), "skipped_calls": encode(self.skipped)}
 
 
 # replaying

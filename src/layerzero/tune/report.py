@@ -8,6 +8,7 @@ from typing import Any
 
 from ..perf.record import EAGER, Measurement, Rates
 from ..spec.call import Call
+from ..spec.codec import Record
 from ..spec.plan import Rejected
 from ..spec.reason import Reason
 from .harness import Ratio, Summary
@@ -29,7 +30,8 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Tuned(Record, json="call label sizes family mode best chosen before sure tied baseline gain roofline kernels "
+                         "no_time_for failed rejected"):
     """One kind of call. `best` was the fastest, and of those that cannot be told apart the one selection prefers."""
 
     call: Call
@@ -70,29 +72,18 @@ class Tuned:
 
     def to_json(self) -> dict[str, Any]:
         us = self.winner.summary.median
-        return {
-            "call": self.call.to_json(), "label": self.label, "sizes": self.sizes, "family": self.family,
-            "mode": self.mode,
-            "best": self.best, "chosen": self.chosen, "before": self.before, "sure": self.sure,
-            "tied": list(self.tied), "baseline": self.baseline, "gain": self.gain.to_json() if self.gain else None,
-            "median_us": us, "flops_per_s": self.flops / us * 1e6, "bytes_per_s": self.bytes / us * 1e6,
-            "roofline": self.roofline, "kernels": [timed.to_json() for timed in self.kernels],
-            "no_time_for": list(self.no_time_for),
-            "failed": {kernel: reason.to_json() for kernel, reason in self.failed.items()},
-            "rejected": [rejected.to_json() for rejected in self.rejected]}
+        return {**super().to_json(), "median_us": us, "flops_per_s": self.flops / us * 1e6,
+                "bytes_per_s": self.bytes / us * 1e6}
 
 
 @dataclass(frozen=True)
-class Skipped:
+class Skipped(Record):
     call: Call
     reason: str
 
-    def to_json(self) -> dict[str, Any]:
-        return {"call": self.call.to_json(), "reason": self.reason}
-
 
 @dataclass(frozen=True)
-class TuneReport:
+class TuneReport(Record):
     tuned: tuple[Tuned, ...] = ()
     already: tuple[Call, ...] = ()             # every kernel that may serve was measured before, as it is now
     skipped: tuple[Skipped, ...] = ()
@@ -104,12 +95,6 @@ class TuneReport:
     @property
     def measurements(self) -> tuple[Measurement, ...]:
         return tuple(m for tuned in self.tuned for m in tuned.measurements)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"tuned": [tuned.to_json() for tuned in self.tuned], "already": [c.to_json() for c in self.already],
-                "skipped": [s.to_json() for s in self.skipped], "left": [c.to_json() for c in self.left],
-                "stopped": self.stopped, "rates": {place: r._asdict() for place, r in self.rates.items()},
-                "seconds": self.seconds}
 
     def __str__(self) -> str:
         lines = []

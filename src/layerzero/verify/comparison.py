@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..spec.codec import Record
 from .kernel.contract import worst_indices
 
 TINY = 1e-8                                    # below which a relative error says nothing
@@ -58,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class Metrics(Record):
     """How far one tensor is from another, over the values that are numbers in the wanted one."""
 
     max_abs: float = 0.0
@@ -70,9 +71,6 @@ class Metrics:
     hit_ratio: float = 1.0
     undefined: int = 0                         # values that are NaN in the wanted tensor: nothing is asked of these
     worst: tuple[Place, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "worst": [{"index": list(p.index), "got": p.got, "want": p.want} for p in self.worst]}
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from ..machine.loading import installed_version
 from ..spec import reading
+from ..spec.codec import decode
 from ..spec.errors import DataError, SpecError
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.predicate import PREDICATES, is_number
 from ..spec.reason import Code, Reason
-from ..spec.rules import condition_from_json
+from ..spec.rules import Condition
 from . import snapshot as worlds
 from .catalog import Catalog
 
@@ -93,7 +94,7 @@ def _constrained(kernel: Kernel, row: Mapping[str, Any]) -> Kernel:
     if row == kernel.to_json():
         return kernel                          # the very same object: what was loaded and compiled stays so
     changes = {name: row[name] for name in _KERNEL if name not in ("id", "requires", *_FIXED)}
-    return kernel.constrained(tuple(map(condition_from_json, row["requires"])), **changes)
+    return kernel.constrained(decode(tuple[Condition, ...], row["requires"], "requires"), **changes)
 
 
 def use(source: Mapping[str, Any] | str | os.PathLike[str]) -> str:

@@ -12,12 +12,13 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..machine.builds import build_of, sources_of
+from ..spec.codec import Count, Record
 from ..spec.device import Device
 from ..spec.errors import DataError
 from ..spec.event import CertificateRefused
@@ -33,7 +34,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Record, header={"format": FORMAT}):
     """What was shown of a kernel, and where. `worst` is its error over what was allowed, so at most 1."""
 
     kernel: str
@@ -42,8 +43,8 @@ class Certificate:
     contract: str
     device: str                                # signature
     device_name: str
-    cases: int                                 # that ran
-    skipped: int                               # that the kernel's own rules refuse
+    cases: Count                               # that ran
+    skipped: Count                             # that the kernel's own rules refuse
     dtypes: tuple[str, ...]
     grid: str                                  # hash of the cases
     gradients: int = 0                         # cases whose gradients were compared too
@@ -57,30 +58,6 @@ class Certificate:
     graph_bytes: int = 0                       # memory that the largest of the captures kept for itself
     made_at: str = ""
     layerzero: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self), "dtypes": list(self.dtypes)}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Certificate:
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise DataError(f"wanted a certificate of format {FORMAT}, got {str(data)[:120]}; run lz verify again")
-        known = {f.name for f in fields(cls)}
-        needed = ("kernel", "op", "build", "contract", "device", "device_name", "cases", "skipped", "dtypes", "grid")
-        missing = [n for n in needed if n not in data]
-        surplus = sorted(map(str, data.keys() - known - {"format"}))
-        if missing or surplus:
-            raise DataError(f"certificate: missing {', '.join(missing) or 'nothing'}, "
-                            f"unknown {', '.join(surplus) or 'nothing'}")
-        texts = ("kernel", "op", "build", "contract", "device", "device_name", "grid")
-        wrong = [n for n in texts if type(data[n]) is not str]
-        wrong += [n for n in ("cases", "skipped") if type(data[n]) is not int or data[n] < 0]
-        if not isinstance(data["dtypes"], list) or any(type(d) is not str for d in data["dtypes"]):
-            wrong.append("dtypes")
-        if wrong:
-            raise DataError(f"certificate: {', '.join(wrong)} of the wrong type")
-        given: dict[str, Any] = {n: data[n] for n in known if n in data}
-        return cls(**{**given, "dtypes": tuple(data["dtypes"])})
 
     def void(self, kernel: Kernel, device: Device) -> Reason | None:
         """Why it does not hold for this kernel on this device today; None if it does."""

@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.dispatch.binding import Binding
 from layerzero.dispatch.cache import Count, Entry, Ledger, OpCache
 from layerzero.operate.inspection import dispatcher_of
-from layerzero.perf.record import Measurement, PerfView, bucket_of
+from layerzero.perf.record import Measurement, PerfView, kind_of
 from layerzero.spec.event import Evicted, Selected
 from layerzero.spec.plan import Plan, Score, Step
 from layerzero.spec.rules import at_most
@@ -145,7 +145,7 @@ def test_a_measurement_turns_the_choice_from_the_next_call_on(call):
     x = rows()
     call(x)
     facts = lz.explain("rms_norm", x).facts
-    bucket, here = bucket_of(RMS_NORM, facts), worlds.current().place("cpu")
+    bucket, here = kind_of(RMS_NORM, facts).bucket, worlds.current().place("cpu")
     times = {slow.id: 50.0, fast.id: 5.0, "torch.rms_norm": 70.0}
     found = [Measurement(name, "rms_norm", bucket, here, us) for name, us in times.items()]
     worlds.publish(lambda w: w.replace(perf=w.perf.including(found)), "measured")

@@ -86,7 +86,7 @@ def test_a_pin_says_package_version_and_build(lock):
     (lambda d: d.update(schema="layerzero.lock/7"), "wanted schema layerzero.lock/1, got 'layerzero.lock/7'"),
     (lambda d: d.pop("made_on"), "missing: made_on"),
     (lambda d: d.update(kernels={}), "an entry for each kernel"),
-    (lambda d: next(iter(d["kernels"].values())).update(build=3), "wanted text for each field"),
+    (lambda d: next(iter(d["kernels"].values())).update(build=3), r"build: wanted text, got 3"),
     (lambda d: next(iter(d["kernels"].values())).pop("version"), "missing: version"),
     (lambda d: d["rows"][0].pop("sizes"), r"rows\[0\]: missing: sizes"),
     (lambda d: d.update(made_on="elsewhere"), "hash: wanted"),

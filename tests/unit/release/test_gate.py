@@ -24,7 +24,7 @@ from layerzero.release import performance, schemas, stages, targets
 from layerzero.release.gate import combine, run_gate, stages_of
 from layerzero.release.performance import CALLS, Baseline, Timed
 from layerzero.release.soak import Part, Report, Sample
-from layerzero.release.stages import Asked, readiness_checked, soak_checks
+from layerzero.release.stages import GateOptions, readiness_checked, soak_checks
 from layerzero.release.waivers import Waiver, read_waivers
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op, Tolerance
@@ -160,19 +160,19 @@ def test_names_that_fit_nothing_are_errors(tmp_path: Path) -> None:
         list(model_cells(lane="fast"))
     (tmp_path / "file").write_text("")
     with pytest.raises(lz.errors.ConfigError, match="wanted a folder"):
-        run(Asked("cpu", "cpu"), out=tmp_path / "file")
+        run(GateOptions("cpu", "cpu"), out=tmp_path / "file")
     with pytest.raises(lz.errors.ConfigError, match="did you mean 'performance'"):
         stages_of(["static,perfomance"])
     with pytest.raises(lz.errors.ConfigError, match="this machine has cpu-"):
-        targets.chosen("blackwell" if "blackwell" not in targets.here() else "cdna1")
+        targets.choose_target("blackwell" if "blackwell" not in targets.local_targets() else "cdna1")
     with pytest.raises(lz.errors.ConfigError, match="give one of them"):
-        targets.chosen("hopper", "cpu")
+        targets.choose_target("hopper", "cpu")
 
 
 # The command.
 
-def asked(root: Path, **more: Any) -> Asked:
-    return Asked(targets.target_of(hardware.probe("cpu")), "cpu", "quick", root, **more)
+def asked(root: Path, **more: Any) -> GateOptions:
+    return GateOptions(targets.target_of(hardware.probe("cpu")), "cpu", "quick", root, **more)
 
 
 def test_reports_are_written_beside_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str],

@@ -18,11 +18,12 @@ from random_calls import MAKERS, neighbour
 import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.select.policy import LAYERS, SETTINGS, Layer, Policy, PolicyRule
+from layerzero.spec.codec import decode
 from layerzero.spec.errors import InvalidCall
 from layerzero.spec.grid import bucket, bucket_bottom, bucket_label, bucket_top
 from layerzero.spec.predicate import PREDICATES
 from layerzero.spec.reason import Code, Reason
-from layerzero.spec.rules import Rule, condition_from_json
+from layerzero.spec.rules import Condition, Rule
 from layerzero.world import context
 from layerzero.world.config import programmatic_layer
 
@@ -150,7 +151,7 @@ value = scalar | st.lists(scalar, max_size=4).map(tuple)
 def test_a_reason_is_said_written_and_read(code, want, got, fact):
     reason = Reason(code, want, got, fact)
     assert str(reason).startswith(code.value) and "{" not in code.template.format(want="", got="", fact="")
-    assert Reason.from_json(json.loads(json.dumps(reason.to_json()))) == reason
+    assert decode(Reason, json.loads(json.dumps(reason.to_json())), "reason") == reason
     assert code.value in str(InvalidCall.of("attention", reason))
 
 
@@ -159,7 +160,7 @@ def test_a_reason_is_said_written_and_read(code, want, got, fact):
 def test_a_rule_from_json_decides_alike(test, limit, got):
     rule = Rule("hidden", test, (limit, 3) if test in ("in", "not_in") else limit, Code.SHAPE_UNSUPPORTED)
     facts = {"hidden": (got,) if test == "has" else got}
-    again = condition_from_json(json.loads(json.dumps(rule.to_json())))
+    again = decode(Condition, json.loads(json.dumps(rule.to_json())), "condition")
     assert again == rule and again.check(facts) == rule.check(facts)
     reason = rule.check(facts)
     assert reason is None or reason.fact == "hidden"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.machine import hardware
-from layerzero.perf.record import Measurement, PerfView, bucket_of
+from layerzero.perf.record import Measurement, PerfView, kind_of
 from layerzero.select.engine import Surroundings, make_roster, select
 from layerzero.select.policy import PolicyRule
 from layerzero.select.score import EAGER_OVER_ROOFLINE, calibration, guess_us, rates_of, roofline_us
@@ -243,7 +243,7 @@ def test_a_boost_divides_the_expected_time_and_boosts_multiply():
 
 
 def measured(kernel, us, known, where=HOPPER, **rest):
-    return Measurement(kernel, "attention", bucket_of(ATTENTION, known), where.signature, us, **rest)
+    return Measurement(kernel, "attention", kind_of(ATTENTION, known).bucket, where.signature, us, **rest)
 
 
 def test_a_measurement_overrides_the_prior():

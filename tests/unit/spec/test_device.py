@@ -25,7 +25,7 @@ from layerzero.spec.device import (
     generation_of_arch,
     table_from_json,
 )
-from layerzero.spec.errors import ConfigError, SpecError
+from layerzero.spec.errors import ConfigError, DataError, SpecError
 from layerzero.spec.op import DEVICE_FACTS
 from layerzero.spec.rules import cpu_isa, generations, sm
 
@@ -207,12 +207,12 @@ class TestGenerations:
         ([], "non-empty list"),
         ({"name": "x"}, "non-empty list"),
         ("hopper", "non-empty list"),
-        ([90], "row 0 must be a mapping"),
-        ([{"sm_first": 90, "sm_last": 99}], "missing fields: name"),
-        ([{"name": "x", "sm_first": 90, "sm_last": 99, "fp16": True}], "unknown fields: fp16"),
-        ([{"name": "x", "sm_first": "90", "sm_last": 99}], "sm_first must be of type int, got '90'"),
-        ([{"name": "x", "sm_first": 90, "sm_last": 99, "bf16": 1}], "bf16 must be of type bool, got 1"),
-        ([{"name": "x", "sm_first": True, "sm_last": 99}], "sm_first must be of type int, got True"),
+        ([90], "row 0: wanted an object, got 90"),
+        ([{"sm_first": 90, "sm_last": 99}], "missing: name;"),
+        ([{"name": "x", "sm_first": 90, "sm_last": 99, "fp16": True}], "unknown: fp16;"),
+        ([{"name": "x", "sm_first": "90", "sm_last": 99}], "sm_first: wanted a whole number, got '90'"),
+        ([{"name": "x", "sm_first": 90, "sm_last": 99, "bf16": 1}], "bf16: wanted true or false, got 1"),
+        ([{"name": "x", "sm_first": True, "sm_last": 99}], "sm_first: wanted a whole number, got True"),
         ([{"name": "x", "sm_first": -1, "sm_last": 99}], "sm_first must be >= 0"),
         ([{"name": "x", "sm_first": 99, "sm_last": 90}], "99 > 90"),
         ([{"name": "", "sm_first": 90, "sm_last": 99}], "needs a name"),
@@ -221,7 +221,7 @@ class TestGenerations:
         ([{"name": "a", "sm_first": 80, "sm_last": 90}, {"name": "b", "sm_first": 90, "sm_last": 99}], "overlap"),
     ])
     def test_bad_rows_are_refused(self, rows, said):
-        with pytest.raises(SpecError) as e:
+        with pytest.raises((DataError, SpecError)) as e:
             table_from_json(rows)
         assert said in str(e.value)
 
@@ -264,13 +264,13 @@ class TestDevice:
             dataclasses.replace(EPYC_CPU, gpu_generation="hopper")
 
     @pytest.mark.parametrize("data,said", [
-        ({"type": "cpu"}, "missing fields: index, name, vendor"),
-        ({**H200.to_json(), "warp": 32}, "unknown fields: warp"),
-        ({**H200.to_json(), "isa": "avx2"}, "isa must be of type tuple"),
-        (None, "device must be a mapping"),
-        ([], "device must be a mapping")])
+        ({"type": "cpu"}, "missing: index, name, vendor;"),
+        ({**H200.to_json(), "warp": 32}, "unknown: warp;"),
+        ({**H200.to_json(), "isa": "avx2"}, "isa: wanted a list of text, got 'avx2'"),
+        (None, "device: wanted an object"),
+        ([], "device: wanted an object")])
     def test_bad_json_is_refused(self, data, said):
-        with pytest.raises(SpecError) as e:
+        with pytest.raises(DataError) as e:
             Device.from_json(data)
         assert said in str(e.value)
 

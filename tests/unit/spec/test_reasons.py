@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerzero.spec.codec import decode
 from layerzero.spec.errors import InvalidCall, LayerZeroError
 from layerzero.spec.reason import Category, Code, Reason, plain
 
@@ -57,7 +58,7 @@ def test_every_category_is_used():
 @settings(deadline=None)
 @given(reasons)
 def test_json_keeps_a_reason_without_loss(reason):
-    assert Reason.from_json(json.loads(json.dumps(reason.to_json(), allow_nan=False))) == reason
+    assert decode(Reason, json.loads(json.dumps(reason.to_json(), allow_nan=False)), "reason") == reason
 
 
 @settings(deadline=None)
@@ -88,7 +89,7 @@ def test_braces_in_a_value_are_text():
 @pytest.mark.parametrize("data", [{"code": "NO_SUCH_CODE"}, {"code": "no_such_code"}])
 def test_an_unknown_code_is_refused(data):
     with pytest.raises(ValueError, match=data["code"]):
-        Reason.from_json(data)
+        decode(Reason, data, "reason")
 
 
 def test_a_reason_is_frozen_and_hashable():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerzero.select.conditions import parse_when
 from layerzero.select.policy import PolicyRule
+from layerzero.spec.codec import decode
 from layerzero.spec.device import Device, Generation
 from layerzero.spec.errors import RegistrationError, SpecError
 from layerzero.spec.event import Fallback
@@ -25,11 +26,11 @@ from layerzero.spec.predicate import PREDICATES
 from layerzero.spec.reason import Code, Reason
 from layerzero.spec.rules import (
     AnyOf,
+    Condition,
     Rule,
     When,
     any_of,
     at_most,
-    condition_from_json,
     device,
     dtypes,
     multiple_of,
@@ -62,7 +63,7 @@ conditions = st.recursive(rules, lambda inner: st.one_of(
 @settings(deadline=None)
 @given(conditions)
 def test_a_condition_survives_json(condition):
-    back = condition_from_json(through_json(condition.to_json()))
+    back = decode(Condition, through_json(condition.to_json()), "condition")
     assert back == condition
     assert str(back) == str(condition)
     assert list(back.leaves()) == list(condition.leaves())
@@ -82,7 +83,7 @@ limits = st.one_of(
     st.builds(AnyOf, st.lists(inner, min_size=1, max_size=3).map(tuple)), st.builds(When, inner, inner)), max_leaves=6),
     numbers)
 def test_a_condition_that_came_back_decides_alike(condition, n):
-    back = condition_from_json(through_json(condition.to_json()))
+    back = decode(Condition, through_json(condition.to_json()), "condition")
     assert back.check({"n": n}) == condition.check({"n": n})
 
 
@@ -301,7 +302,7 @@ def test_what_a_kernel_takes_must_be_what_the_op_has():
 
 # plans
 
-scores = st.builds(Score, *[st.floats(0, 1e9)] * 5, st.sampled_from(["prior", "measured", "interpolated"]),
+scores = st.builds(Score, *[st.floats(0, 1e9)] * 4, st.sampled_from(["prior", "measured", "interpolated"]),
                    st.integers(0, 99), st.floats(0, 2), st.floats(0, 9))
 transforms = st.builds(Transform, st.sampled_from(["contiguous", "cast", "layout"]), st.text(max_size=6),
                        st.integers(0))

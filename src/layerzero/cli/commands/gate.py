@@ -14,7 +14,7 @@ import typer
 from ...release import performance, schemas, targets
 from ...release.gate import combine, run_gate, stages_of
 from ...release.page import render
-from ...release.stages import SOAK_SECONDS, STAGES, Asked, ModelChecked
+from ...release.stages import SOAK_SECONDS, STAGES, GateOptions, ModelChecked
 from ...release.waivers import Waiver, read_waivers
 from ...spec.errors import ConfigError, DataError
 from ...verify.kernel.declarations import Checked
@@ -65,16 +65,16 @@ def gate(
     if quick and full:
         raise ConfigError("lz gate takes one of --quick and --full, got both")
     words = [*(stages or ()), *(["static"] if static else ()), *(["models"] if models else ())]
-    chosen, kind = targets.chosen(target, device)
-    asked = Asked(chosen, kind, "quick" if quick else "full" if full else "usual", _ROOT, baseline, tuple(family or ()),
-                  backend, soak_minutes * 60)
+    chosen, kind = targets.choose_target(target, device)
+    lane = "quick" if quick else "full" if full else "usual"
+    options = GateOptions(chosen, kind, lane, _ROOT, baseline, tuple(family or ()), backend, soak_minutes * 60)
     if write_baseline or write_schemas:
-        raise typer.Exit(_write_records(asked, write_baseline, write_schemas))
-    raise typer.Exit(run(asked, stages_of(words), _read(waivers), out, as_json))
+        raise typer.Exit(_write_records(options, write_baseline, write_schemas))
+    raise typer.Exit(run(options, stages_of(words), _read(waivers), out, as_json))
 
 
-def run(asked: Asked, stages: Sequence[str] = tuple(STAGES), waivers: Sequence[Waiver] = (), out: Path | None = None,
-        as_json: bool = False) -> int:
+def run(options: GateOptions, stages: Sequence[str] = tuple(STAGES), waivers: Sequence[Waiver] = (),
+        out: Path | None = None, as_json: bool = False) -> int:
     """The command as a function: prints, writes, and gives the exit code."""
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out: wanted a folder, {out} is a file")
@@ -95,9 +95,9 @@ def run(asked: Asked, stages: Sequence[str] = tuple(STAGES), waivers: Sequence[W
             cells.append(check.cell)
         write(_told(check))
 
-    write(f"lz gate for {asked.target} on {asked.device}, torch {torch.__version__}")
-    asked = Asked(**{**asked.__dict__, "say": write})
-    report = run_gate(asked, stages, waivers, say=say)
+    write(f"lz gate for {options.target} on {options.device}, torch {torch.__version__}")
+    options = GateOptions(**{**options.__dict__, "say": write})
+    report = run_gate(options, stages, waivers, say=say)
     if cells:
         write(_kernels(cells))
     for name, waiver in report["waived"].items():
@@ -118,15 +118,15 @@ def _read(path: Path | None) -> tuple[Waiver, ...]:
     return read_waivers(found) if path is not None or found.is_file() else ()
 
 
-def _write_records(asked: Asked, baseline: bool, structures: bool) -> int:
-    if not asked.baselines.parent.is_dir() and asked.baseline is None:
-        raise ConfigError(f"there is no {asked.baselines.parent}: not a source checkout; give --baseline FILE")
+def _write_records(options: GateOptions, baseline: bool, structures: bool) -> int:
+    if not options.baselines.parent.is_dir() and options.baseline is None:
+        raise ConfigError(f"there is no {options.baselines.parent}: not a source checkout; give --baseline FILE")
     if structures:
-        schemas.write_record(asked.baselines / schemas.RECORD)
-        show.text(f"wrote {asked.baselines / schemas.RECORD}")
+        schemas.write_record(options.baselines / schemas.RECORD)
+        show.text(f"wrote {options.baselines / schemas.RECORD}")
     if baseline:
-        path = asked.baseline or asked.baselines / f"{asked.target}.json"
-        made = performance.make_baseline(asked.target, asked.device)
+        path = options.baseline or options.baselines / f"{options.target}.json"
+        made = performance.make_baseline(options.target, options.device)
         made.save(path)
         show.table(("call", "lz", "torch", "ratio", "95 % of"), [
             (name, f"{t.lz_us:.1f} us", f"{t.torch_us:.1f} us", f"{t.ratio:.2f}x", f"{t.low:.2f} to {t.high:.2f}")

@@ -39,7 +39,7 @@ def show_rows(kernel: Kernels = "*", op: Annotated[str, typer.Option(help="only 
     shown.sort(key=lambda x: (x[0].op, x[0].bucket, x[0].place, x[0].median_us))
     if as_json:
         show.as_json({"store": name, "counts": dict(counts), "rates": {p: r._asdict() for p, r in rates.items()},
-                      "measurements": [{**m.to_json(), "standing": s} for m, s in shown]})
+                      "measurements": [{**m._asdict(), "standing": s} for m, s in shown]})
         return
     show.heading(f"{name}: " + (", ".join(f"{n} {s}" for s, n in counts.most_common()) or "no measurements"))
     cut = shown[:limit] if limit else shown

@@ -103,7 +103,7 @@ def show_report(report: Report) -> None:
     for note in dict.fromkeys(note for part in report.parts for note in part.notes):
         show.text(note)
     rows = []
-    for s in report.series():
+    for s in report.series:
         slope = f"{s.trend.per_hour:+.3g}" if s.trend is not None else "-"
         between = f"{s.trend.low:+.3g} to {s.trend.high:+.3g}" if s.trend is not None else "-"
         named = f"{s.name} ({s.unit})" if s.unit else s.name

@@ -14,7 +14,8 @@ import typer
 
 from ...spec.errors import ConfigError
 from ...verify.trace.answers.references import References
-from ...verify.trace.definition import Definition, find_definitions, find_workloads
+from ...verify.trace.dataset import find_definitions, find_workloads
+from ...verify.trace.definition import Definition
 from ...verify.trace.inputs import SIZES
 from ...verify.trace.run import Report, verify
 from ...verify.trace.traces import write

@@ -29,6 +29,7 @@ from ...machine.memory import free_bytes
 from ...machine.process_lock import lock_path, process_lock
 from ...select.engine import kind_to_compile
 from ...select.trial import worth_trying
+from ...spec.codec import Record
 from ...spec.errors import DataError
 from ...spec.event import CompileQueued, CompileSkipped, WarmedUp
 from ...spec.kernel import Kernel
@@ -385,15 +386,12 @@ def _aside(job: _Job) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(Record):
     """What is compiled in the background, and what waits for it."""
 
     compiling: str = ""                        # kernel and kind of call
     seconds: float = 0.0                       # so far
     waiting: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"compiling": self.compiling, "seconds": self.seconds, "waiting": list(self.waiting)}
 
     def __str__(self) -> str:
         if not self.compiling:

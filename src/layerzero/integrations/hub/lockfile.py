@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...plan.table import check_keys, check_schema, read_json, text_of, write_json, wrong
-from ...spec.reading import no_panic
+from ...plan.table import write_json
+from ...spec.codec import At, Record, Text, decode, encode
+from ...spec.reading import no_panic, read_json
 from ...spec.reason import FOREIGN_ERRORS
 from .content import Content
 from .errors import HubError, LockViolation
@@ -23,11 +24,11 @@ SCHEMA = "layerzero.hub.lock/1"
 
 
 @dataclass(frozen=True)
-class Pin:
+class Pin(Record, whole=True):
     """One version of a repository. Without `variants` only the commit is pinned."""
 
     commit: str = ""                           # "" for a local folder, which has none
-    variants: Mapping[str, Mapping[str, str]] | None = None    # build -> file -> sha256
+    variants: Mapping[str, Mapping[str, Text]] | None = None   # build -> file -> sha256
 
     def check(self, key: str, commit: str, variant: str, content: Content, told_by: str) -> None:
         """LockViolation or Tampered if what is here is not what was pinned."""
@@ -42,11 +43,11 @@ class Pin:
         content.check(self.variants[variant], f"{key} {variant}", told_by)
 
     def to_json(self) -> dict[str, Any]:
-        return {"commit": self.commit, "variants": {v: dict(files) for v, files in (self.variants or {}).items()}}
+        return {"commit": self.commit, "variants": encode(self.variants or {})}
 
 
 @dataclass(frozen=True)
-class Lock:
+class Lock(Record, json="pins", names={"pins": "kernels"}, header={"schema": SCHEMA}):
     pins: Mapping[str, Pin] = field(default_factory=dict)      # "org/name@1"
     path: str = SCHEMA
 
@@ -66,6 +67,11 @@ class Lock:
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "kernels": {k: self.pins[k].to_json() for k in sorted(self.pins)}}
 
+    def check_json(self, at: At) -> None:
+        for key, pin in self.pins.items():
+            if "@" not in key or pin.variants is None:
+                (at / "kernels" / key).wrong("name@version with a commit and the files of its builds", encode(pin))
+
     def write(self, path: str | os.PathLike[str]) -> None:
         write_json(path, self.to_json())
 
@@ -75,23 +81,7 @@ def read(path: Path) -> Lock:
     data = read_json(path, "a lockfile, as lz hub lock or kernels lock writes it")
     if isinstance(data, list):
         return _of_kernels(path, data)
-    check_schema(data, SCHEMA, str(path))
-    check_keys(data, ("schema", "kernels"), str(path))
-    pins = {}
-    for key, pin in _items(data["kernels"], f"{path}.kernels"):
-        check_keys(pin, ("commit", "variants"), f"{path}.kernels.{key}")
-        if "@" not in key or type(pin["commit"]) is not str:
-            raise wrong(f"{path}.kernels.{key}", "name@version with a commit", pin["commit"])
-        at = f"{path}.kernels.{key}.variants"
-        pins[key] = Pin(pin["commit"], {v: {name: text_of(digest, f"{at}.{v}.{name}") for name, digest in _items(
-            files, f"{at}.{v}")} for v, files in _items(pin["variants"], at)})
-    return Lock(pins, str(path))
-
-
-def _items(value: Any, owner: str) -> Iterable[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        raise wrong(owner, "an object", value)
-    return value.items()
+    return decode(Lock, data, str(path), path=str(path))
 
 
 def _of_kernels(path: Path, data: list[Any]) -> Lock:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...spec.codec import Record
 from ...spec.errors import ConfigError
 from ...tune.harness import Race, Ratio, stopwatch
 from .accelerated import Accelerated
@@ -45,7 +46,7 @@ PROBE, PATIENCE = 4, 10.0                      # tokens that tell how slow the m
 
 
 @dataclass(frozen=True)
-class Gain:
+class Gain(Record):
     """Microseconds of the model as it was and as it is, in turns."""
 
     stock_us: float
@@ -55,12 +56,9 @@ class Gain:
     def __str__(self) -> str:
         return f"{self.stock_us / 1e3:.2f} ms -> {self.ours_us / 1e3:.2f} ms, {self.ratio} ({self.ratio.verdict})"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"stock_us": self.stock_us, "ours_us": self.ours_us, "ratio": self.ratio.to_json()}
-
 
 @dataclass
-class Acceleration:
+class Acceleration(Record, json="model done left error gains kernels served declined"):
     """What was done to a model. As a context manager it is undone at the end of the block."""
 
     model: str                                 # its class
@@ -111,11 +109,6 @@ class Acceleration:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is not accelerated."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"model": self.model, "done": self.done, "left": self.left, "error": self.error,
-                "gains": {n: g.to_json() for n, g in self.gains.items()}, "kernels": self.kernels,
-                "served": self.served, "declined": self.declined}
 
     def __str__(self) -> str:
         lines = [f"{self.model}: " + ("nothing was changed" if not self.done else "; ".join(self.done))]

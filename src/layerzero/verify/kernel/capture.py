@@ -21,6 +21,7 @@ from ...machine.loading import LoadFailed
 from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, absence, attempt, first_cause, problem_of
 from ...operate.inspection import dispatcher_of
 from ...select.policy import suggest
+from ...spec.codec import Record
 from ...spec.errors import ConfigError
 from ...spec.kernel import Kernel
 from ...spec.op import Op
@@ -243,7 +244,7 @@ class CapturedCall:
 
 
 @dataclass(frozen=True)
-class GraphReport:
+class GraphReport(Record, json="ok replays pool_bytes device_bytes worst calls problems"):
     """What came of capturing a function."""
 
     calls: tuple[CapturedCall, ...] = ()
@@ -259,11 +260,6 @@ class GraphReport:
 
     def __bool__(self) -> bool:
         return self.ok
-
-    def to_json(self) -> dict[str, Any]:
-        return {"ok": self.ok, "replays": self.replays, "pool_bytes": self.pool_bytes,
-                "device_bytes": self.device_bytes, "worst": self.worst, "calls": [dict(c.__dict__) for c in self.calls],
-                "problems": [dict(p.__dict__) for p in self.problems]}
 
     def __str__(self) -> str:
         head = "can be captured in a CUDA graph" if self.ok else "cannot be captured in a CUDA graph"

@@ -27,6 +27,7 @@ from ...dispatch.facts import read
 from ...machine import hardware, loading
 from ...machine.builds import build_of
 from ...machine.faults import FAULTS
+from ...spec.codec import encode
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.reason import Reason
@@ -85,7 +86,7 @@ class Verdict:
             "kernel": self.kernel, "op": self.op, "lane": self.lane, "status": self.status, "cases": self.ran,
             "skipped": len(self.results) - self.ran, "worst": self.worst, "seconds": round(self.seconds, 2),
             "refusal": self.refusal if self.status == "skipped" else "",
-            "certificate": None if self.certificate is None else self.certificate.to_json(),
+            "certificate": encode(self.certificate),
             "diagnosis": None if self.diagnosis is None else {
                 "class": self.diagnosis.kind, "says": self.diagnosis.says, "where": self.diagnosis.where,
                 "advice": self.diagnosis.advice},

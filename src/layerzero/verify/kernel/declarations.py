@@ -24,6 +24,7 @@ from torch import Tensor
 from ...dispatch.facts import read
 from ...machine import hardware, loading
 from ...machine.faults import FAULTS
+from ...spec.codec import Record
 from ...spec.device import CPU_ISA, Device
 from ...spec.expr import parse
 from ...spec.kernel import Kernel, accepted_params
@@ -51,7 +52,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Checked:
+class Checked(Record, json="name says asked passed note seconds findings", names={"name": "check"}):
     """One check over everything it applies to."""
 
     name: str
@@ -66,8 +67,7 @@ class Checked:
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        return {"check": self.name, "says": self.says, "asked": self.asked, "passed": self.passed, "note": self.note,
-                "seconds": round(self.seconds, 2), "findings": [f.__dict__ for f in self.findings]}
+        return {**super().to_json(), "seconds": round(self.seconds, 2)}
 
 
 def static_checks(catalog: Catalog) -> Iterator[Checked]:

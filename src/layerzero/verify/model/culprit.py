@@ -21,6 +21,7 @@ from torch import Tensor
 from ...machine.faults import FAULTS
 from ...models.decoder import Note, Trace
 from ...spec.alteration import Alteration, Results
+from ...spec.codec import Record
 from ...spec.errors import LayerZeroError
 from ...spec.kernel import Kernel
 from ...spec.op import Op
@@ -44,7 +45,7 @@ class Swap(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Culprit:
+class Culprit(Record):
     """Who, where and, most likely, why."""
 
     stage: str
@@ -57,9 +58,6 @@ class Culprit:
     worst: tuple[tuple[int, ...], ...] = ()
     swaps: tuple[Swap, ...] = ()
     keeps_contract: bool = False               # the kernel does what it should: it was asked for something else
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "worst": [list(w) for w in self.worst], "swaps": [s._asdict() for s in self.swaps]}
 
     def __str__(self) -> str:
         who = f"lz.{self.op} by {self.kernel}" if self.op else self.kernel or "no kernel alone"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...models.decoder import Cached, Calls, Decoder, DecoderConfig, Weights, cast, make_weights
+from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from ..kernel.contract import worst_indices
 from .plain import Plain, rope_angles
@@ -68,7 +69,7 @@ class Cell:
     def to_json(self) -> dict[str, Any]:
         return {"family": self.family, "dtype": self.dtype, "batch": self.batch, "length": self.length,
                 "passed": self.passed, "problem": self.problem, "seconds": round(self.seconds, 2),
-                "rows": [row.to_json() for row in self.rows],
+                "rows": encode(self.rows),
                 "kernels": [{"op": op, "kernel": k, "calls": n} for (op, k), n in self.kernels.items()]}
 
 

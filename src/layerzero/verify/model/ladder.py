@@ -37,6 +37,7 @@ from ...models.decoder import (
     cast,
     make_weights,
 )
+from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from .culprit import Culprit, find
 from .plain import Plain, rope_angles
@@ -107,9 +108,9 @@ class Rung:
             "level": self.level, "name": self.name, "dtype": self.dtype, "status": self.status,
             "against": self.against, "problem": self.problem, "named": self.named, "served": self.served,
             "refused": dict(self.refused),
-            "tables": {n: [r.to_json() for r in rows] for n, rows in self.tables.items()},
+            "tables": encode(self.tables),
             "kernels": [{"op": op, "kernel": kernel, "calls": n} for (op, kernel), n in self.kernels.items()],
-            "culprit": self.culprit.to_json() if self.culprit else None}
+            "culprit": encode(self.culprit)}
 
     def __str__(self) -> str:
         head = f"level {self.level}, {self.name}, {self.dtype}: {self.status}"

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...models.decoder import Trace
+from ...spec.codec import Record
 from ..kernel.contract import ROUNDINGS, worst_indices
 from .served import Served
 
@@ -27,7 +27,7 @@ TIMES_EAGER = 2.0
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Record, json="what error allowed mean eager kernel worst text ok"):
     """One line of a table: a difference and what was allowed."""
 
     what: str
@@ -47,9 +47,6 @@ class Row:
     def ratio(self) -> float:
         """Of the difference to what was allowed."""
         return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "worst": [list(w) for w in self.worst], "ok": self.ok}
 
     def __str__(self) -> str:
         return (f"{self.what}: {self.error:.3g}, allowed {self.allowed:.3g}" + (f" ({self.text})" if self.text else "")

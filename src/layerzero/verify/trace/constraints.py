@@ -91,19 +91,19 @@ def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
 
 def solved(constraints: Iterable[str], free: Iterable[str], known: Mapping[str, Any]) -> dict[str, int]:
     """Values for axes of `free` that follow from the rest: `axis == expression`, or a bound such as `axis > 1`."""
-    found: dict[str, int] = {}
-    wanted = [ast.parse(text, mode="eval").body for text in constraints]
-    for _ in range(len(wanted) + 1):
-        for node in wanted:
+    values: dict[str, int] = {}
+    nodes = [ast.parse(text, mode="eval").body for text in constraints]
+    for _ in range(len(nodes) + 1):
+        for node in nodes:
             if not isinstance(node, ast.Compare) or len(node.ops) != 1:
                 continue
-            for here, there in ((node.left, node.comparators[0]), (node.comparators[0], node.left)):
-                if isinstance(here, ast.Name) and here.id in free and isinstance(node.ops[0], ast.Eq):
+            for side, other in ((node.left, node.comparators[0]), (node.comparators[0], node.left)):
+                if isinstance(side, ast.Name) and side.id in free and isinstance(node.ops[0], ast.Eq):
                     try:
-                        found[here.id] = int(value_of(there, {**known, **found}))
+                        values[side.id] = int(value_of(other, {**known, **values}))
                     except SKIPPED:
                         continue
-    return found
+    return values
 
 
 def total_axis(constraints: Iterable[str], tensor: str) -> str:
@@ -112,7 +112,7 @@ def total_axis(constraints: Iterable[str], tensor: str) -> str:
         node = ast.parse(text, mode="eval").body
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):
             sides = (node.left, node.comparators[0])
-            for here, there in (sides, sides[::-1]):
-                if isinstance(here, ast.Name) and f"{tensor}[-1]" in ast.unparse(there):
-                    return here.id
+            for side, other in (sides, sides[::-1]):
+                if isinstance(side, ast.Name) and f"{tensor}[-1]" in ast.unparse(other):
+                    return side.id
     return ""

@@ -26,36 +26,36 @@ _NUMBERS = {bool: "bool", int: "int32", float: "float32"}
 
 def export(op: Op | str, case: Mapping[str, Any] | None = None, dtype: str = "float32") -> Definition:
     """A definition of one case of the operation, the first if none is given; DataError where the schema cannot."""
-    found = dispatcher_of(op).op if isinstance(op, str) else op
-    if found.read is not None:
-        raise DataError(f"lz.{found.name} takes arguments that are no tensors; a definition has no type for them")
-    case = dict(found.cases[0] if case is None else case)
-    values = case_values(found, case, dtype)
+    declared = dispatcher_of(op).op if isinstance(op, str) else op
+    if declared.read is not None:
+        raise DataError(f"lz.{declared.name} takes arguments that are no tensors; a definition has no type for them")
+    case = dict(declared.cases[0] if case is None else case)
+    values = case_values(declared, case, dtype)
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
     numbers = {n: v for n, v in values.items() if type(v) in _NUMBERS}
     fixed = {n: v for n, v in values.items() if n not in tensors and n not in numbers}
     for name, tensor in tensors.items():
-        _schema_dtype(found, name, tensor)
-    made = results_of(found.meta(**values))
+        _schema_dtype(declared, name, tensor)
+    results = results_of(declared.meta(**values))
     sizes: dict[str, int] = {}
-    variant = values[found.variant] if found.variant else ""
-    shapes = {n: _named(found.patterns[variant].get(n, ()), t, n, sizes) for n, t in tensors.items()}
-    patterns = found.result_patterns.get(variant, ())
-    names = ["output"] if len(made) == 1 else [f"output_{i}" for i in range(len(made))]
+    variant = values[declared.variant] if declared.variant else ""
+    shapes = {n: _named(declared.patterns[variant].get(n, ()), t, n, sizes) for n, t in tensors.items()}
+    patterns = declared.result_patterns.get(variant, ())
+    names = ["output"] if len(results) == 1 else [f"output_{i}" for i in range(len(results))]
     outs = {n: _named(patterns[i] if i < len(patterns) else (), t, n, sizes)
-            for i, (n, t) in enumerate(zip(names, made))}
+            for i, (n, t) in enumerate(zip(names, results))}
     own = {n for n in sizes if re.search(r"_dim\d+$", n)}       # of one tensor alone: the operation has no name for it
-    fixed_axes = {n for n in sizes if n in found.exact} | own
-    inputs = {n: TensorSpec(shapes[n], _schema_dtype(found, n, tensors[n])) if n in tensors
+    fixed_axes = {n for n in sizes if n in declared.exact} | own
+    inputs = {n: TensorSpec(shapes[n], _schema_dtype(declared, n, tensors[n])) if n in tensors
               else TensorSpec(None, _NUMBERS[type(numbers[n])]) for n in values if n in tensors or n in numbers}
-    told = "_".join(f"{n}{sizes[n]}" for n in sizes if n in fixed_axes - own)
+    suffix = "_".join(f"{n}{sizes[n]}" for n in sizes if n in fixed_axes - own)
     return Definition(
-        f"lz_{found.name}_{dtype}" + (f"_{told}" if told else ""), found.name,
+        f"lz_{declared.name}_{dtype}" + (f"_{suffix}" if suffix else ""), declared.name,
         {n: Axis(size if n in fixed_axes else None) for n, size in sizes.items()}, inputs,
-        {n: TensorSpec(outs[n], _schema_dtype(found, n, t)) for n, t in zip(names, made)},
-        _reference(found, list(inputs), fixed),
-        ("status:reference", f"lz_op:{found.name}", f"lz_dtype:{dtype}", f"lz_case:{json.dumps(case)}"),
-        " ".join((found.reference.__doc__ or found.name).split("\n\n")[0].split()))
+        {n: TensorSpec(outs[n], _schema_dtype(declared, n, t)) for n, t in zip(names, results)},
+        _reference(declared, list(inputs), fixed),
+        ("status:reference", f"lz_op:{declared.name}", f"lz_dtype:{dtype}", f"lz_case:{json.dumps(case)}"),
+        " ".join((declared.reference.__doc__ or declared.name).split("\n\n")[0].split()))
 
 
 def _schema_dtype(op: Op, name: str, tensor: Tensor) -> str:
@@ -77,27 +77,27 @@ def _named(tokens: Sequence[str], tensor: Tensor, owner: str, sizes: dict[str, i
             names.append(token.lstrip("~"))
     if len(names) != tensor.dim():
         names = [""] * tensor.dim()
-    found = []
+    axes = []
     for i, (name, size) in enumerate(zip(names, tensor.shape)):
         if not name.isidentifier() or sizes.get(name, size) != size:
             name = f"{owner}_dim{i}"
         sizes[name] = size
-        found.append(name)
-    return tuple(found)
+        axes.append(name)
+    return tuple(axes)
 
 
 def _reference(op: Op, inputs: Sequence[str], fixed: Mapping[str, Any]) -> str:
-    given = "".join(f"{n}={n}, " for n in inputs)
+    arguments = "".join(f"{n}={n}, " for n in inputs)
     return (f"import torch\n\nfrom {op.reference.__module__} import reference\n\nFIXED = {dict(fixed)!r}\n\n\n"
-            f"@torch.no_grad()\ndef run({', '.join(inputs)}):\n    return reference({given}**FIXED)\n")
+            f"@torch.no_grad()\ndef run({', '.join(inputs)}):\n    return reference({arguments}**FIXED)\n")
 
 
 def fixed_arguments(definition: Definition) -> dict[str, Any]:
     """What an exported reference fixes, read without running it."""
     for node in ast.parse(definition.reference).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FIXED":
-            found: dict[str, Any] = ast.literal_eval(node.value)
-            return found
+            fixed: dict[str, Any] = ast.literal_eval(node.value)
+            return fixed
     return {}
 
 

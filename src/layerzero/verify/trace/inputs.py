@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...spec.errors import DataError
 from .constraints import solved, total_axis, violated
-from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload, dataset_root, inside
+from .dataset import dataset_root, inside
+from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
 
 LARGE = 1 << 28                                # bytes from which the experts of a weight share their storage
 PERIOD = 4194301                               # a prime: random numbers may repeat, rows of a tensor shall not
@@ -54,36 +55,36 @@ class _Plan:
 
 def generate(definition: Definition, size: str = "small", axes: Mapping[str, int] | None = None, seed: int = 0,
              device: str = "cpu", workload: Workload | None = None) -> dict[str, Any]:
-    """Every input by name. `axes` fixes some variable axes; a workload fixes all and may bring its own tensors."""
+    """Generate every input. `axes` fixes some variable axes; a workload fixes all and may have tensors of its own."""
     if size not in SIZES:
         raise DataError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     own = definition.tag("lz_case")
     if own and workload is None and not axes:
         from .exports import case_inputs
         return case_inputs(definition, seed, device)
-    given = {**(workload.axes if workload else {}), **(axes or {})}
-    unknown = [name for name in given if name not in definition.var_axes]
+    fixed_axes = {**(workload.axes if workload else {}), **(axes or {})}
+    unknown = [name for name in fixed_axes if name not in definition.var_axes]
     if unknown:
         raise DataError(f"{definition.name} has no variable axis {unknown[0]!r}; it has "
                         f"{', '.join(definition.var_axes) or 'none'}")
-    maker = _Maker(definition, SIZES[size], given, torch.Generator().manual_seed(seed))
-    made = maker.make()
+    maker = _Maker(definition, SIZES[size], fixed_axes, torch.Generator().manual_seed(seed))
+    inputs = maker.make()
     if workload is not None:
-        made |= _brought(definition, workload)
-    broken = violated(definition.constraints, {**maker.sizes, **definition.const_axes, **made})
+        inputs |= _workload_inputs(definition, workload)
+    broken = violated(definition.constraints, {**maker.sizes, **definition.const_axes, **inputs})
     if broken:
         raise DataError(f"{definition.name}: no inputs were found that keep {broken[0]!r}; the axes are {maker.sizes}")
-    return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in made.items()}
+    return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in inputs.items()}
 
 
-def _brought(definition: Definition, workload: Workload) -> dict[str, Any]:
-    """What the workload itself says of its inputs. A stored tensor that is not here is made anew, and so not here."""
-    brought: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items() if isinstance(spec, ScalarInput)}
+def _workload_inputs(definition: Definition, workload: Workload) -> dict[str, Any]:
+    """Return the inputs that the workload itself gives. A stored tensor whose file is absent is generated instead."""
+    inputs: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items() if isinstance(spec, ScalarInput)}
     root = dataset_root(definition)
     for name, spec in workload.inputs.items():
         if isinstance(spec, StoredInput) and root is not None and (path := inside(root, spec.path)).is_file():
-            brought[name] = _stored(path, spec.key)
-    return brought
+            inputs[name] = _stored(path, spec.key)
+    return inputs
 
 
 def _stored(path: Path, key: str) -> Tensor:
@@ -100,10 +101,10 @@ def _stored(path: Path, key: str) -> Tensor:
 class _Maker:
     """One set of inputs in the making: first the sizes, then the values."""
 
-    def __init__(self, definition: Definition, size: Size, given: Mapping[str, int], gen: torch.Generator) -> None:
+    def __init__(self, definition: Definition, size: Size, axes: Mapping[str, int], gen: torch.Generator) -> None:
         self.d, self.size, self.gen = definition, size, gen
         self.const = definition.const_axes
-        self.sizes: dict[str, int] = dict(given)
+        self.sizes: dict[str, int] = dict(axes)
         self.ints = {n: s for n, s in definition.inputs.items() if s.shape and s.dtype in ("int32", "int64")}
         self.indptrs = [n for n, s in self.ints.items() if _INDPTR.search(n) and len(s.shape or ()) == 1]
         self.page_ids = next((n for n, s in self.ints.items() if _PAGES.search(n) and len(s.shape or ()) == 1), "")
@@ -164,9 +165,9 @@ class _Maker:
         return (self.d.inputs[name].shape or ("",))[0]
 
     def _total(self, indptr: str, kind: str) -> str:
-        said = total_axis(self.d.constraints, indptr)
-        if said:
-            return said
+        axis = total_axis(self.d.constraints, indptr)
+        if axis:
+            return axis
         if kind == "k" and self.page_ids:
             return self._axis_of(self.page_ids)
         tensor = next((n for n, s in self.d.inputs.items() if s.floating and len(s.shape or ()) >= 2

@@ -22,14 +22,14 @@ class Unmapped(DataError):
 
 
 class Parts:
-    """The inputs and outputs of a definition, taken one by one; what is left over is not understood."""
+    """The inputs and outputs of a definition, taken one by one. An input that is left over is not understood."""
 
     def __init__(self, definition: Definition, op: str) -> None:
         self.definition, self.op = definition, op
         self.left = dict.fromkeys(definition.inputs)
 
     def maybe(self, pattern: str, ndim: int | None = None) -> str:
-        """The first input whose whole name matches, or nothing."""
+        """Take the first input whose whole name matches; "" if there is none."""
         for name in self.left:
             if re.fullmatch(pattern, name.lower()) and (ndim is None or len(self.shape(name)) == ndim):
                 del self.left[name]
@@ -37,12 +37,12 @@ class Parts:
         return ""
 
     def take(self, pattern: str, what: str, ndim: int | None = None) -> str:
-        found = self.maybe(pattern, ndim)
-        if not found:
+        name = self.maybe(pattern, ndim)
+        if not name:
             rank = "" if ndim is None else f" of {ndim} dimensions"
             raise self.unmapped(f"lz.{self.op} needs {what}{rank}; none of the inputs "
                                 f"{', '.join(self.definition.inputs)} is that")
-        return found
+        return name
 
     def done(self) -> None:
         if self.left:
@@ -55,57 +55,58 @@ class Parts:
     def shape(self, name: str) -> tuple[str, ...]:
         return self.spec(name).shape or ()
 
-    def outputs(self, *wanted: tuple[str, str]) -> tuple[str, ...]:
+    def outputs(self, *roles: tuple[str, str]) -> tuple[str, ...]:
         """The outputs in the order of `wanted`, (pattern, what it is); "" for one that the definition lacks.
 
         The first is found by position where no name matches.
         """
-        left = dict.fromkeys(self.definition.outputs)
-        found = []
-        for pattern, _ in wanted:
-            name = next((n for n in left if re.fullmatch(pattern, n.lower())), "")
-            left.pop(name, None)
-            found.append(name)
-        if not found[0] and left:
-            found[0] = next(iter(left))
-            del left[found[0]]
-        if left or not found[0]:
-            raise self.unmapped(f"lz.{self.op} gives {', '.join(what for _, what in wanted)}; the output"
-                                f"{'s' if len(left) > 1 else ''} {', '.join(left)} is none of these")
-        return tuple(found)
+        rest = dict.fromkeys(self.definition.outputs)
+        names = []
+        for pattern, _ in roles:
+            name = next((n for n in rest if re.fullmatch(pattern, n.lower())), "")
+            rest.pop(name, None)
+            names.append(name)
+        if not names[0] and rest:
+            names[0] = next(iter(rest))
+            del rest[names[0]]
+        if rest or not names[0]:
+            raise self.unmapped(f"lz.{self.op} gives {', '.join(what for _, what in roles)}; the output"
+                                f"{'s' if len(rest) > 1 else ''} {', '.join(rest)} is none of these")
+        return tuple(names)
 
     def unmapped(self, why: str) -> Unmapped:
         return Unmapped(f"{self.definition.name} ({self.definition.op_type}): {why}")
 
 
 def readings(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination, those that follow the first choices most closely first."""
+    """Return every combination of the options, those nearest to the first choices first."""
     ranked = [range(len(values)) for values in options.values()]
     combinations = sorted(itertools.product(*ranked), key=lambda picks: (sum(picks), picks))
     return [{name: values[i] for (name, values), i in zip(options.items(), picks)} for picks in combinations]
 
 
 def likely(value: Any, *others: Any) -> tuple[Any, ...]:
-    """The value, then what else it might be."""
+    """Return the value, then the other values that it might have."""
     return (value, *(o for o in others if o != value))
 
 
-# What the text tells.
+# What the text of a definition says.
 
 def text_of(definition: Definition) -> str:
-    """All of its words, in small letters."""
-    told = [s.description for s in (*definition.inputs.values(), *definition.outputs.values())]
-    return " ".join([definition.name, definition.description, *definition.tags, *told, definition.reference]).lower()
+    """Return all text of a definition in lower case."""
+    descriptions = [s.description for s in (*definition.inputs.values(), *definition.outputs.values())]
+    parts = [definition.name, definition.description, *definition.tags, *descriptions, definition.reference]
+    return " ".join(parts).lower()
 
 
 def lse_bases(definition: Definition) -> tuple[str, ...]:
-    """2 where the log-sum-exp is divided by log 2 or taken with log2, as FlashInfer does; else e."""
+    """Return the bases of the log-sum-exp, the likelier first: 2 where the text takes log2, as FlashInfer does."""
     binary = re.search(r"log2|log\(2|1\.44269|2-base|base.2", text_of(definition)) is not None
     return ("2", "e") if binary else ("e", "2")
 
 
 def is_causal(definition: Definition) -> tuple[bool, ...]:
-    """Told by the word, or by a mask in the reference."""
+    """Return whether attention is causal, the likelier answer first: by the word, or by a mask in the reference."""
     text = text_of(definition)
     if re.search(r"non.?causal|not causal|no causal|causal\s*=\s*false", text):
         return False, True
@@ -114,7 +115,7 @@ def is_causal(definition: Definition) -> tuple[bool, ...]:
 
 
 def small_numbers(definition: Definition) -> tuple[float, ...]:
-    """Epsilons in the reference: numbers of 1e-12 to 1e-3, those with such a name first."""
+    """Return epsilons in the reference: numbers of 1e-12 to 1e-3, those named eps first."""
     named: list[float] = []
     others: list[float] = []
     for node in ast.walk(ast.parse(definition.reference)):
@@ -132,8 +133,8 @@ def small_numbers(definition: Definition) -> tuple[float, ...]:
             for arg, default in zip(with_default, node.args.defaults):
                 named += _numbers(default) if "eps" in arg.arg.lower() else []
         others += _numbers(node)
-    told = [float(n) for n in re.findall(r"\b1e-0?\d+\b", text_of(definition))]
-    return tuple(dict.fromkeys(n for n in (*named, *others, *told) if 1e-12 <= n <= 1e-3))
+    written = [float(n) for n in re.findall(r"\b1e-0?\d+\b", text_of(definition))]
+    return tuple(dict.fromkeys(n for n in (*named, *others, *written) if 1e-12 <= n <= 1e-3))
 
 
 def _numbers(node: ast.AST | None) -> list[float]:

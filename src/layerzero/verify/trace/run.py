@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...machine.faults import FAULTS
+from ...spec.codec import encode
 from ...spec.errors import DataError
 from ..comparison import Tolerance, Verdict, compare, overall, tolerance_of
 from .answers import draws
@@ -92,15 +93,15 @@ class Report:
                 "detail": self.detail, "answer": self.answer, "kernels": list(self.kernels),
                 "axes": dict(self.workload.axes) if self.workload else {},
                 "scaled": {a: {"from": old, "to": new} for a, (old, new) in self.scaled.items()},
-                "comparisons": [c.to_json() for c in self.comparisons], "absent": dict(self.absent),
+                "comparisons": encode(self.comparisons), "absent": dict(self.absent),
                 "latency_ms": self.latency_ms, "reference_ms": self.reference_ms}
 
 
 def verify(definition: Definition, references: References, size: str = "small", *, device: str = "cpu", seed: int = 0,
            tolerance: float | None = None, workload: Workload | None = None, as_is: bool = False) -> Report:
-    """One definition at one size, or for one workload. as_is: never make it smaller, however large it is."""
+    """Verify one definition at one size, or for one workload. With `as_is`, a large one is not made smaller."""
     try:
-        found = answers(definition)
+        candidates = answers(definition)
     except Unmapped as e:
         return Report(definition, "unmapped", detail=str(e))
     changes: Mapping[str, tuple[int, int]] = {}
@@ -109,48 +110,48 @@ def verify(definition: Definition, references: References, size: str = "small", 
     if size == "small" and workload is None and not as_is and too_large(definition):
         try:
             used, changes = scaled(definition)
-            found = answers(used)
+            candidates = answers(used)
         except CannotScale as e:
             absent["scaling"] = f"the definition is large and was left as it is: {e}"
     try:
         inputs = generate(used, size, seed=seed, device=device, workload=workload)
     except DataError as e:
-        return Report(definition, "unproven", answer=str(found[0]), detail=str(e), absent=absent)
+        return Report(definition, "unproven", answer=str(candidates[0]), detail=str(e), absent=absent)
     ran = references.run(used, inputs, device)
     if not ran.ok:
         absent["reference"] = ran.why
     limits = tolerance_of((s.dtype for s in (*used.inputs.values(), *used.outputs.values())), tolerance)
-    report = _judge(definition, found, inputs, ran, limits, device)
-    case = workload or stated(used, inputs, seed, size)
+    report = _judge(definition, candidates, inputs, ran, limits, device)
+    case = workload or workload_of(used, inputs, seed, size)
     return replace(report, workload=case, scaled=changes, absent={**absent, **report.absent})
 
 
-def stated(definition: Definition, inputs: Mapping[str, Any], seed: int, size: str) -> Workload:
-    """The workload that these inputs are of."""
+def workload_of(definition: Definition, inputs: Mapping[str, Any], seed: int, size: str) -> Workload:
+    """Return the workload that describes these inputs."""
     specs = {n: RandomInput() if isinstance(v, Tensor) else ScalarInput(v) for n, v in inputs.items()}
     axes = definition.sizes_of(inputs)
-    told = "-".join(f"{a}{n}" for a, n in axes.items())
-    return Workload(axes, specs, f"layerzero-{size}-seed{seed}-{told}" if told else f"layerzero-{size}-seed{seed}")
+    sizes = "-".join(f"{a}{n}" for a, n in axes.items())
+    return Workload(axes, specs, f"layerzero-{size}-seed{seed}-{sizes}" if sizes else f"layerzero-{size}-seed{seed}")
 
 
-def _judge(definition: Definition, found: Sequence[Answer], inputs: Mapping[str, Any], ran: Ran, limits: Tolerance,
+def _judge(definition: Definition, candidates: Sequence[Answer], inputs: Mapping[str, Any], ran: Ran, limits: Tolerance,
            device: str) -> Report:
     first: Report | None = None
-    for i, answer in enumerate(found):
-        report = _one(definition, answer, inputs, ran, limits, device)
+    for i, answer in enumerate(candidates):
+        report = _verify_answer(definition, answer, inputs, ran, limits, device)
         if report.status in ("passed", "disputed", "unproven") or not ran.ok:
-            told = "read otherwise than its text suggests, as the reference computes" if first is not None else ""
-            return replace(report, detail=report.detail + told, reading=i)
+            note = "read otherwise than its text suggests, as the reference computes" if first is not None else ""
+            return replace(report, detail=report.detail + note, reading=i)
         first = first or report
     assert first is not None                   # answers() gave at least one
     return first
 
 
-def _one(definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran: Ran, limits: Tolerance,
-         device: str) -> Report:
+def _verify_answer(definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran: Ran, limits: Tolerance,
+                   device: str) -> Report:
     try:
         with serving() as kernels:
-            made = answer(inputs)
+            outputs = answer(inputs)
         latency = timed(answer, inputs)
     except FAULTS as e:
         return Report(definition, "failed", answer=str(answer), detail=f"lz raised {type(e).__name__}: {e}")
@@ -165,11 +166,11 @@ def _one(definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran:
         except FAULTS as e:
             absent[truth.source] = f"raised {type(e).__name__}: {e}"
     if answer.random:
-        comparisons = _drawn(answer, inputs, made, ran)
+        comparisons = _compare_draws(answer, inputs, outputs, ran)
     else:
-        comparisons = [_compared("lz", made, name, other, limits) for name, other in others.items()]
+        comparisons = [_compare_outputs("lz", outputs, name, other, limits) for name, other in others.items()]
         names = list(others)
-        comparisons += [_compared(a, others[a], b, others[b], limits)
+        comparisons += [_compare_outputs(a, others[a], b, others[b], limits)
                         for i, b in enumerate(names) for a in names[i + 1:]]
     ours = [c for c in comparisons if c.got == "lz"]
     status = ("unproven" if not ours else "failed" if not all(c.passed for c in ours)
@@ -178,27 +179,30 @@ def _one(definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran:
                   absent=absent, latency_ms=latency, reference_ms=ran.ms)
 
 
-def _compared(name: str, got: Mapping[str, Tensor], against: str, want: Mapping[str, Tensor],
-              limits: Tolerance) -> Comparison:
+def _compare_outputs(name: str, got: Mapping[str, Tensor], against: str, want: Mapping[str, Tensor],
+                     limits: Tolerance) -> Comparison:
     shared = [output for output in want if output in got]
     return Comparison(name, against, tuple(compare(o, got[o], want[o], limits) for o in shared))
 
 
-def _drawn(answer: Answer, inputs: Mapping[str, Any], made: Mapping[str, Tensor], ran: Ran) -> list[Comparison]:
+def _compare_draws(answer: Answer, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], ran: Ran
+                   ) -> list[Comparison]:
     if answer.kind != "sampling":
         return []
     out = answer.roles["out"]
-    found = [Comparison("lz", "torch's filters", (draws.possible(answer, inputs, made[out]),
-                                                  draws.frequencies(answer, inputs)))]
+    comparisons = [Comparison("lz", "torch's filters", (draws.possible(answer, inputs, outputs[out]),
+                                                        draws.frequencies(answer, inputs)))]
     if ran.ok:
-        shaped = compare(out, torch.zeros_like(made[out].cpu()), torch.zeros_like(ran.outputs[out]), Tolerance(0, 0))
-        found.append(Comparison("lz", "reference (shape and dtype)", (shaped,)))
-        found.append(Comparison("reference", "torch's filters", (draws.possible(answer, inputs, ran.outputs[out]),)))
-    return found
+        zeros = torch.zeros_like(outputs[out].cpu()), torch.zeros_like(ran.outputs[out])
+        shaped = compare(out, *zeros, Tolerance(0, 0))
+        comparisons.append(Comparison("lz", "reference (shape and dtype)", (shaped,)))
+        possible = draws.possible(answer, inputs, ran.outputs[out])
+        comparisons.append(Comparison("reference", "torch's filters", (possible,)))
+    return comparisons
 
 
 def timed(answer: Answer, inputs: Mapping[str, Any]) -> float:
-    """Milliseconds of the best of a few runs; the first was before."""
+    """Return the milliseconds of the best of a few runs, after a warm-up."""
     best = float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()

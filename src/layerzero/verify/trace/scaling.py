@@ -99,9 +99,9 @@ def _is_twice(definition: Definition, axis: str, base: str) -> bool:
     if definition.const_axes[axis] != 2 * definition.const_axes[base]:
         return False
     for text in definition.constraints:
-        found = re.fullmatch(rf"(\w+)\.shape\[(\d+)\] == 2 \* {re.escape(base)}", text)
-        shape = definition.inputs[found[1]].shape if found and found[1] in definition.inputs else None
-        if (found and shape and shape[int(found[2])] == axis) or text == f"{axis} == 2 * {base}":
+        match = re.fullmatch(rf"(\w+)\.shape\[(\d+)\] == 2 \* {re.escape(base)}", text)
+        shape = definition.inputs[match[1]].shape if match and match[1] in definition.inputs else None
+        if (match and shape and shape[int(match[2])] == axis) or text == f"{axis} == 2 * {base}":
             return True
     return re.search(r"gemm1|gate_up|fused", axis) is not None and re.search("inter|inner", base) is not None
 

@@ -58,8 +58,8 @@ def kernel_of(solution: Solution, definition: Definition, trusted: Sequence[str 
     """The declaration; RegistrationError says why there can be none."""
     if solution.definition != definition.name:
         raise RegistrationError(f"solution {solution.name!r} is for {solution.definition}, not for {definition.name}")
-    if solution.language not in ("python", "triton"):
-        raise RegistrationError(f"solution {solution.name!r} is written in {solution.language}; "
+    if solution.spec.language not in ("python", "triton"):
+        raise RegistrationError(f"solution {solution.name!r} is written in {solution.spec.language}; "
                                 "python and triton can be registered")
     home = solution.origin.resolve() if solution.origin else None
     if home is None or not any(home.is_relative_to(Path(folder).resolve()) for folder in trusted):
@@ -69,7 +69,7 @@ def kernel_of(solution: Solution, definition: Definition, trusted: Sequence[str 
     answer = _direct(solution, definition)
     op = dispatcher_of(answer.ops[0]).op
     params = [p for p in op.params if p.name in answer.params or p.name in answer.fixed]
-    kinds = [kind for kind in ("cpu", "cuda") if kind in " ".join(solution.target_hardware).lower()] or ["cuda"]
+    kinds = [kind for kind in ("cpu", "cuda") if kind in " ".join(solution.spec.target_hardware).lower()] or ["cuda"]
     slug = re.sub(r"[^a-z0-9_]", "_", solution.name.lower())
     return Kernel(
         f"solution.{slug}", op, lambda: _adapted(solution, definition, answer, op, params),
@@ -116,34 +116,34 @@ def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op,
     """What the dispatcher calls: the operation's parameters by name, handed to the solution in its own order."""
     entry, signature = entry_of(solution), inspect.signature(op.reference)
     of_input = {name: param for param, name in answer.params.items()}
-    kept = signature.replace(parameters=[signature.parameters[p.name] for p in params],
-                             return_annotation=inspect.Signature.empty)
+    taken = signature.replace(parameters=[signature.parameters[p.name] for p in params],
+                              return_annotation=inspect.Signature.empty)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = kept.bind(*args, **kwargs)
-        given.apply_defaults()
-        values = given.arguments
+        bound = taken.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments
         everything = {p.name: values.get(p.name, p.default) for p in op.params}
-        made = op.meta(**everything)
-        like = dict(zip(definition.outputs, made if isinstance(made, (tuple, list)) else (made,)))
+        results = op.meta(**everything)
+        like = dict(zip(definition.outputs, results if isinstance(results, (tuple, list)) else (results,)))
         results = _called(solution, definition, entry, [values[of_input[n]] for n in definition.inputs], like)
-        return tuple(results) if isinstance(made, (tuple, list)) else results[0]
+        return tuple(results) if isinstance(results, (tuple, list)) else results[0]
 
-    run.__signature__ = kept  # type: ignore[attr-defined]
+    run.__signature__ = taken  # type: ignore[attr-defined]
     return run
 
 
 def _called(solution: Solution, definition: Definition, entry: Callable[..., Any], arguments: Sequence[Any],
             like: dict[str, torch.Tensor]) -> list[Any]:
     """Run it in its own style; `like` has the shapes of the outputs."""
-    if solution.destination_passing_style:
+    if solution.spec.destination_passing_style:
         outputs = [torch.empty_like(like[n]) for n in definition.outputs]
         entry(*arguments, *outputs)
         return outputs
-    made = entry(*arguments)
-    if isinstance(made, dict):
-        return [made[n] for n in definition.outputs]
-    return list(made) if isinstance(made, (tuple, list)) else [made]
+    results = entry(*arguments)
+    if isinstance(results, dict):
+        return [results[n] for n in definition.outputs]
+    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 def entry_of(solution: Solution) -> Callable[..., Any]:
@@ -166,9 +166,9 @@ def entry_of(solution: Solution) -> Callable[..., Any]:
         raise RegistrationError(f"solution {solution.name!r} cannot be imported: {type(e).__name__}: {e}") from e
     finally:
         sys.path.remove(folder.name)
-    found = getattr(module, solution.entry_function, None)
-    if not callable(found):
+    function = getattr(module, solution.entry_function, None)
+    if not callable(function):
         raise RegistrationError(f"solution {solution.name!r}: {solution.entry_file} has no function "
                                 f"{solution.entry_function!r}")
-    entry: Callable[..., Any] = found
+    entry: Callable[..., Any] = function
     return entry

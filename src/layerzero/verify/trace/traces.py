@@ -18,7 +18,18 @@ import torch
 
 from ...machine import hardware, loading
 from .answers.lookup import answers
-from .definition import Definition, Evaluation, Solution, SourceFile, Trace, check_names
+from .definition import (
+    BuildSpec,
+    Correctness,
+    Definition,
+    Environment,
+    Evaluation,
+    Performance,
+    Solution,
+    SourceFile,
+    Trace,
+    check_names,
+)
 from .run import Comparison, Report
 from .write_tests import as_docstring
 
@@ -32,17 +43,18 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
     check_names(definition)
     stripped = json.dumps(replace(definition, description="").to_json(), indent=1)
     names = ", ".join(definition.inputs)
-    given = ", ".join(f"{n!r}: {n}" for n in definition.inputs)
+    arguments = ", ".join(f"{n!r}: {n}" for n in definition.inputs)
     outputs = ", ".join(f"made[{n!r}]" for n in definition.outputs)
     content = (f'{as_docstring(str(answers(definition)[reading]))}\n\nimport json\n\n'
                "from layerzero.verify.trace.answers.lookup import answers\n"
                "from layerzero.verify.trace.definition import Definition\n\n"
                f"DEFINITION = Definition.from_json(json.loads({stripped!r}))\n"
                f"ANSWER = answers(DEFINITION)[{reading:d}]\n\n\n"
-               f"def run({names}):\n    made = ANSWER({{{given}}})\n    return {outputs}\n")
-    return Solution(solution_name(definition), definition.name, "layerzero", "python", "main.py::run",
-                    (SourceFile("main.py", content),), tuple(sorted({"cpu", *hardware.present()})),
-                    ("layerzero", "torch"), False, description=str(answers(definition)[reading]))
+               f"def run({names}):\n    made = ANSWER({{{arguments}}})\n    return {outputs}\n")
+    spec = BuildSpec("python", tuple(sorted({"cpu", *hardware.present()})), "main.py::run", ("layerzero", "torch"),
+                     destination_passing_style=False)
+    return Solution(solution_name(definition), definition.name, "layerzero", spec, (SourceFile("main.py", content),),
+                    str(answers(definition)[reading]))
 
 
 def trace_of(report: Report, device: str = "cpu") -> Trace | None:
@@ -53,16 +65,16 @@ def trace_of(report: Report, device: str = "cpu") -> Trace | None:
     libs = {"torch": torch.__version__, "layerzero": loading.installed_version("layerzero") or "unknown"}
     judged = _decisive(report)
     status = "RUNTIME_ERROR" if judged is None else "PASSED" if judged.passed else judged.status
-    errors: dict[str, Any] = {}
+    correctness = None
     if judged is not None and status in ("PASSED", "INCORRECT_NUMERICAL"):
         metrics = [v.metrics for v in judged.verdicts]
-        errors = {"max_relative_error": max(m.max_rel for m in metrics),
-                  "max_absolute_error": max(m.max_abs for m in metrics),
-                  "extra": {"against": judged.want, "kernels": list(report.kernels), "outputs": {
-                      v.output: {k: x for k, x in v.metrics.to_json().items() if _plain(x)} for v in judged.verdicts}}}
+        outputs = {v.output: {k: x for k, x in v.metrics.to_json().items() if _plain(x)} for v in judged.verdicts}
+        correctness = Correctness(max(m.max_rel for m in metrics), max(m.max_abs for m in metrics),
+                                  {"against": judged.want, "kernels": list(report.kernels), "outputs": outputs})
+    performance = Performance(report.latency_ms, report.reference_ms) if status == "PASSED" else None
     return Trace(report.definition.name, report.workload, solution_name(report.definition), Evaluation(
-        status, machine.name or machine.type, libs, datetime.now(timezone.utc).isoformat(), str(report),
-        latency_ms=report.latency_ms, reference_latency_ms=report.reference_ms, **errors))
+        status, Environment(machine.name or machine.type, libs), datetime.now(timezone.utc).isoformat(), str(report),
+        correctness, performance))
 
 
 def _decisive(report: Report) -> Comparison | None:
@@ -94,16 +106,6 @@ def write(folder: str | Path, reports: Iterable[Report], device: str = "cpu") ->
             f.write(json.dumps(trace.to_json()) + "\n")
         written.append(path)
     return written
-
-
-def write_definitions(folder: str | Path, definitions: Iterable[Definition]) -> list[Path]:
-    """As JSON files in the layout of a dataset."""
-    paths = []
-    for definition in definitions:
-        path = Path(folder) / "definitions" / definition.op_type / f"{definition.name}.json"
-        _write_once(path, definition.to_json())
-        paths.append(path)
-    return paths
 
 
 def _write_once(path: Path, data: Any) -> None:

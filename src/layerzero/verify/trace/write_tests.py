@@ -11,7 +11,8 @@ from pathlib import Path
 from ...spec.errors import DataError
 from ..comparison import tolerance_of
 from .answers.lookup import answers
-from .definition import UNPARSED, Definition, check_names, inside
+from .dataset import inside
+from .definition import UNPARSED, Definition, check_names
 from .readings import Unmapped
 from .scaling import CannotScale, scaled, too_large
 

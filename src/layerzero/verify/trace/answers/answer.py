@@ -44,24 +44,24 @@ class Answer:
             raise Unmapped(f"{self.definition.name} needs the inputs {', '.join(self.definition.inputs)}; "
                            f"{', '.join(missing)} not given")
         with torch.no_grad():
-            made = self.compute(inputs)
+            results = self.compute(inputs)
         specs = self.definition.outputs
-        return {name: made[name].to(getattr(torch, spec.dtype)) for name, spec in specs.items()}
+        return {name: results[name].to(getattr(torch, spec.dtype)) for name, spec in specs.items()}
 
     def __str__(self) -> str:
-        told = ", ".join(f"{k}={v}" for k, v in self.reading.items())
-        return self.text + (f" [{told}]" if told else "")
+        options = ", ".join(f"{k}={v}" for k, v in self.reading.items())
+        return self.text + (f" [{options}]" if options else "")
 
 
 _served: ContextVar[list[str] | None] = ContextVar("served", default=None)
 
 
-def lz(op: str, /, **given: Any) -> Any:
+def lz(op: str, /, **arguments: Any) -> Any:
     """The public function of an operation."""
     noted = _served.get()
     if noted is not None:
-        noted.append(which(op, **given))
-    return dispatcher_of(op).public(**given)
+        noted.append(which(op, **arguments))
+    return dispatcher_of(op).public(**arguments)
 
 
 @contextmanager

@@ -85,14 +85,14 @@ def paged(definition: Definition) -> list[Answer]:
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         keys, values = (x[both][:, 0], x[both][:, 1]) if both else (x[k], x[v])
         blocks, lengths = table.read(x, keys.shape[2 if layout == "HND" else 1])
-        made = lz("paged_attention", query=x[q], key_cache=keys, value_cache=values, block_table=blocks,
-                  context_lens=lengths, cu_seqlens_q=x[starts] if starts else None,
-                  is_causal=reading.get("is_causal", True),
-                  scale=number(x, scale), window_left=number(x, window, -1), softcap=number(x, cap, 0.0),
-                  key_scale=_stored_scale(x, k_scale, keys, x[q]), kv_layout=layout,
-                  value_scale=_stored_scale(x, v_scale or (k_scale if both else ""), values, x[q]),
-                  return_lse=bool(lse))
-        return {out: made[0], lse: _logs(made[1], reading["lse_base"])} if lse else {out: made}
+        results = lz("paged_attention", query=x[q], key_cache=keys, value_cache=values, block_table=blocks,
+                     context_lens=lengths, cu_seqlens_q=x[starts] if starts else None,
+                     is_causal=reading.get("is_causal", True),
+                     scale=number(x, scale), window_left=number(x, window, -1), softcap=number(x, cap, 0.0),
+                     key_scale=_stored_scale(x, k_scale, keys, x[q]), kv_layout=layout,
+                     value_scale=_stored_scale(x, v_scale or (k_scale if both else ""), values, x[q]),
+                     return_lse=bool(lse))
+        return {out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse else {out: results}
 
     text = f"lz.paged_attention({q}, {k}, {v}, pages of {table.table or table.indptr})"
     roles = {"query": q, "key": k, "value": v, "both": both, "starts": starts, "table": table, "scale": scale,
@@ -127,10 +127,10 @@ def mla(definition: Definition) -> list[Answer]:
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         blocks, lengths = table.read(x, x[ckv].shape[1])
-        made = lz("mla_paged_attention", q_nope=x[q_nope], q_pe=x[q_pe], ckv_cache=x[ckv], kpe_cache=x[kpe],
-                  block_table=blocks, context_lens=lengths, cu_seqlens_q=x[starts] if starts else None,
-                  is_causal=reading.get("is_causal", True), scale=number(x, scale), return_lse=bool(lse))
-        return {out: made[0], lse: _logs(made[1], reading["lse_base"])} if lse else {out: made}
+        results = lz("mla_paged_attention", q_nope=x[q_nope], q_pe=x[q_pe], ckv_cache=x[ckv], kpe_cache=x[kpe],
+                     block_table=blocks, context_lens=lengths, cu_seqlens_q=x[starts] if starts else None,
+                     is_causal=reading.get("is_causal", True), scale=number(x, scale), return_lse=bool(lse))
+        return {out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse else {out: results}
 
     text = f"lz.mla_paged_attention({q_nope}, {q_pe}, {ckv}, {kpe}, pages of {table.table or table.indptr})"
     roles = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe, "starts": starts, "table": table, "scale": scale,
@@ -153,10 +153,10 @@ def sparse(definition: Definition) -> list[Answer]:
         seen = x[chosen] >= 0
         front = (~seen).to(torch.int8).argsort(stable=True)            # those that are tokens first
         tokens = x[chosen].gather(-1, front).clamp(min=0)
-        made = lz("mla_paged_attention", q_nope=x[q_nope], q_pe=x[q_pe], ckv_cache=x[ckv].flatten(0, 1)[:, None],
-                  kpe_cache=x[kpe].flatten(0, 1)[:, None], block_table=tokens, scale=number(x, scale),
-                  context_lens=seen.sum(-1).to(tokens.dtype), return_lse=bool(lse))
-        return {out: made[0], lse: _logs(made[1], reading["lse_base"])} if lse else {out: made}
+        results = lz("mla_paged_attention", q_nope=x[q_nope], q_pe=x[q_pe], ckv_cache=x[ckv].flatten(0, 1)[:, None],
+                     kpe_cache=x[kpe].flatten(0, 1)[:, None], block_table=tokens, scale=number(x, scale),
+                     context_lens=seen.sum(-1).to(tokens.dtype), return_lse=bool(lse))
+        return {out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse else {out: results}
 
     text = f"lz.mla_paged_attention({q_nope}, {q_pe}, {ckv}, {kpe}, pages of one token by {chosen})"
     roles = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe, "chosen": chosen, "scale": scale, "out": out,
@@ -188,9 +188,9 @@ def ragged(definition: Definition) -> list[Answer]:
         if lse:
             tokens = torch.arange(len(x[k]), device=x[k].device, dtype=torch.int32)
             blocks, lengths = page_table_from_csr(x[starts_k], tokens)
-            made = lz("paged_attention", query=x[q], key_cache=x[k][:, None], value_cache=x[v][:, None],
-                      block_table=blocks, context_lens=lengths, cu_seqlens_q=x[starts_q], return_lse=True, **shared)
-            return {out: made[0], lse: _logs(made[1], reading["lse_base"])}
+            results = lz("paged_attention", query=x[q], key_cache=x[k][:, None], value_cache=x[v][:, None],
+                         block_table=blocks, context_lens=lengths, cu_seqlens_q=x[starts_q], return_lse=True, **shared)
+            return {out: results[0], lse: _logs(results[1], reading["lse_base"])}
         longest_q, longest_k = (int(x[name].diff().max()) for name in (starts_q, starts_k))
         return {out: lz("varlen_attention", query=x[q], key=x[k], value=x[v], cu_seqlens_q=x[starts_q],
                         cu_seqlens_k=x[starts_k], max_seqlen_q=longest_q, max_seqlen_k=longest_k,

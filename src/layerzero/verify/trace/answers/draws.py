@@ -23,8 +23,8 @@ def column(value: Any, rows: int, default: float) -> Tensor:
     """A filter as one number for each row."""
     if value is None:
         return torch.full((rows, 1), default, dtype=torch.float64)
-    found = torch.as_tensor(value).detach().cpu().double().reshape(-1, 1)
-    return found.expand(rows, 1)
+    values = torch.as_tensor(value).detach().cpu().double().reshape(-1, 1)
+    return values.expand(rows, 1)
 
 
 def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any, probs: bool, slack: float) -> Tensor:
@@ -50,29 +50,29 @@ def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any,
 def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
     """What the filters of a call leave of the row of each token."""
     r = answer.roles
-    given = {name: x[r[name]] if name in r else None for name in ("top_k", "top_p", "min_p", "temperature")}
+    filters = {name: x[r[name]] if name in r else None for name in ("top_k", "top_p", "min_p", "temperature")}
     drawn_from = x[r["rows"]][x[r["picked"]].long()] if r["picked"] else x[r["rows"]]
-    return filtered(drawn_from, probs=r["probs"], slack=slack, **given)
+    return filtered(drawn_from, probs=r["probs"], slack=slack, **filters)
 
 
 def possible(answer: Answer, x: Inputs, tokens: Tensor) -> Verdict:
     """Is every token one that the filters leave?"""
     out = answer.roles["out"]
-    left = of(answer, x, ROUNDING)
+    weights = of(answer, x, ROUNDING)
     tokens = tokens.detach().cpu().long()
-    if tokens.shape != left.shape[:1]:
-        return Verdict(out, "INCORRECT_SHAPE", detail=f"shape {tuple(tokens.shape)}, wanted {tuple(left.shape[:1])}")
-    inside = (tokens >= 0) & (tokens < left.shape[1])
-    good = inside & (left.gather(1, tokens.clamp(0, left.shape[1] - 1)[:, None])[:, 0] > 0)
+    if tokens.shape != weights.shape[:1]:
+        return Verdict(out, "INCORRECT_SHAPE", detail=f"shape {tuple(tokens.shape)}, wanted {tuple(weights.shape[:1])}")
+    inside = (tokens >= 0) & (tokens < weights.shape[1])
+    good = inside & (weights.gather(1, tokens.clamp(0, weights.shape[1] - 1)[:, None])[:, 0] > 0)
     bad = (~good).nonzero().flatten().tolist()
-    likeliest = left.argmax(-1)
+    likeliest = weights.argmax(-1)
     worst = tuple(Place((i,), float(tokens[i]), float(likeliest[i])) for i in bad[:5])
     share = float(good.double().mean()) if len(good) else 1.0
     if bad:
         return Verdict(out, "INCORRECT_NUMERICAL", Metrics(hit_ratio=share, worst=worst),
                        f"{len(bad)} of {len(good)} tokens are none that the filters leave, first in row {bad[0]}: "
                        f"{int(tokens[bad[0]])}")
-    single = int((left > 0).sum(-1).eq(1).sum())
+    single = int((weights > 0).sum(-1).eq(1).sum())
     return Verdict(out, "passed", Metrics(hit_ratio=share), f"{len(good)} tokens possible, {single} of them certain")
 
 
@@ -82,14 +82,14 @@ def frequencies(answer: Answer, x: Inputs) -> Verdict:
     rows = x[r["rows"]][:, :COLUMNS].contiguous()
     worst, at = 0.0, 0
     for i in range(len(rows)):
-        one = {name: torch.as_tensor(x[r[name]]).reshape(-1)[i % torch.as_tensor(x[r[name]]).numel()].item()
-               for name in ("top_k", "top_p", "min_p", "temperature") if name in r}
-        one["top_k"] = int(one.get("top_k", 0)) if int(one.get("top_k", 0)) < rows.shape[1] else 0
+        filters = {name: torch.as_tensor(x[r[name]]).reshape(-1)[i % torch.as_tensor(x[r[name]]).numel()].item()
+                   for name in ("top_k", "top_p", "min_p", "temperature") if name in r}
+        filters["top_k"] = int(filters.get("top_k", 0)) if int(filters.get("top_k", 0)) < rows.shape[1] else 0
         spaced = (torch.arange(DRAWS, device=rows.device, dtype=torch.float64) + 0.5) / DRAWS
         drawn = lz("sample", logits=rows[i].expand(DRAWS, -1).contiguous(), from_probs=r["probs"], uniforms=spaced,
-                   **one)
-        exact = filtered(rows[i:i + 1], one["top_k"], one.get("top_p"), one.get("min_p"), one.get("temperature"),
-                         r["probs"], 0.0)[0]
+                   **filters)
+        exact = filtered(rows[i:i + 1], filters["top_k"], filters.get("top_p"), filters.get("min_p"),
+                         filters.get("temperature"), r["probs"], 0.0)[0]
         counted = torch.bincount(drawn.cpu(), minlength=rows.shape[1]).double() / DRAWS
         gap = float((counted.cumsum(0) - (exact / exact.sum()).cumsum(0)).abs().max())
         worst, at = (gap, i) if gap > worst else (worst, at)

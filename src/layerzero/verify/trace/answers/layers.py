@@ -37,23 +37,23 @@ def rms_norm(definition: Definition) -> list[Answer]:
         eps = float(number(x, eps_name, reading["eps"]))
         scale = x[weight] if weight else None
         if residual and not reading["offset"]:
-            made = lz("add_rms_norm", x=x[x_name], residual=x[residual], weight=scale, eps=eps)
-            return {out: made[0], total: made[1]}
+            results = lz("add_rms_norm", x=x[x_name], residual=x[residual], weight=scale, eps=eps)
+            return {out: results[0], total: results[1]}
         summed = x[x_name] + x[residual] if residual else x[x_name]
         return {out: lz("rms_norm", x=summed, weight=scale, eps=eps, offset=reading["offset"]), total: summed}
 
-    found = []
+    answers = []
     for reading in options:
         op = "add_rms_norm" if residual and not reading["offset"] else "rms_norm"
         params = {"x": x_name, "residual": residual, "weight": weight, "eps": eps_name}
         fixed = {} if eps_name else {"eps": reading["eps"]}
         fixed |= {"offset": reading["offset"]} if op == "rms_norm" else {}
         direct = op == "add_rms_norm" or not residual
-        found.append(Answer(
+        answers.append(Answer(
             definition, (op,), f"lz.{op}({', '.join(n for n in (x_name, residual, weight) if n)})",
             with_reading(compute, reading), {k: v for k, v in reading.items() if v is not None}, "rms_norm",
             {**params, "out": out, "total": total}, {k: v for k, v in params.items() if v} if direct else {}, fixed))
-    return found
+    return answers
 
 
 def gemm(definition: Definition) -> list[Answer]:
@@ -62,8 +62,8 @@ def gemm(definition: Definition) -> list[Answer]:
     a_scale, b_scale = p.maybe(r"(a|x|input|lhs)_?scales?(_inv)?"), p.maybe(r"(b|w|weight|rhs)_?scales?(_inv)?")
     a = p.take(r"(mat_)?a|x|input|hidden_states|lhs", "a left matrix (A)")
     b = p.take(r"(mat_)?b|w|weights?|rhs", "a right matrix (B)")
-    for told in (r"(out_)?dtype", r"use_pdl"):
-        p.maybe(told)
+    for pattern in (r"(out_)?dtype", r"use_pdl"):
+        p.maybe(pattern)
     p.done()
     (out,) = p.outputs((r"c|d|y|out|output", "the product"))
     left, right = p.shape(a), p.shape(b)
@@ -74,38 +74,38 @@ def gemm(definition: Definition) -> list[Answer]:
         raise p.unmapped(f"{b} has a batch ({right[0]}) that {a} ({', '.join(left)}) has not")
     last = definition.outputs[out].shape or ()
     if left[-1] == right[-1] and (left[-1] != right[-2] or last[-1:] == right[-2:-1]):
-        turned = False
+        transposed = False
     elif left[-1] == right[-2]:
-        turned = True
+        transposed = True
     else:
         raise p.unmapped(f"{a} ({', '.join(left)}) and {b} ({', '.join(right)}) share no axis to sum over")
 
-    a_turned = scales_are_turned(p, a, a_scale)
+    a_transposed = scales_are_transposed(p, a, a_scale)
 
     def compute(x: Inputs) -> Outputs:
-        rows, weight = dequantized(x, a, a_scale, a_turned), dequantized(x, b, b_scale)
-        weight = weight.transpose(-1, -2) if turned else weight
+        rows, weight = dequantized(x, a, a_scale, a_transposed), dequantized(x, b, b_scale)
+        weight = weight.transpose(-1, -2) if transposed else weight
         if rows.dtype != weight.dtype:
             rows, weight = rows.float(), weight.float()
         if batched:
             return {out: torch.stack([lz("linear", x=r, weight=w) for r, w in zip(rows, weight)])}
         return {out: lz("linear", x=rows, weight=weight, bias=x[bias].to(rows.dtype) if bias else None)}
 
-    plain = not (turned or batched or a_scale or b_scale)
-    roles = {"a": a, "b": b, "bias": bias, "turned": turned, "out": out, "plain": not (a_scale or b_scale)}
-    return [Answer(definition, ("linear",), f"lz.linear({a}, {b}{'.T' if turned else ''})", compute, kind="gemm",
+    plain = not (transposed or batched or a_scale or b_scale)
+    roles = {"a": a, "b": b, "bias": bias, "transposed": transposed, "out": out, "plain": not (a_scale or b_scale)}
+    return [Answer(definition, ("linear",), f"lz.linear({a}, {b}{'.T' if transposed else ''})", compute, kind="gemm",
                    roles=roles,
                    params={"x": a, "weight": b, **({"bias": bias} if bias else {})} if plain else {})]
 
 
-def dequantized(x: Inputs, name: str, scale: str, turned: bool = False) -> Tensor:
+def dequantized(x: Inputs, name: str, scale: str, transposed: bool = False) -> Tensor:
     """The values of a tensor whose scales are one, one for each row, or one for each block.
 
-    `turned`: the scales are stored as (blocks, rows), as FlashInfer stores those of activations.
+    `transposed`: the scales are stored as (blocks, rows), as FlashInfer stores those of activations.
     """
     stored: Tensor = x[name]
     scales = torch.as_tensor(x[scale] if scale else 1.0, dtype=torch.float32, device=stored.device)
-    scales = scales.transpose(-1, -2) if turned else scales
+    scales = scales.transpose(-1, -2) if transposed else scales
     if stored.dtype.itemsize > 1:
         return stored * scales if scale else stored
     if scales.numel() == 1:
@@ -129,7 +129,7 @@ def _block(size: int, count: int) -> int:
     return next((n for n in (128, 1, 64, 32, 16, 256, 512, size) if -(-size // n) == count), -(-size // max(count, 1)))
 
 
-def scales_are_turned(p: Parts, name: str, scale: str) -> bool:
+def scales_are_transposed(p: Parts, name: str, scale: str) -> bool:
     """Told by the axes: the last one of the scales is the first one of the tensor."""
     return bool(scale) and len(p.shape(scale)) == 2 and p.shape(scale)[-1] == p.shape(name)[0]
 
@@ -147,9 +147,9 @@ def rope(definition: Definition) -> list[Answer]:
     positions = p.take(r"positions?|pos(ition)?_ids", "positions") if theta else p.maybe(r"positions?|pos(ition)?_ids")
     neox, part = p.maybe(r"is_neox(_style)?|interleaved?"), p.maybe(r"rotary_dim")
     p.done()
-    q_out, k_out = p.outputs((r"q.*|out|output", "turned queries"), (r"k.*", "turned keys"))
+    q_out, k_out = p.outputs((r"q.*|out|output", "rotated queries"), (r"k.*", "rotated keys"))
     if k_out and not k:
-        raise p.unmapped(f"the output {k_out} is turned keys, but no input is keys")
+        raise p.unmapped(f"the output {k_out} is rotated keys, but no input is keys")
     size = definition.const_axes.get("head_size", definition.const_axes.get("head_dim", 0))
     flat = len(p.shape(q)) == 2
     if flat and not size:
@@ -174,10 +174,10 @@ def rope(definition: Definition) -> list[Answer]:
             c, s = ((c[..., ::2], s[..., ::2]) if style == "interleaved" else
                     (c[..., :c.shape[-1] // 2], s[..., :s.shape[-1] // 2]))
         heads = [x[n].unflatten(-1, (-1, size)) if flat else x[n] for n in (q, k) if n]
-        made = lz("rope", q=heads[0], k=heads[1] if k else None, cos=c, sin=s, rotary_dim=2 * c.shape[-1],
-                  position_ids=x[positions] if positions and not theta else None, style=style, layout="bshd")
-        turned = made if isinstance(made, (tuple, list)) else (made,)
-        return {n: t.flatten(-2) if flat else t for n, t in zip((q_out, k_out), turned)}
+        results = lz("rope", q=heads[0], k=heads[1] if k else None, cos=c, sin=s, rotary_dim=2 * c.shape[-1],
+                     position_ids=x[positions] if positions and not theta else None, style=style, layout="bshd")
+        rotated = results if isinstance(results, (tuple, list)) else (results,)
+        return {n: t.flatten(-2) if flat else t for n, t in zip((q_out, k_out), rotated)}
 
     text = f"lz.rope({q}, {k or None}, {joint or theta or f'{cos}, {sin}'}, {positions or None})"
     return [Answer(definition, ("rope",), text, with_reading(compute, r), {} if neox else r, "rope", {
@@ -194,26 +194,26 @@ def sampling(definition: Definition) -> list[Answer]:
     p = Parts(definition, "sample")
     probs = p.maybe(r"(target_|input_)?prob(s|abilities)?", 2)
     logits = probs or p.take(r"logits", "rows of probabilities (probs) or logits", 2)
-    by = {name: found for name, pattern in _FILTERS.items() if (found := p.maybe(pattern))}
+    by = {name: source for name, pattern in _FILTERS.items() if (source := p.maybe(pattern))}
     uniforms, seed = p.maybe(r"uniforms?(_samples)?"), p.maybe(r"(philox_)?seed")
     picked = p.maybe(r"indices", 1)            # which row each token is drawn from
     p.done()
     (out,) = p.outputs((r"samples?|tokens?|out(put)?|token_ids|next_tokens?", "a token for each row"))
-    made = definition.outputs[out]
-    if made.floating or len(made.shape or ()) != 1:
-        raise p.unmapped(f"lz.sample gives one token for each row; the output {out} is {made.dtype} with the axes "
-                         f"{', '.join(made.shape or ())}")
+    token_spec = definition.outputs[out]
+    if token_spec.floating or len(token_spec.shape or ()) != 1:
+        raise p.unmapped(f"lz.sample gives one token for each row; the output {out} is {token_spec.dtype} with "
+                         f"the axes {', '.join(token_spec.shape or ())}")
 
     def compute(x: Inputs) -> Outputs:
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, source in by.items():
             value = x[source]
             rows = isinstance(value, Tensor) and value.dim() == 1
-            given[f"{name}_rows" if rows else name] = value if rows else number(x, source)
+            arguments[f"{name}_rows" if rows else name] = value if rows else number(x, source)
         if uniforms:
-            given["uniforms"] = x[uniforms] if x[uniforms].dim() == 1 else x[uniforms][0]   # (rounds, rows)
+            arguments["uniforms"] = x[uniforms] if x[uniforms].dim() == 1 else x[uniforms][0]   # (rounds, rows)
         rows_of = x[logits][x[picked].long()] if picked else x[logits]
-        return {out: lz("sample", logits=rows_of, from_probs=bool(probs), **given,
+        return {out: lz("sample", logits=rows_of, from_probs=bool(probs), **arguments,
                         seed=number(x, seed, None if uniforms else 0))}
 
     text = f"lz.sample({', '.join([logits, *by.values()])}, from_probs={bool(probs)})"

@@ -41,15 +41,6 @@ def answer(definition: Definition) -> Answer:
     return answers(definition)[0]
 
 
-def can_answer(definition: Definition) -> str:
-    """Nothing, or why not."""
-    try:
-        answers(definition)
-    except Unmapped as e:
-        return str(e)
-    return ""
-
-
 def _own_op(definition: Definition, name: str) -> Answer:
     """A definition exported from one of our operations: its inputs are the operation's parameters."""
     params = {p.name for p in dispatcher_of(name).op.params}
@@ -59,8 +50,8 @@ def _own_op(definition: Definition, name: str) -> Answer:
     fixed = fixed_arguments(definition)
 
     def compute(x: Inputs) -> Outputs:
-        made = lz(name, **{n: x[n] for n in definition.inputs}, **fixed)
-        return dict(zip(definition.outputs, made if isinstance(made, (tuple, list)) else (made,)))
+        results = lz(name, **{n: x[n] for n in definition.inputs}, **fixed)
+        return dict(zip(definition.outputs, results if isinstance(results, (tuple, list)) else (results,)))
 
     return Answer(definition, (name,), f"lz.{name}({', '.join(definition.inputs)})", compute, kind="own",
                   params={n: n for n in definition.inputs}, fixed=fixed,

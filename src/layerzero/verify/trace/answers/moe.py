@@ -18,7 +18,7 @@ from torch import Tensor
 from ..definition import Definition
 from ..readings import Parts, constant, likely, readings, text_of
 from .answer import Answer, Inputs, Outputs, lz, number, with_reading
-from .layers import dequantized, scales_are_turned
+from .layers import dequantized, scales_are_transposed
 
 
 @dataclass(frozen=True)
@@ -62,36 +62,36 @@ def moe(definition: Definition) -> list[Answer]:
         p.maybe(r"(gemm2_weights?|w2|fc2|down)_scales?(_inv)?"), p.maybe(r"output1_scales_scalar"),
         p.maybe(r"output1_scales_gate_scalar"), p.maybe(r"output2_scales_scalar"),
         p.maybe(r"(local_)?expert_(offset|start)|local_expert_offset"), p.maybe(r"routed_scaling_factor"), gate)
-    asked = {name: p.maybe(pattern) for name, pattern in (
+    count_inputs = {name: p.maybe(pattern) for name, pattern in (
         ("top_k", r"top_?k"), ("n_group", r"n_group"), ("topk_group", r"topk_group"))}
-    for told in (r"num_experts", r"num_local_experts", r"routing_method_type"):
-        p.maybe(told)                          # by the axes and the reference
+    for pattern in (r"num_experts", r"num_local_experts", r"routing_method_type"):
+        p.maybe(pattern)                       # the axes and the reference say it
     p.done()
     (out,) = p.outputs((r"o|out|y|output|hidden_states_out", "the mixture"))
-    top_k = 0 if asked["top_k"] else _top_k(p, roles)
+    top_k = 0 if count_inputs["top_k"] else _top_k(p, roles)
     groups = _groups(definition)
-    turned, x_turned = _turned(p, roles), scales_are_turned(p, roles.x, roles.x_scale)
+    transposed, x_transposed = _transposed(p, roles), scales_are_transposed(p, roles.x, roles.x_scale)
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
-        counts = tuple(int(number(x, asked[n], d)) for n, d in zip(asked, (top_k, *groups)))
+        counts = tuple(int(number(x, count_inputs[n], d)) for n, d in zip(count_inputs, (top_k, *groups)))
         picked, weights = _routed(x, roles, reading, counts[0], (counts[1] or 1, counts[2] or 1))
         offset = int(number(x, roles.offset, 0))
         used, local = _used(picked, offset, x[roles.second].shape[0])
-        tokens = _plain(x, roles.x, roles.x_scale, x_turned)
-        up_and_gate, down = (_of(x, name, scale, used, turned) for name, scale in (
+        tokens = _plain(x, roles.x, roles.x_scale, x_transposed)
+        up_and_gate, down = (_of(x, name, scale, used, transposed) for name, scale in (
             (roles.first, roles.first_scale), (roles.second, roles.second_scale)))
         if roles.gate:
-            up_and_gate = torch.cat((_of(x, roles.gate, "", used, turned), up_and_gate), 1)
+            up_and_gate = torch.cat((_of(x, roles.gate, "", used, transposed), up_and_gate), 1)
         up_and_gate, down = _scaled_results(x, roles, used, up_and_gate, down, reading["gate_first"])
         wide = tokens.dtype if tokens.dtype == up_and_gate.dtype == down.dtype else torch.float32
-        made = lz("moe", x=tokens.to(wide), w_gate_up=up_and_gate.to(wide), w_down=down.to(wide), topk_ids=local,
-                  topk_weights=weights.float(), gate_first=reading["gate_first"], weight_on=reading["weight_on"])
-        return {out: made}
+        result = lz("moe", x=tokens.to(wide), w_gate_up=up_and_gate.to(wide), w_down=down.to(wide), topk_ids=local,
+                    topk_weights=weights.float(), gate_first=reading["gate_first"], weight_on=reading["weight_on"])
+        return {out: result}
 
     names = (roles.x, roles.first, roles.second, "experts of " + (roles.logits or roles.ids))
     ops = (*(("moe_gate",) if logits else ()), *(("dequantize",) if _quantized(p, roles) else ()), "moe")
-    parts = {**vars(roles), "out": out, "top_k": top_k, "groups": groups, "turned": turned, "x_turned": x_turned,
-             "asked": asked}
+    parts = {**vars(roles), "out": out, "top_k": top_k, "groups": groups, "transposed": transposed,
+             "x_transposed": x_transposed, "count_inputs": count_inputs}
     text = f"lz.moe({', '.join(names)})"
     return [Answer(definition, ops, text, with_reading(compute, reading), reading, "moe", parts)
             for reading in _readings(definition, roles)]
@@ -108,14 +108,14 @@ def _quantized(p: Parts, roles: _Roles) -> bool:
 def _top_k(p: Parts, roles: _Roles) -> int:
     if roles.ids:
         return 0
-    found = constant(p.definition, r"(num_)?top_?k|num_experts_per_tok(en)?")
-    if found is None:
+    count = constant(p.definition, r"(num_)?top_?k|num_experts_per_tok(en)?")
+    if count is None:
         tag = re.search(r"top_?k_?(\d+)", " ".join((*p.definition.tags, p.definition.description,
                                                     p.definition.name)).lower())
-        found = int(tag[1]) if tag else None
-    if found is None:
+        count = int(tag[1]) if tag else None
+    if count is None:
         raise p.unmapped("how many experts a token has is told neither by a const axis top_k nor by the reference")
-    return found
+    return count
 
 
 def _groups(definition: Definition) -> tuple[int, int]:
@@ -125,8 +125,8 @@ def _groups(definition: Definition) -> tuple[int, int]:
     return (groups, kept) if groups and kept else (1, 1)
 
 
-def _turned(p: Parts, roles: _Roles) -> bool:
-    """Weights stored as (experts, inputs, outputs) are turned round."""
+def _transposed(p: Parts, roles: _Roles) -> bool:
+    """Are the weights stored as (experts, inputs, outputs)?"""
     hidden, first = p.shape(roles.x)[-1], p.shape(roles.first)
     if hidden == first[2] and hidden != first[1]:
         return False
@@ -162,10 +162,10 @@ def _routed(x: Inputs, roles: _Roles, reading: Mapping[str, Any], top_k: int, gr
     """The experts of each token, and their weights."""
     if not roles.ids:
         bias = x[roles.bias].float().reshape(-1) if reading.get("bias") == "choice" else None
-        made = lz("moe_gate", logits=x[roles.logits].float(), top_k=top_k, scoring=reading["scoring"],
-                  normalize=reading["normalize"], n_group=groups[0], topk_group=groups[1],
-                  e_score_correction_bias=bias, routed_scaling_factor=float(number(x, roles.factor, 1.0)))
-        return made[0], made[1]
+        routed = lz("moe_gate", logits=x[roles.logits].float(), top_k=top_k, scoring=reading["scoring"],
+                    normalize=reading["normalize"], n_group=groups[0], topk_group=groups[1],
+                    e_score_correction_bias=bias, routed_scaling_factor=float(number(x, roles.factor, 1.0)))
+        return routed[0], routed[1]
     if roles.weights:
         return x[roles.ids].long(), x[roles.weights]
     packed = x[roles.ids]                      # the expert in the high half, its weight as bfloat16 in the low one
@@ -187,11 +187,11 @@ def _used(ids: Tensor, offset: int, experts: int) -> tuple[Tensor, Tensor]:
     return used, torch.where(mine, torch.searchsorted(used, local.contiguous()), -1)
 
 
-def _plain(x: Inputs, name: str, scale: str, turned: bool) -> Tensor:
-    return dequantized(x, name, scale, turned) if scale or x[name].dtype.itemsize == 1 else x[name]
+def _plain(x: Inputs, name: str, scale: str, transposed: bool) -> Tensor:
+    return dequantized(x, name, scale, transposed) if scale or x[name].dtype.itemsize == 1 else x[name]
 
 
-def _of(x: Inputs, name: str, scale: str, used: Tensor, turned: bool) -> Tensor:
+def _of(x: Inputs, name: str, scale: str, used: Tensor, transposed: bool) -> Tensor:
     """The weights of some experts, (experts, outputs, inputs), as numbers."""
     stored = x[name]
     weights = (stored.view(torch.uint8)[used].view(stored.dtype) if stored.dtype.itemsize == 1 else stored[used])
@@ -200,7 +200,7 @@ def _of(x: Inputs, name: str, scale: str, used: Tensor, turned: bool) -> Tensor:
         weights = dequantized({"w": weights, "s": scales}, "w", "s")
     elif weights.dtype.itemsize == 1:
         weights = weights.float()
-    return weights.transpose(1, 2).contiguous() if turned else weights
+    return weights.transpose(1, 2).contiguous() if transposed else weights
 
 
 def _scaled_results(x: Inputs, roles: _Roles, used: Tensor, first: Tensor, second: Tensor, gate_first: bool

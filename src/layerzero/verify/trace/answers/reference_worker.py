@@ -44,14 +44,14 @@ def call(job: dict[str, Any]) -> dict[str, Any]:
         return run(**inputs) if by_name else run(*inputs.values())
 
     start = time.perf_counter()
-    made = once()
+    results = once()
     if job["device"] != "cpu":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    if isinstance(made, dict):
-        outputs = {name: made[name] for name in job["outputs"]}
+    if isinstance(results, dict):
+        outputs = {name: results[name] for name in job["outputs"]}
     else:
-        parts = made if isinstance(made, (tuple, list)) else (made,)
+        parts = results if isinstance(results, (tuple, list)) else (results,)
         if len(parts) != len(job["outputs"]):
             raise ValueError(f"run() gave {len(parts)} outputs, the definition says {', '.join(job['outputs'])}")
         outputs = dict(zip(job["outputs"], parts))

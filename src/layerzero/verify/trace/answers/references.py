@@ -80,12 +80,12 @@ class References:
         refused = self.refusal(definition)
         if refused:
             return Ran(status="untrusted", why=refused)
-        given, made = (Path(self._folder.name) / name for name in ("inputs.pt", "outputs.pt"))
-        torch.save({n: v.cpu() if isinstance(v, Tensor) else v for n, v in inputs.items()}, given)
-        job = {"reference": definition.reference, "inputs": str(given), "to": str(made), "device": device,
+        input_file, output_file = (Path(self._folder.name) / name for name in ("inputs.pt", "outputs.pt"))
+        torch.save({n: v.cpu() if isinstance(v, Tensor) else v for n, v in inputs.items()}, input_file)
+        job = {"reference": definition.reference, "inputs": str(input_file), "to": str(output_file), "device": device,
                "outputs": list(definition.outputs)}
         answer = self._ask(json.dumps(job), device)
-        given.unlink(missing_ok=True)
+        input_file.unlink(missing_ok=True)
         if isinstance(answer, Ran):
             return answer
         if not answer["ok"]:
@@ -94,8 +94,8 @@ class References:
                 return Ran(status="memory", why="its reference needs more memory than is here: "
                                                 f"{answer['error']}{place}")
             return Ran(status="failed", why=f"its reference failed: {answer['error']}{place}")
-        outputs: dict[str, Tensor] = torch.load(made, weights_only=True)
-        made.unlink()
+        outputs: dict[str, Tensor] = torch.load(output_file, weights_only=True)
+        output_file.unlink()
         return Ran(outputs, answer["ms"])
 
     def _ask(self, line: str, device: str) -> Any:

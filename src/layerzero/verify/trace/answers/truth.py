@@ -24,5 +24,5 @@ class Truth:
     def __call__(self, answer: Answer, inputs: Inputs) -> dict[str, Tensor]:
         assert self.compute is not None
         with torch.no_grad():
-            made = self.compute(answer, inputs)
-        return {n: made[n].to(getattr(torch, s.dtype)) for n, s in answer.definition.outputs.items() if n in made}
+            results = self.compute(answer, inputs)
+        return {n: results[n].to(getattr(torch, s.dtype)) for n, s in answer.definition.outputs.items() if n in results}

@@ -151,7 +151,7 @@ def _rms_norm(answer: Answer, x: Inputs) -> Outputs:
 
 def _gemm(answer: Answer, x: Inputs) -> Outputs:
     r = answer.roles
-    weight = x[r["b"]].transpose(-1, -2) if r["turned"] else x[r["b"]]
+    weight = x[r["b"]].transpose(-1, -2) if r["transposed"] else x[r["b"]]
     product = x[r["a"]] @ weight.transpose(-1, -2) if weight.dim() == 3 else F.linear(x[r["a"]], weight)
     return {r["out"]: product + x[r["bias"]] if r["bias"] else product}
 
@@ -164,7 +164,7 @@ def _rope(answer: Answer, x: Inputs) -> Outputs:
     turn = torch.complex(cos, sin).unsqueeze(-2)
     half = cos.shape[-1]
 
-    def turned(t: Tensor) -> Tensor:
+    def rotated(t: Tensor) -> Tensor:
         head, tail = t[..., :2 * half].double(), t[..., 2 * half:].double()
         interleaved = answer.reading["style"] == "interleaved"
         pairs = head.unflatten(-1, (half, 2)) if interleaved else head.unflatten(-1, (2, half)).transpose(-1, -2)
@@ -172,7 +172,7 @@ def _rope(answer: Answer, x: Inputs) -> Outputs:
         done = done.flatten(-2) if interleaved else done.transpose(-1, -2).flatten(-2)
         return torch.cat((done, tail), -1)
 
-    return {r[f"{n}_out"]: turned(x[r[n]]) for n in ("q", "k") if r[n]}
+    return {r[f"{n}_out"]: rotated(x[r[n]]) for n in ("q", "k") if r[n]}
 
 
 # Mixtures of experts, token by token.
@@ -181,7 +181,7 @@ def _moe(answer: Answer, x: Inputs) -> Outputs:
     r, reading = answer.roles, answer.reading
     ids, weights = _chosen(r, reading, x)
     first = int(x[r["offset"]]) if r["offset"] else 0
-    tokens = _values(x[r["x"]], x[r["x_scale"]].T if r["x_turned"] else x.get(r["x_scale"]))
+    tokens = _values(x[r["x"]], x[r["x_scale"]].T if r["x_transposed"] else x.get(r["x_scale"]))
     out = torch.zeros(len(ids), tokens.shape[-1], device=tokens.device)
     for t, slot in ((t, s) for t in range(len(ids)) for s in range(ids.shape[1])):
         expert, weight = int(ids[t, slot]) - first, float(weights[t, slot])
@@ -204,7 +204,7 @@ def _chosen(r: Mapping[str, Any], reading: Mapping[str, Any], x: Inputs) -> tupl
     logits = x[r["logits"]].float()
     scores = logits.sigmoid() if reading["scoring"] == "sigmoid" else logits.softmax(-1)
     choice = scores + x[r["bias"]].float().reshape(-1) if reading.get("bias") == "choice" else scores
-    top_k, groups, kept = (int(x[r["asked"][n]]) if r["asked"][n] else d for n, d in (
+    top_k, groups, kept = (int(x[r["count_inputs"][n]]) if r["count_inputs"][n] else d for n, d in (
         ("top_k", r["top_k"]), ("n_group", r["groups"][0]), ("topk_group", r["groups"][1])))
     if groups > 1:
         parted = choice.view(len(choice), groups, -1)
@@ -236,7 +236,7 @@ def _factors(r: Mapping[str, Any], x: Inputs, expert: int) -> tuple[float, float
 
 def _weights(r: Mapping[str, Any], x: Inputs, name: str, scale: str, expert: int) -> Tensor:
     weight = _values(x[name][expert], x[scale][expert] if scale else None)
-    return weight.T if r["turned"] else weight
+    return weight.T if r["transposed"] else weight
 
 
 def _values(stored: Tensor, scales: Tensor | None) -> Tensor:

@@ -140,10 +140,10 @@ def _rope(answer: Answer, x: Inputs) -> Outputs:
     r = answer.roles
     q, k = x[r["q"]], x[r["k"] or r["q"]]
     positions = x[r["positions"]] if r["positions"] else torch.arange(len(q), device=q.device)
-    turned = flashinfer.rope.apply_rope_with_cos_sin_cache(
+    rotated = flashinfer.rope.apply_rope_with_cos_sin_cache(
         positions, q.flatten(1), k.flatten(1), q.shape[-1], x[r["joint"]].float(),
         answer.reading["style"] == "rotate_half")
-    return {r["q_out"]: turned[0].view_as(q), **({r["k_out"]: turned[1].view_as(k)} if r["k"] else {})}
+    return {r["q_out"]: rotated[0].view_as(q), **({r["k_out"]: rotated[1].view_as(k)} if r["k"] else {})}
 
 
 _FLASHINFER: Mapping[str, Compute] = {"rms_norm": _norm_of(_flashinfer_norms), "paged": _paged, "ragged": _ragged,

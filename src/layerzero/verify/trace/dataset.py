@@ -1,0 +1,82 @@
+"""Folders in the layout of flashinfer-bench: which definitions and workloads they hold, and which paths lead out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from ...select.policy import suggest
+from ...spec.errors import DataError
+from ...spec.event import FileRefused
+from ...world import events
+from .definition import Definition, Trace, Workload
+
+
+def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> tuple[Definition, ...]:
+    """Return the definitions of a dataset (a folder with `definitions/`, or that folder), by type and name."""
+    root = Path(folder)
+    if root.is_file():
+        definitions: Sequence[Definition] = (Definition.load(root),)
+    elif root.is_dir():
+        home = root / "definitions" if (root / "definitions").is_dir() else root
+        definitions = _readable(sorted(home.rglob("*.json")))
+    else:
+        raise DataError(f"{root}: wanted a folder of definitions or one JSON file; there is none")
+    chosen = tuple(d for d in definitions if name in ("", d.name) and op_type in ("", d.op_type))
+    if not chosen:
+        known = {d.name if name else d.op_type for d in definitions}
+        raise DataError(f"{root}: none of {len(definitions)} definitions is called or of the type {name or op_type!r}"
+                        f"{suggest(name or op_type, known)}")
+    twice = [d.name for i, d in enumerate(chosen) if d.name in {other.name for other in chosen[:i]}]
+    if twice:
+        raise DataError(f"{root}: more than one definition is called {twice[0]!r}; names are unique in a dataset")
+    return tuple(sorted(chosen, key=lambda d: (d.op_type, d.name)))
+
+
+def _readable(paths: Sequence[Path]) -> list[Definition]:
+    """Return the definitions of these files. A file that holds none is a `FileRefused` event."""
+    definitions: list[Definition] = []
+    refused: DataError | None = None
+    for path in paths:
+        try:
+            definitions.append(Definition.load(path))
+        except DataError as e:
+            refused = refused or e
+            events.emit(FileRefused(path=str(path), problem=str(e)))
+    if refused is not None and not definitions:
+        raise refused
+    return definitions
+
+
+def dataset_root(definition: Definition) -> Path | None:
+    """The folder that holds `definitions/`, from which paths of stored inputs count."""
+    parents = definition.origin.resolve().parents if definition.origin else ()
+    return next((p.parent for p in parents if p.name == "definitions"), None)
+
+
+def inside(root: Path, path: str | Path) -> Path:
+    """Resolve `path`, which counts from `root`; DataError if it leads out of `root`."""
+    home = root.resolve()
+    try:
+        resolved = (home / path).resolve()
+        resolved.exists()                      # raises for a name that no file can have
+    except (OSError, RuntimeError, ValueError) as e:
+        raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r} ({e})") from e
+    pure = PurePosixPath(str(path).replace("\\", "/"))
+    if pure.is_absolute() or ".." in pure.parts or not resolved.is_relative_to(home):
+        raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r}, which leads out "
+                        "of it; it is not read")
+    return resolved
+
+
+def find_workloads(definition: Definition) -> tuple[Workload, ...]:
+    """Return the workloads that the dataset of the definition has for it."""
+    root = dataset_root(definition)
+    if root is None:
+        return ()
+    path = inside(root, Path("workloads", definition.op_type, f"{definition.name}.jsonl"))
+    try:
+        return tuple(t.workload for t in Trace.load_lines(path)) if path.exists() else ()
+    except DataError as e:                     # the workloads of the other definitions may be read
+        events.emit(FileRefused(path=str(path), problem=str(e)))
+        return ()

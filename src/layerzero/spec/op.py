@@ -133,6 +133,7 @@ class Op:
     gradient_cases: tuple[Mapping[str, Any], ...] = ()      # for the backward; some of `cases` if not said
     dropout_case: Mapping[str, Any] = field(default_factory=dict)  # sizes that show the weights that dropout_p leaves
     alterations: tuple[Alteration, ...] = ()   # mistakes that a kernel of it could make
+    reference_kernel: Mapping[str, Any] = field(default_factory=dict)  # fields of reference.<name>: its workspace, say
     sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
     in_place: tuple[str, ...] = ()             # tensors that a kernel writes into, and whose memory it may return
 

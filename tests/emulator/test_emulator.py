@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from .run import COMPILER, HERE, FAILURES, built
+from .run import COMPILER, FAILURES, HERE, built
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 

@@ -36,7 +36,7 @@ def bench_decode() -> None:
                                ("B32 K4096", 32, 1, 4096, 8), ("B1 K32768", 1, 1, 32768, 8),
                                ("B4 Q8 K8192", 4, 8, 8192, 8), ("B1 MQA K8192", 1, 1, 8192, 1)):
         q, key, value = rand(b, 32, t, 128), rand(b, hkv, k, 128), rand(b, hkv, k, 128)
-        if 32 // hkv * t > decode.MOST_ROWS:
+        if 32 // hkv * t > decode.MAX_ROWS:
             continue
         mask = torch.ones(t, k, dtype=torch.bool, device="cuda").tril(k - t)
         want = F.scaled_dot_product_attention(q.float(), key.float(), value.float(), mask, enable_gqa=True)

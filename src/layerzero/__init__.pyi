@@ -904,7 +904,7 @@ def alibi(
     causal_align: Literal["top_left", "bottom_right"] | None = None, is_causal: bool = False,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """The bias (heads, seq_q, seq_k) to add to attention scores, from one slope for each head.
+    """Returns the bias (heads, seq_q, seq_k) to add to attention scores.
 
     Args:
         slopes (Tensor): heads
@@ -935,7 +935,8 @@ def attention(
     """Scaled dot-product attention.
 
     The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
-    window_left, window_right: how many keys left and right of the diagonal are seen, -1 for all.
+    window_left, window_right: number of keys left and right of the diagonal that are visible, -1
+    for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
     return_lse: also return the log-sum-exp of each query row, (batch, heads, seq_q), natural log.
 
@@ -982,7 +983,8 @@ def attention(
     """Scaled dot-product attention.
 
     The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
-    window_left, window_right: how many keys left and right of the diagonal are seen, -1 for all.
+    window_left, window_right: number of keys left and right of the diagonal that are visible, -1
+    for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
     return_lse: also return the log-sum-exp of each query row, (batch, heads, seq_q), natural log.
 
@@ -1030,7 +1032,8 @@ def attention(
     """Scaled dot-product attention.
 
     The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
-    window_left, window_right: how many keys left and right of the diagonal are seen, -1 for all.
+    window_left, window_right: number of keys left and right of the diagonal that are visible, -1
+    for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
     return_lse: also return the log-sum-exp of each query row, (batch, heads, seq_q), natural log.
 
@@ -1069,7 +1072,7 @@ def cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean", backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """-log softmax(logits)[target], averaged or summed over the rows, or one for each.
+    """Returns -log softmax(logits)[target]: the mean or sum over the rows, or one value per row.
 
     Args:
         logits (Tensor): *rows vocab
@@ -1094,7 +1097,7 @@ def dequantize(
     size: int | None = None, out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """The values of what lz.quantize returned, with the same format, block_size and block_rows.
+    """Returns the values of codes, with the format, block_size and block_rows of lz.quantize.
 
     Args:
         q (Tensor): *rows packed
@@ -1124,7 +1127,7 @@ def detokenize(
     ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> str | list[str]:
-    """The text of a sequence of ids, or of each of several.
+    """Returns the text of a sequence of ids, or of each of several.
 
     Args:
         ids (Any)
@@ -1145,7 +1148,7 @@ def embedding(
     ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0, *,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """weight[ids] * scale, of shape (*ids.shape, width).
+    """Returns weight[ids] * scale, of shape (*ids.shape, width).
 
     Args:
         ids (Tensor): *tokens
@@ -1189,7 +1192,7 @@ def grouped_gemm(
     x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """For each group g, x[rows of g] @ weights[g].
+    """Returns x[rows of g] @ weights[g] for each group g.
 
     Args:
         x (Tensor): rows k
@@ -1259,7 +1262,7 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean", backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """The cross entropy of the logits hidden @ weight.T + bias; weight is (vocab, width).
+    """Returns the cross entropy of hidden @ weight.T + bias; weight is (vocab, width).
 
     Args:
         hidden (Tensor): *rows width
@@ -1426,7 +1429,7 @@ def mlp(
     bias_up: Tensor | None = None, bias_down: Tensor | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) for a plain activation.
+    """Returns down(act(gate(x)) * up(x)), or down(act(up(x))) for a plain activation.
 
     Args:
         x (Tensor): *rows hidden
@@ -1456,7 +1459,7 @@ def moe(
     weight_on: Literal["output", "input"] = "output", backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """Each token through its experts, one after the other.
+    """Runs each token through its experts and sums the results by weight.
 
     Args:
         x (Tensor): *rows hidden
@@ -1495,7 +1498,7 @@ def moe_gate(
     e_score_correction_bias: Tensor | None = None, routed_scaling_factor: float = 1.0,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(ids int64, weights float32), both (..., top_k), for logits (..., experts).
+    """Returns (ids int64, weights float32), both (..., top_k), for logits (..., experts).
 
     Args:
         logits (Tensor): *rows experts
@@ -1529,9 +1532,10 @@ def paged_attention(
     """Attention over a paged KV cache; see lz.attention for the shared arguments.
 
     block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
-    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each. is_causal and window_left
-    measure from the last query, which sits at the last key. key_scale, value_scale: what a stored value is multiplied
-    by, one number or one per KV head. max_seqlen_q: the longest query, which spares some kernels reading cu_seqlens_q.
+    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
+    is_causal and window_left are relative to the last query, which is aligned with the last key.
+    key_scale, value_scale: factors of the stored values, one number or one per KV head.
+    max_seqlen_q: the longest query; some kernels need it on the host.
     return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
 
     Args:
@@ -1581,9 +1585,10 @@ def paged_attention(
     """Attention over a paged KV cache; see lz.attention for the shared arguments.
 
     block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
-    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each. is_causal and window_left
-    measure from the last query, which sits at the last key. key_scale, value_scale: what a stored value is multiplied
-    by, one number or one per KV head. max_seqlen_q: the longest query, which spares some kernels reading cu_seqlens_q.
+    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
+    is_causal and window_left are relative to the last query, which is aligned with the last key.
+    key_scale, value_scale: factors of the stored values, one number or one per KV head.
+    max_seqlen_q: the longest query; some kernels need it on the host.
     return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
 
     Args:
@@ -1634,9 +1639,10 @@ def paged_attention(
     """Attention over a paged KV cache; see lz.attention for the shared arguments.
 
     block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
-    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each. is_causal and window_left
-    measure from the last query, which sits at the last key. key_scale, value_scale: what a stored value is multiplied
-    by, one number or one per KV head. max_seqlen_q: the longest query, which spares some kernels reading cu_seqlens_q.
+    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
+    is_causal and window_left are relative to the last query, which is aligned with the last key.
+    key_scale, value_scale: factors of the stored values, one number or one per KV head.
+    max_seqlen_q: the longest query; some kernels need it on the host.
     return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
 
     Args:
@@ -1680,11 +1686,13 @@ def quantize(
     zeros: Tensor | None = None, global_scale: Tensor | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Any:
-    """(codes, scales), then zeros if symmetric is False, then the global scale of nvfp4.
+    """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4.
 
-    granularity: one scale for the tensor, for each row ("channel"), or for each block of a row; None for what is
-    usual: blocks for four-bit formats, else rows. block_size: 0 for the format's own. block_rows: rows of a block.
-    scales, zeros, global_scale: from calibration, in the layout that would be returned; else made here.
+    granularity: one scale for the tensor, for each row ("channel"), or for each block of a row; by
+    default blocks for four-bit formats, else rows. block_size: 0 for the format's default.
+    block_rows: rows of a block.
+    scales, zeros, global_scale: from calibration, in the layout that would be returned; else
+    computed from x.
 
     Args:
         x (Tensor): *rows width
@@ -1767,11 +1775,12 @@ def rope(
     rotary_dim: int | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(q, k) with each pair turned by its token's angle; q alone where k is None.
+    """Returns (q, k) with each pair rotated by its token's angle; q alone if k is None.
 
-    cos, sin: (seq, rotary_dim / 2), or with a batch in front, or tables that position_ids (batch, seq) picks from.
+    cos, sin: (seq, rotary_dim / 2), or with a leading batch, or tables that position_ids (batch,
+    seq) index.
     style: "rotate_half" pairs i with i + rotary_dim / 2, "interleaved" pairs 2i with 2i + 1.
-    rotary_dim: how many elements of a head turn, all if not said.
+    rotary_dim: how many elements of a head are rotated, by default all.
 
     Args:
         q (Tensor): *batch heads seq head_dim
@@ -1805,11 +1814,12 @@ def rope(
     rotary_dim: int | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """(q, k) with each pair turned by its token's angle; q alone where k is None.
+    """Returns (q, k) with each pair rotated by its token's angle; q alone if k is None.
 
-    cos, sin: (seq, rotary_dim / 2), or with a batch in front, or tables that position_ids (batch, seq) picks from.
+    cos, sin: (seq, rotary_dim / 2), or with a leading batch, or tables that position_ids (batch,
+    seq) index.
     style: "rotate_half" pairs i with i + rotary_dim / 2, "interleaved" pairs 2i with 2i + 1.
-    rotary_dim: how many elements of a head turn, all if not said.
+    rotary_dim: how many elements of a head are rotated, by default all.
 
     Args:
         q (Tensor): *batch heads seq head_dim
@@ -1849,7 +1859,7 @@ def sample(
     return_logprobs: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A token id for each row of `logits` (batch, vocab), int64; -1 where none can be drawn.
+    """Returns a token id per row of `logits` (batch, vocab), int64; -1 where none can be drawn.
 
     Args:
         logits (Tensor): batch vocab
@@ -1892,7 +1902,7 @@ def speculative_verify(
     offset: int = 0, generator: torch.Generator | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(accepted tokens padded with -1, their number, the token that follows) for each row of draft_tokens.
+    """Returns (accepted tokens, their number, the token after them) for each row of draft_tokens.
 
     Args:
         draft_tokens (Tensor): batch drafted
@@ -1924,7 +1934,7 @@ def speculative_verify_tree(
     seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(accepted tokens, their nodes, their number, the token that follows) for each row's tree.
+    """Returns (accepted tokens, their nodes, their number, the token after them) for each row.
 
     Args:
         draft_tokens (Tensor): batch nodes
@@ -1963,7 +1973,7 @@ def tokenize(
     return_attention_mask: bool = True, cache_prefix: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tokens:
-    """The ids of a text, or of each of several, with their attention mask and, if asked for, their offsets.
+    """Returns the ids of one or several texts, their attention mask and, on request, offsets.
 
     Args:
         text (str | list[str])

@@ -193,7 +193,7 @@ def test_another_thread_may_load_while_a_graph_is_captured(ranks: str) -> None:
 
     def load() -> None:
         try:
-            compiler.enter(0)
+            compiler.ensure_context(0)
             loading._load(0)
         except RuntimeError as e:
             faulty.append(e)

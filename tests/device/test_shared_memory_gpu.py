@@ -26,7 +26,7 @@ def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, 
     room = worlds.current().device("cuda").shared_per_block
     rows = max(16, 1 << (group * tokens - 1).bit_length())
     declared = int(parse(kernel.shared_memory)({"group": group, "seq_q": tokens, "head_dim": dim, "head_dim_v": dim}))
-    stage, beside = decode.stage_of_64(dim, dim, 2, 2), decode.beside_stages(rows, dim, dim, False)
+    stage, beside = decode.stage_bytes(dim, dim, 2, 2), decode.bytes_beside_stages(rows, dim, dim, False)
     assert declared == stage * (1 if rows <= 16 else 2) + beside
     q = torch.randn(1, 2 * group, tokens, dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 2, 700, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -1,8 +1,8 @@
-// The primitives of backends/cuda/device.h on a CPU: every CUDA thread is a fiber, and a barrier, a shuffle or a
-// tensor-core product is a place where fibers wait for each other. What hardware leaves undefined is made to fail:
-// shared memory begins as NaN, and in every second launch as large numbers; an asynchronous copy arrives only when it is
-// waited for, writing behind the shared memory is found, and threads that wait for one that will never come end the
-// launch.
+// The primitives of backends/cuda/device.h on a CPU: every CUDA thread is a fiber, and a barrier, a
+// shuffle or a tensor-core product is a point where fibers wait for each other. What hardware
+// leaves undefined is made to fail: shared memory is initialised to NaN, and in every second launch
+// to large numbers; an asynchronous copy takes effect only when it is waited for; writes past the
+// shared memory are detected, and a deadlock ends the launch.
 #pragma once
 
 #include <csetjmp>
@@ -97,12 +97,12 @@ static u64 arrive(Gate& gate) {
 
 static void arrive_and_wait(Gate& gate) { wait_until_past(gate, arrive(gate)); }
 
-static Warp& its_warp() { return now->block->warps[now->thread / 32]; }
+static Warp& current_warp() { return now->block->warps[now->thread / 32]; }
 
 static void run() {
     entry(params);
     now->done = true;
-    for (Gate* gate : {&now->block->gate, &cluster_gate, &its_warp().gate}) { --gate->expected; gate->settle(); }
+    for (Gate* gate : {&now->block->gate, &cluster_gate, &current_warp().gate}) { --gate->expected; gate->settle(); }
     _longjmp(scheduler, 1);
 }
 
@@ -122,13 +122,13 @@ static bool run_cluster(std::vector<Fiber>& fibers) {
             if (fiber.done || (fiber.waits_for && fiber.waits_for->generation == fiber.seen)) continue;
             moved = true;
             now = &fiber;
-            const int came_back = _setjmp(scheduler);
-            if (!came_back) {
+            const int jump = _setjmp(scheduler);
+            if (!jump) {
                 if (fiber.started) _longjmp(fiber.here, 1);
                 fiber.started = true;
                 setcontext(&fiber.begin);
             }
-            if (came_back == 2) return false;
+            if (jump == 2) return false;
             if (now->done) --left;
         }
         if (!moved) { outcome = STUCK; return false; }
@@ -141,19 +141,19 @@ static bool run_cluster(std::vector<Fiber>& fibers) {
 extern "C" int lz_emulate(void (*kernel)(const void*), int x, int y, int z, int threads, int shared_bytes, int cluster,
                           const void* given) {
     using namespace emulator;
-    static std::mutex one;                         // launch at a time, whatever the threads
-    const std::lock_guard<std::mutex> alone(one);
+    static std::mutex launch_mutex;                         // one launch at a time
+    const std::lock_guard<std::mutex> lock(launch_mutex);
     size_x = x; cluster_blocks = cluster;
     entry = kernel; params = given; outcome = FINE;
     static int launches = 0;
-    const int left_behind = launches++ % 2 ? 0x47 : 0xFF;
+    const int stale_byte = launches++ % 2 ? 0x47 : 0xFF;
     const int many = cluster * threads;
-    const size_t room = ((shared_bytes + 127) / 128) * 128;
+    const size_t shared_size = ((shared_bytes + 127) / 128) * 128;
     u8* stacks = (u8*)mmap(nullptr, many * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                            -1, 0);
     std::vector<Fiber> fibers(many);
     blocks.assign(cluster, Block());
-    for (Block& block : blocks) block.shared = (u8*)aligned_alloc(128, room + GUARD);
+    for (Block& block : blocks) block.shared = (u8*)aligned_alloc(128, shared_size + GUARD);
     for (int at = 0; at < x * y * z && outcome == FINE; at += cluster) {
         cluster_gate = Gate();
         cluster_gate.expected = many;
@@ -164,8 +164,8 @@ extern "C" int lz_emulate(void (*kernel)(const void*), int x, int y, int z, int 
             block.gate = Gate();
             block.gate.expected = threads;
             block.warps.assign((threads + 31) / 32, Warp());
-            memset(block.shared, left_behind, room);
-            memset(block.shared + room, 0xFF, GUARD);
+            memset(block.shared, stale_byte, shared_size);
+            memset(block.shared + shared_size, 0xFF, GUARD);
             for (int t = 0; t < threads; ++t) {
                 Fiber& fiber = fibers[rank * threads + t];
                 fiber = Fiber();
@@ -182,14 +182,15 @@ extern "C" int lz_emulate(void (*kernel)(const void*), int x, int y, int z, int 
         if (!run_cluster(fibers)) break;
         for (Block& block : blocks)
             for (size_t n = 0; n < GUARD; ++n)
-                if (block.shared[room + n] != 0xFF) outcome = OVERRUN;
+                if (block.shared[shared_size + n] != 0xFF) outcome = OVERRUN;
     }
     for (Block& block : blocks) free(block.shared);
     munmap(stacks, many * STACK);
     return outcome;
 }
 
-// As cuLaunchKernelEx is called. 1: an invalid value, as the driver says it; 719: a launch that failed.
+// Has the signature of cuLaunchKernelEx. 1: CUDA_ERROR_INVALID_VALUE; 719:
+// CUDA_ERROR_LAUNCH_FAILED.
 namespace emulator {
 
 struct LaunchConfig {
@@ -210,7 +211,7 @@ extern "C" int lz_launch(const emulator::LaunchConfig* config, void (*kernel)(co
                       given[0]) ? 719 : 0;
 }
 
-// Who am I
+// Indices
 
 FN int thread() { return emulator::now->thread; }
 FN int lane() { return emulator::now->thread & 31; }
@@ -254,10 +255,10 @@ template <bool IS_BF16> FN u32 pack2(float low, float high) {
 // Threads of a warp and of a block
 
 FN void sync_block() { emulator::arrive_and_wait(emulator::now->block->gate); }
-FN void sync_warp() { emulator::arrive_and_wait(emulator::its_warp().gate); }
+FN void sync_warp() { emulator::arrive_and_wait(emulator::current_warp().gate); }
 
 template <typename T> FN T shuffle(T v, int from) {
-    emulator::Warp& warp = emulator::its_warp();
+    emulator::Warp& warp = emulator::current_warp();
     memcpy(&warp.slot[lane()], &v, sizeof v);
     sync_warp();
     T got;
@@ -268,8 +269,8 @@ template <typename T> FN T shuffle(T v, int from) {
 
 template <typename T> FN T shuffle_xor(T v, int mask) { return shuffle(v, lane() ^ mask); }
 
-FN u32 votes(bool v) {
-    emulator::Warp& warp = emulator::its_warp();
+FN u32 ballot(bool v) {
+    emulator::Warp& warp = emulator::current_warp();
     warp.slot[lane()] = v;
     sync_warp();
     u32 all = 0;
@@ -324,7 +325,7 @@ template <typename T> FN T atomic_add(T* place, T v) { const T before = *place; 
 // Tensor cores
 
 template <bool IS_BF16> FN void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    emulator::Warp& warp = emulator::its_warp();
+    emulator::Warp& warp = emulator::current_warp();
     memcpy(warp.a[lane()], a, sizeof a);
     memcpy(warp.b[lane()], b, sizeof b);
     sync_warp();
@@ -341,16 +342,16 @@ template <bool IS_BF16> FN void mma(float (&d)[4], const u32 (&a)[4], const u32 
     sync_warp();
 }
 
-template <bool TURNED> FN void matrices(u32 (&r)[4], const void* row) {
+template <bool TRANSPOSED> FN void load_matrices(u32 (&r)[4], const void* row) {
     emulator::check_aligned(row);
-    emulator::Warp& warp = emulator::its_warp();
+    emulator::Warp& warp = emulator::current_warp();
     warp.row[lane()] = (const u8*)row;
     sync_warp();
     const int g = lane() / 4, t = lane() % 4;
     for (int n = 0; n < 4; ++n) {
         u16 pair[2];
         for (int half = 0; half < 2; ++half) {
-            const int down = TURNED ? 2 * t + half : g, across = TURNED ? g : 2 * t + half;
+            const int down = TRANSPOSED ? 2 * t + half : g, across = TRANSPOSED ? g : 2 * t + half;
             memcpy(&pair[half], warp.row[n * 8 + down] + across * 2, 2);
         }
         r[n] = u32(pair[0]) | u32(pair[1]) << 16;
@@ -358,10 +359,10 @@ template <bool TURNED> FN void matrices(u32 (&r)[4], const void* row) {
     sync_warp();
 }
 
-FN void matrices4(u32 (&r)[4], const void* row) { matrices<false>(r, row); }
-FN void matrices4_turned(u32 (&r)[4], const void* row) { matrices<true>(r, row); }
+FN void ldmatrix4(u32 (&r)[4], const void* row) { load_matrices<false>(r, row); }
+FN void ldmatrix4_transposed(u32 (&r)[4], const void* row) { load_matrices<true>(r, row); }
 
-FN u32 turned(u32 v) {
+FN u32 transpose_8x8(u32 v) {
     const int g = lane() / 4, t = lane() % 4, half = 16 * (g % 2);
     const u32 low = shuffle(v, 8 * t + g / 2), high = shuffle(v, 8 * t + 4 + g / 2);
     return (low >> half & 0xFFFF) | (high >> half & 0xFFFF) << 16;
@@ -393,8 +394,8 @@ template <typename T> FN void cluster_write(T* here, int rank, T value) { *of_ra
 
 // Integers
 
-FN void mma_codes(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
-    emulator::Warp& warp = emulator::its_warp();
+FN void mma_u8_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
+    emulator::Warp& warp = emulator::current_warp();
     memcpy(warp.a[lane()], a, sizeof a);
     warp.b[lane()][0] = b0, warp.b[lane()][1] = b1;
     sync_warp();
@@ -414,14 +415,14 @@ FN void mma_codes(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)
     memcpy(d, r, sizeof r);
 }
 
-FN u32 bytes_of(u32 low, u32 high, u32 which) {
+FN u32 permute_bytes(u32 low, u32 high, u32 which) {
     const u64 both = u64(high) << 32 | low;
     u32 r = 0;
     for (int n = 0; n < 4; ++n) r |= u32(u8(both >> 8 * ((which >> 4 * n) & 7))) << 8 * n;
     return r;
 }
 
-FN i32 nearest(float v) {                          // what is too large or no number as the hardware has it
+FN i32 round_to_int(float v) {                          // saturates, and NaN is 0, as on hardware
     if (v != v) return 0;
     return v >= 0x1p31f ? 0x7FFFFFFF : v < -0x1p31f ? i32(1u << 31) : i32(lrintf(v));
 }
@@ -433,11 +434,12 @@ FN u32 load_once(const u32* from) {
     return *from;
 }
 
-// An mbarrier holds how many bytes are still to come. Without a cluster the hardware knows none.
+// An mbarrier holds the number of bytes still to arrive. Hardware has remote stores in clusters
+// only.
 
 FN void check_cluster() { if (emulator::cluster_blocks == 1) emulator::fail(emulator::ALONE); }
 FN void mbarrier_expect(u64* mbarrier, u32 bytes) { check_cluster(); *mbarrier = bytes; }
-FN void cluster_here() { cluster_arrive(); }
+FN void cluster_arrive_relaxed() { cluster_arrive(); }
 
 template <typename T> FN void remote_store(T* here, int rank, T value, u64* mbarrier) {
     check_cluster();

@@ -15,8 +15,8 @@ KERNEL(primitives, Params, 64)
     copy_wait<0>();
     sync_block();
     u32 a[4], b4[4], b[2];
-    matrices4(a, tile + (lane() % 16) * 16 + (lane() / 16) * 8);
-    matrices4(b4, tile + 256 + (lane() % 8) * 16 + (lane() / 8 % 2) * 8);
+    ldmatrix4(a, tile + (lane() % 16) * 16 + (lane() / 16) * 8);
+    ldmatrix4(b4, tile + 256 + (lane() % 8) * 16 + (lane() / 8 % 2) * 8);
     b[0] = b4[0];
     b[1] = b4[1];
     float d[4] = {0, 0, 0, 0};
@@ -32,7 +32,7 @@ KERNEL(primitives, Params, 64)
     sync_cluster();
     float all = 0;
     for (int rank = 0; rank < cluster_size(); ++rank) all += cluster_read(part, rank) + cluster_read(part + 1, rank);
-    const u32 odd = votes(lane() % 2);
+    const u32 odd = ballot(lane() % 2);
     if (thread() == 0) {
         p.sums[block_x()] = all;
         p.seen[block_x()] = odd;

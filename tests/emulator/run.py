@@ -20,8 +20,8 @@ from layerzero.verify.kernel.contract import check_case
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "layerzero" / "backends" / "cuda"
 COMPILER = shutil.which("g++") or shutil.which("c++")
-WRONG = {1: "threads wait for one that never comes", 2: "written behind the end of the shared memory",
-         3: "an access of 16 bytes that is not aligned to 16", 4: "a mailbox outside of a cluster"}
+FAILURES = {1: "threads wait for one that never comes", 2: "a write past the end of the shared memory",
+            3: "an access of 16 bytes that is not aligned to 16", 4: "an mbarrier outside of a cluster"}
 
 
 class Emulated:
@@ -35,7 +35,7 @@ class Emulated:
         kernel = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
         code = self.library.lz_emulate(kernel, *grid, threads, shared, cluster, ctypes.c_char_p(params))
         if code:
-            raise RuntimeError(f"{name}: {WRONG[code]}")
+            raise RuntimeError(f"{name}: {FAILURES[code]}")
 
 
 @lru_cache(maxsize=None)
@@ -51,11 +51,11 @@ def _built(source: Path, macros: tuple[tuple[str, int], ...]) -> Emulated:
     folder.mkdir(exist_ok=True, mode=0o700)
     library = folder / f"{key}.so"
     if not library.exists():
-        made = folder / f"{key}.{os.getpid()}.so"
-        done = subprocess.run([*command, "-o", str(made)], input=text, capture_output=True, cwd=HERE)
-        if done.returncode:
-            raise RuntimeError(f"{source.name} does not compile:\n{done.stderr.decode()[-4000:]}")
-        made.replace(library)                      # another worker may have built the same
+        draft = folder / f"{key}.{os.getpid()}.so"
+        process = subprocess.run([*command, "-o", str(draft)], input=text, capture_output=True, cwd=HERE)
+        if process.returncode:
+            raise RuntimeError(f"{source.name} does not compile:\n{process.stderr.decode()[-4000:]}")
+        draft.replace(library)                      # another worker may have built the same
     return Emulated(library)
 
 
@@ -65,7 +65,7 @@ def built(source: Path | str, **macros: int) -> Emulated:
 
 
 class Kernel(compiler.Compiled):
-    """What backends.cuda.compiler.kernel gives, for tensors on the CPU."""
+    """A kernel as backends.cuda.compiler.kernel returns it, for tensors on the CPU."""
 
     def __init__(self, source: str, name: str, macros: tuple[tuple[str, int], ...], threads: int, shared: int = 0,
                  cluster: int = 1) -> None:
@@ -77,7 +77,7 @@ class Kernel(compiler.Compiled):
         return -1
 
     def handle(self, device: int) -> tuple[int, int]:
-        """A launch of the driver's signature, which runs the emulator."""
+        """Returns a launch function with the driver's signature that runs the emulator."""
         library = self.emulated.library
         call, function = (ctypes.cast(f, ctypes.c_void_p).value for f in (library.lz_launch, library[self.name]))
         assert call and function
@@ -85,7 +85,7 @@ class Kernel(compiler.Compiled):
 
 
 def on_cpu(name: str) -> Declared:
-    """A kernel of backends/cuda as it is declared, but for what it asks of the machine."""
+    """Returns a kernel of backends/cuda as it is declared, without its hardware rules."""
     kernel = next(k for k in KERNELS if k.id == name)
     rules = tuple(rule for rule in kernel.requires if rule not in HARDWARE)
     return dataclasses.replace(kernel.constrained(rules), built=None)

@@ -72,5 +72,5 @@ def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None
             (1, 8, 17, 32), (1, 64, 500), (1, 1000, 100_000), (64, 128, 256), (False, True)):
         if rows <= 16 or dim <= 128:
             made = CONFIG(rows, homes, keys, dim, paged, machine)
-            assert decode.shared_of(rows, dim, made.warps, made.stages) <= machine.shared
+            assert decode.shared_bytes(rows, dim, made.warps, made.stages) <= machine.shared
             assert made.splits in (1, *decode.SPLITS) and made.warps >= 2

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from .run import COMPILER, HERE, WRONG, built
+from .run import COMPILER, FAILURES, HERE, built
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -28,7 +28,7 @@ def test_primitives(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("how", [1, 2, 3, 4])
 def test_what_hardware_leaves_undefined_is_found(how: int) -> None:
-    with pytest.raises(RuntimeError, match=WRONG[how]):
+    with pytest.raises(RuntimeError, match=FAILURES[how]):
         built(HERE / "primitives.cu", BF16=1).launch("broken", (2, 1, 1), 64, struct.pack("@i", how), shared=256)
     with pytest.raises(ValueError, match="clusters of 2"):
         built(HERE / "primitives.cu", BF16=1).launch("broken", (3, 1, 1), 64, struct.pack("@i", 0), cluster=2)

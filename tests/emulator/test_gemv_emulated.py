@@ -36,9 +36,9 @@ CONFIGS = (
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(compiler, "kernel", Kernel)
-    gemv._prepared.cache_clear()
+    gemv._prepare.cache_clear()
     yield
-    gemv._prepared.cache_clear()
+    gemv._prepare.cache_clear()
 
 
 @pytest.mark.parametrize("dtype, case", CASES)

@@ -22,7 +22,7 @@ CASES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("name", ["cuda.rms_norm", "cuda.add_rms_norm"])
 def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "kernel", Kernel)
-    norm._prepared.cache_clear()
+    norm._prepare.cache_clear()
     results = [check_case(on_cpu(name), case, "bfloat16", "cpu") for case in CASES]
-    norm._prepared.cache_clear()
+    norm._prepare.cache_clear()
     assert [str(r) for r in results if r.status != "passed"] == []

@@ -31,9 +31,9 @@ CONFIGS = (planes.Config(5, blocks=2, slots=2), planes.Config(2, 2, split=2, slo
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(compiler, "kernel", Kernel)
-    planes._prepared.cache_clear()
+    planes._prepare.cache_clear()
     yield
-    planes._prepared.cache_clear()
+    planes._prepare.cache_clear()
 
 
 def assert_row(dtype: str, case: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def assert_row(dtype: str, case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype, case", CASES)
 def test_contract(dtype: str, case: dict[str, Any]) -> None:
-    assert planes.takes(1, case["k"], "int4", case["group"])
+    assert planes.is_supported(1, case["k"], "int4", case["group"])
     assert_row(dtype, case)
 
 
@@ -110,9 +110,9 @@ def test_what_is_not_a_number_is_seen_everywhere(given: dict[str, Any]) -> None:
 
 
 def test_every_row_of_x_but_the_only_one_goes_elsewhere() -> None:
-    assert planes.takes(1, 4096, "int4", 128) and planes.takes(1, 1 << 15, "int4", 0)
+    assert planes.is_supported(1, 4096, "int4", 128) and planes.is_supported(1, 1 << 15, "int4", 0)
     for rows, format, group in ((2, "int4", 128), (1, "int8", 128), (1, "fp8_e4m3", 0), (1, "int4", 64)):
-        assert not planes.takes(rows, 4096, format, group)
+        assert not planes.is_supported(rows, 4096, format, group)
     values = values_of()
     given = [values[name] for name in ("x", "weight_q", "scales", "zeros", "bias")]
     assert torch.equal(gemv.launch(*given, "int4", 128), run(values))
@@ -123,6 +123,6 @@ def test_every_configuration_can_be_launched(machine: compiler.Machine) -> None:
     for n, k in product((1, 17, 1024, 4096, 14336, 128256), (32, 544, 2048, 4096, 11008, 14336, 1 << 15)):
         shape = planes.Shape(n, k, 128, False)
         made = planes.with_slots(shape, planes.config(shape, machine), machine)
-        assert made.pairs >= -(-k // 256) and made.own <= planes.MOST_OWN and made.split <= planes.MOST_SPLIT
-        assert made.warps * made.blocks <= planes.MOST_WARPS and made.slots % (2 // made.own) == 0
+        assert made.pairs >= -(-k // 256) and made.own <= planes.MAX_PAIRS_PER_WARP and made.split <= planes.MAX_SPLIT
+        assert made.warps * made.blocks <= planes.MAX_WARPS and made.slots % (2 // made.own) == 0
         assert made.shared <= machine.shared // made.blocks, (shape, made)

@@ -25,7 +25,7 @@ from .run import COMPILER, Kernel, on_cpu
 
 __all__ = ["world"]
 pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
-PREPARED = (norm._prepared, decode._compiled, gemv._prepared, planes._prepared, sampling._plan)
+PREPARED = (norm._prepare, decode._compiled, gemv._prepare, planes._prepare, sampling._plan)
 
 
 @pytest.fixture(scope="session")
@@ -213,7 +213,8 @@ def test_a_launch_that_the_driver_refuses(serve: Any, monkeypatch: pytest.Monkey
 
     def refused(self: Kernel, code: int, device: int, grid: tuple[int, int, int]) -> Exception:
         told.append((code, device, grid))
-        return RuntimeError(compiler.described(code, b"CUDA_ERROR_INVALID_VALUE", b"invalid argument", "launching"))
+        return RuntimeError(compiler.describe_error(code, b"CUDA_ERROR_INVALID_VALUE",
+                                                    b"invalid argument", "launching"))
 
     launched = compiler.Compiled.launch
 
@@ -294,9 +295,10 @@ def test_recordings_end_with_their_entry(serve: Any) -> None:
 def test_configurations_of_decode_are_alike_in_the_range_that_is_told(machine: compiler.Machine) -> None:
     for rows, homes, dim, paged in ((1, 8, 128, False), (8, 256, 64, True), (32, 8, 64, False), (4, 1, 256, False)):
         for keys in (1, 2, 63, 64, 500, 1023, 1024, 2047, 2048, 5000, 100_000):
-            low, high = decode.alike(keys, -1, 1)
+            low, high = decode.same_config_range(keys, -1, 1)
             assert low <= keys <= high
             made = decode.config(rows, homes, keys, dim, paged, machine)
             for other in {low, high, (low + min(high, 1 << 20)) // 2}:
                 assert decode.config(rows, homes, other, dim, paged, machine) == made, (keys, other)
-    assert decode.alike(500, 99, 1) == (100, replay.MOST) and decode.alike(70, 99, 1) == (64, 99)
+    assert decode.same_config_range(500, 99, 1) == (100, replay.MOST)
+    assert decode.same_config_range(70, 99, 1) == (64, 99)

@@ -525,8 +525,8 @@ def biased_without_given_numbers(right, **v):
 
 @fault("sample", "distribution")
 def nucleus_one_token_short(right, **v):
-    from layerzero.ops.sample import _one_fewer
-    made = _one_fewer(lz.op("sample"), dict(v))
+    from layerzero.ops.sample import _drop_last_of_top_p
+    made = _drop_last_of_top_p(lz.op("sample"), dict(v))
     return right(**v) if made is None else made.values if v["return_logprobs"] else made.values[0]
 
 

@@ -68,10 +68,10 @@ def contract(name: str, dtype: str, every: str) -> None:
 def crowded() -> None:
     """More ties than the last step can list: it must go through the whole row, and find the same token."""
     from layerzero.backends.triton.sampling import sample
-    from layerzero.backends.triton.sampling_search import MOST_LISTED
+    from layerzero.backends.triton.sampling_search import MAX_LISTED
     from layerzero.ops.sample import reference
 
-    logits = torch.zeros(1, MOST_LISTED + 500)
+    logits = torch.zeros(1, MAX_LISTED + 500)
     logits[:, ::30], logits[:, 7] = -1.0, 2.0
     uniforms = torch.tensor([0.73], dtype=torch.float64)
     for given in ({"top_p": 0.6}, {"top_k": 900}, {"top_k": 900, "top_p": 0.5, "min_p": 0.1}):

@@ -1,11 +1,12 @@
-"""Who computes it: one file (or folder) per library, each a tuple `KERNELS` of declarations.
+"""The backends: one file (or folder) per library, each with a tuple `KERNELS` of declarations.
 
-Every module of this folder is a backend, but for those whose name begins with an underscore. Importing one
-imports no library: that happens in a kernel's `load`, on first selection.
+Every module of this folder is a backend, except those whose name begins with an underscore.
+Importing one imports no
+library: that happens in a kernel's `load`, when it is first selected.
 """
 
 from __future__ import annotations
 
 import pkgutil
 
-CATALOG = tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_")))
+CATALOG = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")))

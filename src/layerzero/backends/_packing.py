@@ -1,12 +1,13 @@
-"""Weights rearranged once for a library, and kept as long as the weight is alive and unchanged.
+"""Prepacked weights: packed once for a library, and kept as long as the weight is alive and
+unchanged.
 
-An entry belongs to the storages of the tensors it was made from: it goes when one of them is freed. It is
-valid while their addresses, shapes, strides, dtypes and versions are what they were, so a write in place
-(`mul_`, an optimizer's step) makes a new one. A write that bumps no version (through `.data`, NumPy, or a
-raw pointer) cannot be seen: call `lz.quant.forget_packed(weight)` after one.
+An entry belongs to the storages of the tensors it was packed from and is dropped when one of them
+is freed. It is valid while their addresses, shapes, strides, dtypes and versions are the same, so a
+write in place (`mul_`, an optimizer's step) packs again. A write that bumps no version (through
+`.data`, NumPy, or a raw pointer) cannot be detected: call `lz.quant.forget_packed(weight)` after one.
 
-When the room is used up by living weights, a newcomer is not packed and its kernel uses it as it is: that
-is slower than packed, but taking turns would pack on every call.
+When living weights use up the limit, further weights are not packed and their kernels use them as
+they are. That is slower, but evicting entries would pack on every call.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ class _Entry:
 
 
 class PackedWeights:
-    """Readers take no lock; packing is done by one thread at a time."""
+    """A cache of packed weights. Readers take no lock; one thread packs at a time."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = _default_limit() if limit is None else limit       # bytes of copies that may be kept
+        self.limit = _default_limit() if limit is None else limit       # bytes of all packed copies
         self._entries: dict[Signature, _Entry] = {}
-        self._packing = threading.RLock()      # a freed storage may call back while this thread packs
+        self._packing = threading.RLock()      # reentrant: a storage may be freed while this thread packs
 
     def get(self, kind: str, pack: Callable[..., Any], *tensors: Tensor, growth: int = 1) -> Any | None:
-        """`pack(*tensors)`, remembered under `kind`; None for weights that must not be packed.
+        """Returns `pack(*tensors)`, cached under `kind`; None for weights that must not be packed.
 
-        What is kept takes `growth` times the bytes of the tensors.
+        A packed copy has `growth` times the bytes of the tensors.
         """
         try:
             versions = tuple([t._version for t in tensors])
-        except RuntimeError:                   # an inference tensor: nobody could tell that it changed
+        except RuntimeError:                   # an inference tensor: changes cannot be detected
             return None
         key = (kind, *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
         entry = self._entries.get(key)
@@ -61,7 +62,7 @@ class PackedWeights:
             versions = tuple([t._version for t in tensors])
             entry = self._entries.get(key)
             if entry is not None and entry.versions == versions and _same_owners(entry, tensors):
-                return entry.packed            # another thread was first
+                return entry.packed            # another thread packed it meanwhile
             self._entries.pop(key, None)
             nbytes = growth * sum(t.nbytes for t in tensors)
             if nbytes + self.nbytes > self.limit:
@@ -77,12 +78,13 @@ class PackedWeights:
             return packed
 
     def forget(self, *tensors: Tensor) -> int:
-        """Drop what was made from these tensors or from others of their storage; all if none is named."""
+        """Drops what was packed from these tensors or others of their storage, or everything;
+        returns how many."""
         with self._packing:
             storages = [t.untyped_storage() for t in tensors]
-            gone = [key for key, e in list(self._entries.items())
+            dropped = [key for key, e in list(self._entries.items())
                     if not storages or any(owner() is s for owner in e.owners for s in storages)]
-            return sum(self._entries.pop(key, None) is not None for key in gone)
+            return sum(self._entries.pop(key, None) is not None for key in dropped)
 
     @property
     def nbytes(self) -> int:
@@ -96,12 +98,13 @@ class PackedWeights:
 
 
 def _same_owners(entry: _Entry, tensors: tuple[Tensor, ...]) -> bool:
-    """The address alone is not enough: a storage that was resized leaves its old address to others."""
+    """Returns whether the storages are the same: the address of a resized storage may be reused by
+    others."""
     return all(owner() is t.untyped_storage() for owner, t in zip(entry.owners, tensors))
 
 
 def _default_limit() -> int:
-    """A quarter of the machine's memory."""
+    """Returns a quarter of the machine's memory."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf

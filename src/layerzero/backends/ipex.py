@@ -2,7 +2,7 @@
 
 Importing it replaces some of torch's own kernels and autocast rules in the whole process: copies of float8 tensors
 fail from then on. So it runs only where it is named or untested kernels are allowed. Its linear layer is oneDNN's with
-a weight arranged once, which torch can do itself (torch.linear_prepacked).
+a prepacked weight, which torch has itself (torch.linear_prepacked).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from ..ops.formulas.moe import activate
 from ..ops.linear import OP as linear
+from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ..spec.rules import any_of, at_least, cpu_isa, device, dtypes, plain_tensors
 from ._packing import PACKED
 
 
@@ -29,12 +29,12 @@ def _linear() -> Callable[..., Any]:
     product = torch.ops.torch_ipex.ipex_linear.default
     prepack = torch.ops.ipex_prepack.linear_prepack
 
-    def arranged(weight: Tensor) -> tuple[Any, Tensor]:
+    def pack(weight: Tensor) -> tuple[Any, Tensor]:
         context = prepack(weight.detach(), None, 32)
-        return context, context.get_data_handle()              # the handle is valid as long as the context is kept
+        return context, context.get_data_handle()              # the handle is valid while the context lives
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-        packed = PACKED.get("ipex", arranged, weight)
+        packed = PACKED.get("ipex", pack, weight)
         if packed is None:
             out = F.linear(x, weight, bias)
         else:
@@ -50,8 +50,9 @@ KERNELS = (
            distribution="intel-extension-for-pytorch", version=">=2.8,<2.9", torch=">=2.8,<2.9", prior=5.0,
            overhead_us=8.0, differentiable=False, traceable=False, untested=True,
            workspace="itemsize * in_features * out_features",
-           requires=(device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16", "float32"), plain_tensors(),
-                     any_of(dtypes("bfloat16"), at_least("rows", 4)), at_least("in_features", 1, Code.EMPTY_INPUT),
-                     at_least("out_features", 1, Code.EMPTY_INPUT)),
+           requires=(r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16", "float32"), r.plain_tensors(),
+                     r.any_of(r.dtypes("bfloat16"), r.at_least("rows", 4)),
+                     r.at_least("in_features", 1, Code.EMPTY_INPUT),
+                     r.at_least("out_features", 1, Code.EMPTY_INPUT)),
            note="its import breaks copies of float8 tensors in the whole process"),
 )

@@ -1,11 +1,13 @@
-"""The formulas themselves, fused into one loop by torch.compile.
+"""The references, fused by torch.compile.
 
-Compiled once for each kind of call: dtypes, exact sizes, switches and numbers are constants of the code; the other
-sizes are symbols in it, so a longer sequence does not compile anew. A size of 1 is a kind of its own.
+Each specialization is compiled once: dtypes, exact sizes, flags and numbers are constants of the
+code; other sizes are symbolic, so a longer sequence does not recompile. A size of 1 is a
+specialization of its own.
 
-One thread of a CPU with AVX-512, against the eager formula: at some hundred rows 2 to 6 times as fast, at one row half
-as fast, since a call costs 20 to 30 us before it computes. Measured too and left out, because another kernel is
-faster: matmuls, routing, sampling, group norm and quantization on the CPU, codes of four bits.
+On one thread of a CPU with AVX-512, compared with the eager reference: 2 to 6 times as fast for
+some hundred rows, half as fast for one row, since a call has 20 to 30 us of overhead. Measured and
+left out, because another kernel is faster: matmuls, routing, sampling, group norm and quantization
+on the CPU, four-bit codes.
 """
 
 from __future__ import annotations
@@ -29,71 +31,77 @@ from ..ops.group_norm import OP as group_norm
 from ..ops.layer_norm import OP as layer_norm
 from ..ops.rms_norm import OP as rms_norm
 from ..ops.rope import OP as rope
+from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
-from ..spec.rules import Condition, at_least, device, dtypes, one_of, plain_tensors
 
-NONE: frozenset[int] = frozenset()
+NO_AXES: frozenset[int] = frozenset()
 _serial = count()
-COMPILERS = {"win32": "cl", "darwin": "clang++"}           # what Inductor calls where CXX does not say; else g++
+COMPILERS = {"win32": "cl", "darwin": "clang++"}           # what Inductor calls without CXX; else g++
 
 
 @functools.lru_cache(maxsize=None)
 def compiler() -> bool | Reason:
-    """True, or why nothing can be compiled here. Triton, which serves a GPU, wants a compiler as well."""
+    """Returns True, or why nothing can be compiled here. Triton needs a C++ compiler for a GPU as
+    well."""
     wanted = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
     return bool(shutil.which(wanted.split()[0])) or Reason(Code.COMPILER_MISSING, f"a C++ compiler ({wanted})")
 
 
 class Compiled:
-    """The compiled formula of one op, by kind of call."""
+    """The compiled reference of one op, by specialization."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
         self.names = tuple(p.name for p in op.params)
-        # variant -> tensor -> the axes whose size the op keeps exactly; from the end, as a starred one may be several
+        # variant -> tensor -> the axes of exact sizes, counted from the end, as a starred one may
+        # be several
         self.exact = {variant: {name: frozenset(i - len(tokens) for i, token in enumerate(tokens) if token in op.exact)
                                 for name, tokens in shapes.items()} for variant, shapes in op.patterns.items()}
-        self.by_kind: dict[Any, Callable[..., Any]] = {}
+        self.specializations: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         values = {**dict(zip(self.names, args)), **kwargs}
         variant = self.op.variant
         exact = self.exact[values.get(variant, self.op.by_name[variant].default) if variant else ""]
-        kind = (*values, *[self.part(v, exact.get(name, NONE)) if isinstance(v, Tensor) else v
-                           for name, v in values.items()])
-        with torch.no_grad():                  # one kind less: there is no backward anyway
-            found = self.by_kind.get(kind)
-            if found is not None:
-                return found(*args, **kwargs)
-            made = self.compiled()
-            marked = {name: self.marked(v, exact.get(name, NONE)) if isinstance(v, Tensor) else v
+        key = (*values, *[self.key_of(v, exact.get(name, NO_AXES)) if isinstance(v, Tensor) else v
+                          for name, v in values.items()])
+        with torch.no_grad():                  # fewer specializations: there is no backward anyway
+            known = self.specializations.get(key)
+            if known is not None:
+                return known(*args, **kwargs)
+            run = self.compile()
+            marked = {name: self.mark_dynamic(v, exact.get(name, NO_AXES)) if isinstance(v, Tensor) else v
                       for name, v in values.items()}
-            out = made(*[marked[name] for name in self.names[:len(args)]], **{name: marked[name] for name in kwargs})
-            self.by_kind[kind] = made          # two threads may both make it: torch compiles one after the other
+            out = run(*[marked[name] for name in self.names[:len(args)]], **{name: marked[name] for name in kwargs})
+            self.specializations[key] = run   # two threads may both compile it: torch serializes them
             return out
 
     @staticmethod
-    def part(value: Tensor, exact: frozenset[int]) -> Any:
-        """What of a tensor the code is made for."""
+    def key_of(value: Tensor, exact: frozenset[int]) -> Any:
+        """Returns the properties of a tensor that the code is specialized for."""
         ndim = value.dim()
         sizes = [n if n < 2 or i - ndim in exact else None for i, n in enumerate(value.shape)]
         order = () if value.is_contiguous() else (value.stride(-1), *sorted(range(ndim), key=value.stride))
         return (value.dtype, value.device.type, order, *sizes)
 
     @staticmethod
-    def marked(value: Tensor, exact: frozenset[int]) -> Tensor:
-        """The same tensor, with the sizes that are to be symbols marked; on an alias, so that the caller's is not."""
+    def mark_dynamic(value: Tensor, exact: frozenset[int]) -> Tensor:
+        """Returns an alias of the tensor with its symbolic sizes marked as dynamic; the caller's
+        tensor is not."""
         alias, ndim = value.detach(), value.dim()
         for i, n in enumerate(value.shape):
             if n > 1 and i - ndim not in exact:
                 torch._dynamo.maybe_mark_dynamic(alias, i)
         return alias
 
-    def compiled(self) -> Callable[..., Any]:
-        """With a name of its own: by that torch counts recompilations, and past eight it goes on unfused without a
-        word. fullgraph makes it raise instead, should one kind need so many."""
+    def compile(self) -> Callable[..., Any]:
+        """Compiles a copy of the reference with a unique name.
+
+        torch counts recompilations by name, and past eight it silently runs eagerly. fullgraph
+        makes it raise instead.
+        """
         formula: Any = self.op.reference
         own = FunctionType(formula.__code__.replace(co_name=f"{self.op.name}_{next(_serial)}"), formula.__globals__,
                            formula.__name__, formula.__defaults__, formula.__closure__)
@@ -102,11 +110,11 @@ class Compiled:
 
 
 def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
-    """By a function of this module's own, so that a descriptor can name it."""
+    """Returns a loader as a global of this module, so that a descriptor can name it."""
     def load() -> Callable[..., Any]:
         run = Compiled(op)
 
-        @functools.wraps(op.reference)         # the signature is the formula's
+        @functools.wraps(op.reference)         # the signature is the reference's
         def call(*args: Any, **kwargs: Any) -> Any:
             return run(*args, **kwargs)
 
@@ -117,11 +125,12 @@ def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
     return load
 
 
-def _kernel(op: Op, prior: float, *requires: Condition, devices: tuple[str, ...] = ("cpu", "cuda"),
-            untested: bool = False, versions: str = "") -> Kernel:
-    rules: list[Condition] = [device(*devices), plain_tensors()]
-    if op is not dequantize:                   # whose main tensor holds codes
-        rules.append(dtypes("float16", "bfloat16", "float32"))
+def _kernel(op: Op, prior: float, *requires: r.Condition, devices: tuple[str, ...] = ("cpu", "cuda"),
+            untested: bool = False, versions: str = "",
+            dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> Kernel:
+    rules: list[r.Condition] = [r.device(*devices), r.plain_tensors()]
+    if dtypes:
+        rules.append(r.dtypes(*dtypes))
     variants = tuple(op.patterns) if op.variant else ()
     return Kernel(f"torch.compiled_{op.name}", op, _loader(op), (*rules, *requires), prior=prior,
                   overhead_us=OVERHEAD_US, variants=variants, differentiable=False, graph_safe=False, traceable=False,
@@ -129,21 +138,22 @@ def _kernel(op: Op, prior: float, *requires: Condition, devices: tuple[str, ...]
                   note="the formula, compiled for each dtype and exact size")
 
 
-# A call costs 20 to 30 us. The rest is what the guess of small calls is too high by: the formula runs them from the
-# cache, several times faster than the roofline of memory says.
+# A call has 20 to 30 us of overhead. The rest makes up for the estimate of small eager calls, which
+# run from the cache, several times faster than the memory roofline.
 OVERHEAD_US = 100.0
-SOME_ROWS = at_least("rows", 1, Code.EMPTY_INPUT)
+HAS_ROWS = r.at_least("rows", 1, Code.EMPTY_INPUT)
 
 KERNELS = (
-    _kernel(rms_norm, 5.0, SOME_ROWS),
-    _kernel(add_rms_norm, 4.5, SOME_ROWS),
-    # torch's own is faster and refuses weights of another dtype.
-    _kernel(layer_norm, 4.0, SOME_ROWS),
-    # torch's own loses digits in the half types on a GPU; on the CPU it is four times as fast.
-    _kernel(group_norm, 4.0, at_least("batch", 1, Code.EMPTY_INPUT), devices=("cuda",), untested=True),
-    _kernel(rope, 4.0, at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq", 1, Code.EMPTY_INPUT)),
-    # Before torch 2.13 what Inductor makes of it reads outside of the logits for a target outside of the vocabulary.
-    _kernel(cross_entropy, 2.7, SOME_ROWS, versions=">=2.13"),
-    _kernel(dequantize, 6.0, SOME_ROWS,
-            one_of("format", "int8", "fp8_e4m3", "fp8_e5m2", code=Code.QUANT_FORMAT_UNSUPPORTED)),
+    _kernel(rms_norm, 5.0, HAS_ROWS),
+    _kernel(add_rms_norm, 4.5, HAS_ROWS),
+    # torch's own is faster but takes no weights of another dtype.
+    _kernel(layer_norm, 4.0, HAS_ROWS),
+    # torch's own loses precision in half types on a GPU; on the CPU it is four times as fast.
+    _kernel(group_norm, 4.0, r.at_least("batch", 1, Code.EMPTY_INPUT), devices=("cuda",), untested=True),
+    _kernel(rope, 4.0, r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq", 1, Code.EMPTY_INPUT)),
+    # Before torch 2.13 Inductor's code reads out of bounds for a target outside of the vocabulary.
+    _kernel(cross_entropy, 2.7, HAS_ROWS, versions=">=2.13"),
+    # Its main tensor holds codes, so there is no rule on its dtype.
+    _kernel(dequantize, 6.0, HAS_ROWS,
+            r.one_of("format", "int8", "fp8_e4m3", "fp8_e5m2", code=Code.QUANT_FORMAT_UNSUPPORTED), dtypes=()),
 )

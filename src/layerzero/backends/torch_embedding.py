@@ -1,4 +1,5 @@
-"""torch's two ways to look up rows. They differ in the backward: a dense scatter, or one row added after another."""
+"""torch.embedding and index_select. They differ in the backward: a dense scatter, or one row added
+after another."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..ops.embedding import OP as embedding
+from ..spec import rules as r
 from ..spec.kernel import Direct, Kernel, direct
 from ..spec.reason import Code
-from ..spec.rules import absent, any_of, off
 
 
 def _embedding() -> Direct:
@@ -34,6 +35,6 @@ def _index_select() -> Callable[..., Any]:
 KERNELS = (
     Kernel("torch.embedding", embedding, _embedding, prior=8.0, overhead_us=3.0, baseline=True),
     Kernel("torch.index_select", embedding, _index_select, prior=8.0, overhead_us=4.0,
-           requires=(any_of(off("grad"), absent("padding_idx", Code.FEATURE_UNSUPPORTED)),),
+           requires=(r.any_of(r.off("grad"), r.absent("padding_idx", Code.FEATURE_UNSUPPORTED)),),
            note="its backward knows no padding row"),
 )

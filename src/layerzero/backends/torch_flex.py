@@ -1,7 +1,8 @@
 """torch's flex_attention, compiled: causality, windows, ALiBi and softcap without a mask in memory.
 
-It is compiled once per combination of features, dtype and heads. Sequence lengths turn symbolic once they
-were seen to vary, and the offset of the diagonal is a tensor: a growing KV cache does not compile anew.
+It is compiled once per combination of features, dtype and heads. Sequence lengths become symbolic
+once they vary, and the offset of the diagonal is a tensor, so a growing KV cache does not
+recompile.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import OP as attention
+from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ..spec.rules import Condition, absent, at_least, cpu_isa, device, differs, dtypes, equals, off, when
 
 _serial = count()
-BLOCK = 128                # of the block mask: below one block there is nothing to skip
+BLOCK = 128                # of the block mask; within one block nothing is skipped
 
 
 def _flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    ask = _lse_request()
+    lse_option = _lse_option()
 
     @lru_cache(maxsize=None)
-    def compiled(*kind: Any) -> Callable[..., Any]:
-        """One per kind of call, with a name of its own: by that torch counts recompilations, and past eight goes on
-        unfused without a word. fullgraph makes it raise instead, should one kind need so many."""
+    def compiled(*specialization: Any) -> Callable[..., Any]:
+        """Returns one compiled function per specialization, with a unique name.
+
+        torch counts recompilations by name, and past eight it silently runs eagerly. fullgraph
+        makes it raise instead.
+        """
         def attend(query: Tensor, key: Tensor, value: Tensor, score: Any, block_mask: Any, scale: float | None,
                    aux: dict[str, Any]) -> Any:
             return flex_attention(query, key, value, score, block_mask, scale, enable_gqa=True, **aux)
@@ -44,8 +48,8 @@ def _flex() -> Callable[..., Any]:
         return torch.tensor(offset, device=device)
 
     @lru_cache(maxsize=64)
-    def blocks(seq_q: int, seq_k: int, offset: int, left: int, right: int, device: torch.device) -> Any:
-        visible = _visible(diagonal(offset, device), left, right)
+    def block_mask_of(seq_q: int, seq_k: int, offset: int, left: int, right: int, device: torch.device) -> Any:
+        visible = _mask_mod(diagonal(offset, device), left, right)
         return create_block_mask(visible, None, None, seq_q, seq_k, device=str(device), BLOCK_SIZE=BLOCK)
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
@@ -54,15 +58,18 @@ def _flex() -> Callable[..., Any]:
         seq_q, seq_k = query.shape[2], key.shape[2]
         offset = seq_k - seq_q if causal_align == "bottom_right" else 0
         right = 0 if is_causal else window_right
-        hides = right >= 0 or window_left >= 0
-        by_blocks = hides and seq_q > BLOCK
-        visible = _visible(diagonal(offset, query.device), window_left, right) if hides and not by_blocks else None
+        masked = right >= 0 or window_left >= 0
+        use_block_mask = masked and seq_q > BLOCK
+        visible = _mask_mod(diagonal(offset, query.device), window_left,
+                            right) if masked and not use_block_mask else None
         slopes = None if alibi_slopes is None else (alibi_slopes, diagonal(offset, query.device))
         attend = compiled(query.dtype, query.device.type, query.shape[1], key.shape[1], query.shape[3], value.shape[3],
-                          window_left, right, by_blocks, slopes is None, softcap, return_lse, torch.is_grad_enabled())
-        result = attend(query, key, value, _score(visible, slopes, softcap),
-                        blocks(seq_q, seq_k, offset, window_left, right, query.device) if by_blocks else None,
-                        scale, ask if return_lse else {})
+                          window_left, right, use_block_mask, slopes is None, softcap, return_lse,
+                          torch.is_grad_enabled())
+        result = attend(query, key, value, _score_mod(visible, slopes, softcap),
+                        block_mask_of(seq_q, seq_k, offset, window_left, right,
+                                      query.device) if use_block_mask else None,
+                        scale, lse_option if return_lse else {})
         if not return_lse:
             return result
         lse = result[1]
@@ -71,15 +78,17 @@ def _flex() -> Callable[..., Any]:
     return run
 
 
-def _lse_request() -> dict[str, Any]:
-    """`return_lse=True` until torch 2.8, a request object since."""
+def _lse_option() -> dict[str, Any]:
+    """Returns the option that requests the log-sum-exp: `return_lse` until torch 2.8, a request
+    object since."""
     from torch.nn.attention import flex_attention as module
     request = getattr(module, "AuxRequest", None)
     return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
 
-def _visible(diagonal: Tensor, left: int, right: int) -> Callable[..., Tensor]:
-    """mask_mod: is key k within [left, right] of query q's place on the diagonal."""
+def _mask_mod(diagonal: Tensor, left: int, right: int) -> Callable[..., Tensor]:
+    """Returns a mask_mod: whether key k is within [left, right] of query q's position on the
+    diagonal."""
     def both(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         distance = k - q - diagonal
         return (distance <= right) & (distance >= -left)
@@ -93,9 +102,9 @@ def _visible(diagonal: Tensor, left: int, right: int) -> Callable[..., Tensor]:
     return both if left >= 0 and right >= 0 else only_right if right >= 0 else only_left
 
 
-def _score(visible: Callable[..., Tensor] | None, slopes: tuple[Tensor, Tensor] | None,
-           softcap: float) -> Callable[..., Tensor] | None:
-    """score_mod in the contract's order: softcap, then ALiBi, then what is hidden."""
+def _score_mod(visible: Callable[..., Tensor] | None, slopes: tuple[Tensor, Tensor] | None,
+               softcap: float) -> Callable[..., Tensor] | None:
+    """Returns a score_mod in the contract's order: softcap, ALiBi, mask."""
     if visible is None and slopes is None and not softcap:
         return None
 
@@ -111,16 +120,16 @@ def _score(visible: Callable[..., Tensor] | None, slopes: tuple[Tensor, Tensor] 
     return modify
 
 
-ON_CPU = device("cpu")
-RULES: tuple[Condition, ...] = (
-    device("cpu", "cuda"), dtypes("float16", "bfloat16", "float32"),
-    when(device("cuda"), at_least("head_dim", 16)), when(device("cuda"), at_least("head_dim_v", 16)),
-    at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq_q", 1, Code.EMPTY_INPUT),
-    at_least("seq_k", 1, Code.EMPTY_INPUT), at_least("kv_heads", 1, Code.EMPTY_INPUT),
-    absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
-    differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
-    when(ON_CPU, off("return_lse", Code.LSE_UNSUPPORTED)), when(ON_CPU, off("grad", Code.BACKWARD_UNSUPPORTED)),
-    when(ON_CPU, cpu_isa("avx2")),             # Inductor compiles it for no other CPU
+ON_CPU = r.device("cpu")
+RULES: tuple[r.Condition, ...] = (
+    r.device("cpu", "cuda"), r.dtypes("float16", "bfloat16", "float32"),
+    r.when(r.device("cuda"), r.at_least("head_dim", 16)), r.when(r.device("cuda"), r.at_least("head_dim_v", 16)),
+    r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
+    r.at_least("seq_k", 1, Code.EMPTY_INPUT), r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
+    r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
+    r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
+    r.when(ON_CPU, r.off("return_lse", Code.LSE_UNSUPPORTED)), r.when(ON_CPU, r.off("grad", Code.BACKWARD_UNSUPPORTED)),
+    r.when(ON_CPU, r.cpu_isa("avx2")),             # Inductor compiles it for no other CPU
 )
 
 KERNELS = (

@@ -1,9 +1,10 @@
-"""Linear and feed-forward layers by torch: its own matmul, and oneDNN with the weight rearranged once.
+"""Linear and feed-forward layers by torch: its own matmul, and oneDNN with a prepacked weight.
 
-One thread of a CPU with AVX-512 and AMX, weights from memory: rearranged bf16 weights are 1.1 to 1.6 times as fast at
-any number of rows, float32 ones 1.1 to 1.6 times from 4 to 128 rows and slower at one; float16 gains nothing. For one
-row of bf16 torch's product of matrix and vector is 1.3 to 2.8 times as fast as F.linear, and needs no second copy; of
-float32 it is as fast, of float16 half as fast.
+On one thread of a CPU with AVX-512 and AMX, weights from memory: prepacked bf16 weights are 1.1 to
+1.6 times as fast for any number of rows, float32 ones 1.1 to 1.6 times from 4 to 128 rows and
+slower for one; float16 gains nothing. For one row of bf16 torch's matrix-vector product is 1.3 to
+2.8 times as fast as F.linear, and needs no second copy; for float32 it is as fast, for float16 half
+as fast.
 """
 
 from __future__ import annotations
@@ -15,33 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.formulas.moe import GATED, PLAIN, activate, gated
+from ..ops.formulas.moe import GATED, PLAIN, activate, activate_gated
 from ..ops.linear import OP as linear
 from ..ops.mlp import OP as mlp
+from ..spec import rules as r
 from ..spec.kernel import Direct, Kernel, direct
 from ..spec.reason import Code
-from ..spec.rules import (
-    Condition,
-    absent,
-    any_of,
-    at_least,
-    at_most,
-    contiguous,
-    cpu_isa,
-    device,
-    dtypes,
-    equals,
-    one_of,
-    plain_tensors,
-    unit_stride,
-)
 from ._packing import PACKED
 
-# How oneDNN calls what follows the product: (attr, algorithm).
+# oneDNN's names of the activations: (attr, algorithm).
 POST_OPS = {None: ("none", ""), "relu": ("relu", ""), "silu": ("swish", ""), "gelu": ("gelu", "none"),
             "gelu_tanh": ("gelu", "tanh"), "swiglu": ("swish", ""), "geglu": ("gelu", "none"),
             "geglu_tanh": ("gelu", "tanh"), "reglu": ("relu", "")}
-_PACKED_ROWS = 32          # the number of rows a weight is arranged for; it serves others nearly as well
+_PACKED_ROWS = 32          # rows that a weight is packed for; nearly as good for other numbers
 
 
 def _linear() -> Direct:
@@ -53,38 +40,39 @@ def _linear() -> Direct:
 
 
 def _onednn() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[Tensor], Tensor]]:
-    """The product, the product times another tensor, and the arrangement of a weight."""
+    """Returns the linear layer, the linear layer times another tensor, and the packing of a
+    weight."""
     ops = torch.ops.mkldnn
     reorder = ops._reorder_linear_weight.default
 
-    def arranged(weight: Tensor) -> Tensor:
+    def pack(weight: Tensor) -> Tensor:
         return reorder(weight.detach(), _PACKED_ROWS)  # type: ignore[no-any-return]
 
-    return ops._linear_pointwise.default, ops._linear_pointwise.binary, arranged
+    return ops._linear_pointwise.default, ops._linear_pointwise.binary, pack
 
 
 def _linear_prepacked() -> Callable[..., Any]:
-    product, _, arranged = _onednn()
-    nothing: list[Any] = []
+    product, _, pack = _onednn()
+    no_scalars: list[Any] = []
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-        packed = PACKED.get("onednn", arranged, weight)
+        packed = PACKED.get("onednn", pack, weight)
         if packed is None:
             out = F.linear(x, weight, bias)
             return out if activation is None else activate(out, activation)
         attr, algorithm = POST_OPS[activation]
-        return product(x, packed, bias, attr, nothing, algorithm)
+        return product(x, packed, bias, attr, no_scalars, algorithm)
 
     return run
 
 
-def _vector_product(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:
+def _matvec(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
 
 
 def _linear_vector() -> Callable[..., Any]:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-        out = _vector_product(weight, x.reshape(-1), bias).view(*x.shape[:-1], -1)
+        out = _matvec(weight, x.reshape(-1), bias).view(*x.shape[:-1], -1)
         return out if activation is None else activate(out, activation)
 
     return run
@@ -95,18 +83,19 @@ def _mlp_vector() -> Callable[..., Any]:
             weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
             bias_down: Tensor | None = None) -> Tensor:
         row = x.reshape(-1)
-        inner = _vector_product(weight_in, row, bias_in)
+        inner = _matvec(weight_in, row, bias_in)
         if weight_up is not None:
-            inner = activate(inner, activation) * _vector_product(weight_up, row, bias_up)
+            inner = activate(inner, activation) * _matvec(weight_up, row, bias_up)
         else:
-            inner = gated(inner, activation, True) if activation in GATED else activate(inner, activation)
-        return _vector_product(weight_down, inner, bias_down).view(*x.shape[:-1], -1)
+            inner = activate_gated(inner, activation, True) if activation in GATED else activate(inner, activation)
+        return _matvec(weight_down, inner, bias_down).view(*x.shape[:-1], -1)
 
     return run
 
 
 def _mlp() -> Callable[..., Any]:
-    """A product for the gate and one for up: their results are contiguous, which pays with many rows."""
+    """Separate matmuls for gate and up: their results are contiguous, which pays off for many
+    rows."""
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
             weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
             bias_down: Tensor | None = None) -> Tensor:
@@ -123,76 +112,77 @@ def _mlp() -> Callable[..., Any]:
 
 
 def _mlp_fused() -> Callable[..., Any]:
-    """One product for gate and up: fewer launches, and the input is read once."""
+    """One matmul for gate and up: fewer launches, and the input is read once."""
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
             bias_in: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
-        inner = gated(F.linear(x, weight_in, bias_in), activation, True)
+        inner = activate_gated(F.linear(x, weight_in, bias_in), activation, True)
         return F.linear(inner, weight_down, bias_down)
 
     return run
 
 
 def _mlp_prepacked() -> Callable[..., Any]:
-    product, times, arranged = _onednn()
+    product, product_mul, pack = _onednn()
     plain = _mlp()
-    nothing: list[Any] = []
+    no_scalars: list[Any] = []
 
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
             weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
             bias_down: Tensor | None = None) -> Tensor:
-        down = PACKED.get("onednn", arranged, weight_down)
+        down = PACKED.get("onednn", pack, weight_down)
         up = None
         if activation in PLAIN:
-            first = PACKED.get("onednn", arranged, weight_in)
+            first = PACKED.get("onednn", pack, weight_in)
         else:
             if weight_up is None:
                 weight_in, weight_up = weight_in.chunk(2)
                 if bias_in is not None:
                     bias_in, bias_up = bias_in.chunk(2)
-            first, up = PACKED.get("onednn", arranged, weight_in), PACKED.get("onednn", arranged, weight_up)
+            first, up = PACKED.get("onednn", pack, weight_in), PACKED.get("onednn", pack, weight_up)
         if first is None or down is None or (up is None and weight_up is not None):
             return plain(x, weight_in, weight_down, activation, weight_up=weight_up, bias_in=bias_in,  # type: ignore[no-any-return]
                          bias_up=bias_up, bias_down=bias_down)
         attr, algorithm = POST_OPS[activation]
-        inner = product(x, first, bias_in, attr, nothing, algorithm)
+        inner = product(x, first, bias_in, attr, no_scalars, algorithm)
         if up is not None:
-            inner = times(x, inner, up, bias_up, "mul")
-        return product(inner, down, bias_down, "none", nothing, "")
+            inner = product_mul(x, inner, up, bias_up, "mul")
+        return product(inner, down, bias_down, "none", no_scalars, "")
 
     return run
 
 
-# Measured with AVX-512; float32 is slower packed than not below 4 rows, and gains nothing above 256.
-PREPACKED: tuple[Condition, ...] = (
-    device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16", "float32"), plain_tensors(),
-    any_of(dtypes("bfloat16"), at_least("rows", 4)), any_of(dtypes("bfloat16"), at_most("rows", 256)))
+# Measured with AVX-512; packed float32 is slower below 4 rows, and gains nothing above 256.
+PREPACKED: tuple[r.Condition, ...] = (
+    r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16", "float32"), r.plain_tensors(),
+    r.any_of(r.dtypes("bfloat16"), r.at_least("rows", 4)), r.any_of(r.dtypes("bfloat16"), r.at_most("rows", 256)))
 
-ONE_ROW: tuple[Condition, ...] = (
-    device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16"), equals("rows", 1, Code.SHAPE_UNSUPPORTED))
+ONE_ROW: tuple[r.Condition, ...] = (
+    r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16"), r.equals("rows", 1, Code.SHAPE_UNSUPPORTED))
 
 KERNELS = (
     Kernel("torch.linear_vector", linear, _linear_vector, torch=">=2.9", prior=9.0, overhead_us=5.0,
-           requires=(*ONE_ROW, unit_stride("weight", repair=False), at_least("in_features", 1, Code.EMPTY_INPUT),
-                     at_least("out_features", 1, Code.EMPTY_INPUT))),
+           requires=(*ONE_ROW, r.unit_stride("weight", repair=False), r.at_least("in_features", 1, Code.EMPTY_INPUT),
+                     r.at_least("out_features", 1, Code.EMPTY_INPUT))),
     Kernel("torch.mlp_vector", mlp, _mlp_vector, torch=">=2.9", prior=9.0, overhead_us=10.0,
-           requires=(*ONE_ROW, at_least("out", 1, Code.EMPTY_INPUT),
-                     *(unit_stride(w, repair=False) for w in ("weight_in", "weight_up", "weight_down")))),
+           requires=(*ONE_ROW, r.at_least("out", 1, Code.EMPTY_INPUT),
+                     *(r.unit_stride(w, repair=False) for w in ("weight_in", "weight_up", "weight_down")))),
     Kernel("torch.linear", linear, _linear, prior=6.0, overhead_us=2.0, baseline=True),
     Kernel("torch.linear_prepacked", linear, _linear_prepacked, prior=7.5, overhead_us=5.0, differentiable=False,
            traceable=False, workspace="itemsize * in_features * out_features",
-           # oneDNN's entry reads the bias as if it were contiguous.
-           requires=(*PREPACKED, contiguous("bias"), at_least("in_features", 1, Code.EMPTY_INPUT),
-                     at_least("out_features", 1, Code.EMPTY_INPUT)),
+           # oneDNN's entry assumes a contiguous bias.
+           requires=(*PREPACKED, r.contiguous("bias"), r.at_least("in_features", 1, Code.EMPTY_INPUT),
+                     r.at_least("out_features", 1, Code.EMPTY_INPUT)),
            note="keeps a second copy of the weight, arranged for oneDNN"),
     Kernel("torch.mlp", mlp, _mlp, prior=6.0, overhead_us=8.0, baseline=True),
     Kernel("torch.mlp_fused", mlp, _mlp_fused, prior=6.5, overhead_us=7.0,
-           requires=(one_of("activation", *GATED), absent("weight_up.dtype"), absent("bias_up.dtype"),
-                     any_of(device("cuda"), at_most("rows", 64)))),
+           requires=(r.one_of("activation", *GATED), r.absent("weight_up.dtype"), r.absent("bias_up.dtype"),
+                     r.any_of(r.device("cuda"), r.at_most("rows", 64)))),
     Kernel("torch.mlp_prepacked", mlp, _mlp_prepacked, prior=7.8, overhead_us=15.0, differentiable=False,
            traceable=False, workspace="itemsize * (hidden * wide + inner * out)",
-           # Small float32 weights are in the cache: what is fetched before each product costs what it gains.
-           requires=(*PREPACKED, *map(contiguous, ("bias_in", "bias_up", "bias_down")),
-                     at_least("out", 1, Code.EMPTY_INPUT),
-                     any_of(dtypes("bfloat16"), at_least("hidden", 1024))),
+           # Small float32 weights are in the cache: the lookup of packed weights costs what it
+           # gains.
+           requires=(*PREPACKED, *map(r.contiguous, ("bias_in", "bias_up", "bias_down")),
+                     r.at_least("out", 1, Code.EMPTY_INPUT),
+                     r.any_of(r.dtypes("bfloat16"), r.at_least("hidden", 1024))),
            note="keeps a second copy of the weights, arranged for oneDNN"),
 )

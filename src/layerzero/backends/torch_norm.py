@@ -13,23 +13,23 @@ from ..ops.formulas.common import FLOATS
 from ..ops.group_norm import OP as group_norm
 from ..ops.layer_norm import OP as layer_norm
 from ..ops.rms_norm import OP as rms_norm
+from ..spec import rules as r
 from ..spec.kernel import Direct, Kernel, LastSize, direct
 from ..spec.reason import Code
-from ..spec.rules import Condition, When, any_of, contiguous, device, differs, dtypes, equals, one_of, present, when
 
-# Each dtype by name, since a rule compares a fact with constants, not with another fact.
-WEIGHT_LIKE_INPUT: tuple[Condition, ...] = tuple(
-    when(equals("dtype", d), one_of("weight.dtype", None, d, code=Code.DTYPE_UNSUPPORTED)) for d in FLOATS)
+# One rule per dtype: a rule compares a fact with constants, not with another fact.
+WEIGHT_LIKE_INPUT: tuple[r.Condition, ...] = tuple(
+    r.when(r.equals("dtype", d), r.one_of("weight.dtype", None, d, code=Code.DTYPE_UNSUPPORTED)) for d in FLOATS)
 
 
 def _rms_norm() -> Direct:
-    def with_offset(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+    def general(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
         if weight is None or offset == 0.0:
             return torch.rms_norm(x, x.shape[-1:], weight, eps)
-        wide = torch.promote_types(x.dtype, torch.float32)     # a weight near 0 plus 1 would be rounded in a half type
+        wide = torch.promote_types(x.dtype, torch.float32)     # weight + offset would be rounded in a half type
         return torch.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide) + offset, eps).to(x.dtype)
 
-    return direct(torch.rms_norm, "x", LastSize("x"), "weight", "eps", otherwise=with_offset)
+    return direct(torch.rms_norm, "x", LastSize("x"), "weight", "eps", otherwise=general)
 
 
 def _fused_rms_norm() -> Direct:
@@ -55,45 +55,49 @@ def _group_norm() -> Direct:
     return direct(torch.group_norm, "x", "groups", "weight", "bias", "eps")
 
 
-def _parameters(dtype: str) -> tuple[Condition, ...]:
-    """torch takes weight and bias like the input; for a half type on the CPU also both in float32."""
+def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
+    """torch takes weight and bias of the input's dtype; with a half type on the CPU also both in
+    float32."""
     wide = ("float32",) if dtype in ("float16", "bfloat16") else ()
-    rules: list[Condition] = []
+    rules: list[r.Condition] = []
     for name in ("weight", "bias"):
-        on_cpu = any_of(one_of(f"{name}.dtype", None, dtype), device("cpu"))
-        allowed = one_of(f"{name}.dtype", None, dtype, *wide, code=Code.DTYPE_UNSUPPORTED)
-        rules += [When(equals("dtype", dtype), on_cpu), When(equals("dtype", dtype), allowed)]
+        on_cpu = r.any_of(r.one_of(f"{name}.dtype", None, dtype), r.device("cpu"))
+        allowed = r.one_of(f"{name}.dtype", None, dtype, *wide, code=Code.DTYPE_UNSUPPORTED)
+        rules += [r.When(r.equals("dtype", dtype), on_cpu), r.When(r.equals("dtype", dtype), allowed)]
     if wide:
-        both = [when(one_of("weight.dtype", w), one_of("bias.dtype", None, w, code=Code.DTYPE_UNSUPPORTED))
+        both = [r.when(r.one_of("weight.dtype", w), r.one_of("bias.dtype", None, w, code=Code.DTYPE_UNSUPPORTED))
                 for w in (dtype, *wide)]
-        rules += [When(equals("dtype", dtype), rule) for rule in both]
-        # Without a weight its backward takes the bias's dtype from the input.
-        alone = any_of(one_of("weight.dtype", *wide), one_of("bias.dtype", None, dtype, code=Code.DTYPE_UNSUPPORTED))
-        rules.append(When(equals("dtype", dtype), alone))
+        rules += [r.When(r.equals("dtype", dtype), rule) for rule in both]
+        # Without a weight its backward assumes that the bias has the input's dtype.
+        alone = r.any_of(r.one_of("weight.dtype", *wide),
+                         r.one_of("bias.dtype", None, dtype, code=Code.DTYPE_UNSUPPORTED))
+        rules.append(r.When(r.equals("dtype", dtype), alone))
     return tuple(rules)
 
 
-LIKE_INPUT = tuple(rule for dtype in FLOATS for rule in _parameters(dtype))
+PARAMETER_DTYPES = tuple(rule for dtype in FLOATS for rule in _parameter_dtypes(dtype))
 
 KERNELS = (
-    # Fewer calls than the formula, and as many passes over the data: one and a half times as fast for a row, slower by
-    # a little where the data does not fit the cache.
+    # Fewer calls than the reference, and as many passes over the data: 1.5 times as fast for a row,
+    # slightly slower where the data does not fit the cache.
     Kernel("torch.rms_norm", rms_norm, _rms_norm, prior=0.98, overhead_us=3.0, baseline=True,
            note="composed of several kernels on the CPU, and wherever weight and input differ in dtype"),
     Kernel("torch.fused_rms_norm", rms_norm, _fused_rms_norm, torch=">=2.9", prior=4.0, overhead_us=2.0,
-           requires=(device("cuda"), equals("offset", 0.0), *WEIGHT_LIKE_INPUT)),
+           requires=(r.device("cuda"), r.equals("offset", 0.0), *WEIGHT_LIKE_INPUT)),
     Kernel("torch.add_rms_norm", add_rms_norm, _add_rms_norm, prior=0.98, overhead_us=4.0, baseline=True),
     Kernel("torch.layer_norm", layer_norm, _layer_norm, prior=6.0, overhead_us=2.0, baseline=True,
-           requires=LIKE_INPUT),
-    # Fed contiguous images only: on a GPU it copies others anyway, and on the CPU its own way through channels-last
-    # ones subtracts squared means, which loses the variance where the mean is large.
+           requires=PARAMETER_DTYPES),
+    # Contiguous images only: on a GPU it copies others anyway, and on the CPU its channels-last
+    # path computes E[x^2] - E[x]^2, which loses the variance if the mean is large.
     Kernel("torch.group_norm", group_norm, _group_norm, prior=6.0, overhead_us=3.0, baseline=True,
-           requires=(contiguous("x"), *LIKE_INPUT,
-                     # On an H200 the half types lose four times the eager error where the mean is large.
-                     any_of(device("cpu"), dtypes("float32", "float64")),
-                     # In a half type its gradient of the weight is off by ten times the formula's at a large mean.
-                     any_of(dtypes("float32", "float64"),
-                            differs("weight.requires_grad", True, Code.BACKWARD_UNSUPPORTED)),
-                     # Its backward of a bias without a weight ends in an error.
-                     any_of(present("weight.dtype"), differs("bias.requires_grad", True, Code.BACKWARD_UNSUPPORTED)))),
+           requires=(r.contiguous("x"), *PARAMETER_DTYPES,
+                     # On an H200 half types have four times the eager error if the mean is large.
+                     r.any_of(r.device("cpu"), r.dtypes("float32", "float64")),
+                     # In a half type the error of its weight gradient is ten times the reference's
+                     # at a large mean.
+                     r.any_of(r.dtypes("float32", "float64"),
+                              r.differs("weight.requires_grad", True, Code.BACKWARD_UNSUPPORTED)),
+                     # Its backward of a bias without a weight raises.
+                     r.any_of(r.present("weight.dtype"),
+                              r.differs("bias.requires_grad", True, Code.BACKWARD_UNSUPPORTED)))),
 )

@@ -1,8 +1,9 @@
 """torch's own scaled dot-product attention: the default choice, and each implementation behind it by name.
 
-The named ones are the aten entry points below `F.scaled_dot_product_attention`. They skip its checks and
-its padding, so what it would have checked stands here as rules: some entries crash the process or answer
-wrongly when one is broken. The notes say which.
+The named ones are the aten entry points below `F.scaled_dot_product_attention`. They skip its
+checks and padding, so its
+checks are rules here: some entries crash the process or give wrong results when one is broken. The
+notes say which.
 """
 
 from __future__ import annotations
@@ -16,74 +17,55 @@ from torch import Tensor
 
 from ..ops.attention import OP as attention
 from ..ops.formulas.common import FLOATS, position_terms
+from ..spec import rules as r
 from ..spec.kernel import SDPA, SDPA_BACKENDS, ByFact, Const, Direct, Kernel, direct
 from ..spec.reason import Code
-from ..spec.rules import (
-    Condition,
-    Rule,
-    absent,
-    aligned,
-    any_of,
-    at_least,
-    at_most,
-    device,
-    differs,
-    dtypes,
-    equals,
-    multiple_of,
-    off,
-    on,
-    one_of,
-    present,
-    sm,
-    unit_stride,
-    vendor,
-    when,
-)
 
 HALF = ("float16", "bfloat16")
 NONE = Const(None)
-FLASH, EFFICIENT, MATH, CUDNN = SDPA_BACKENDS  # which of torch's implementations a kernel is
+FLASH, EFFICIENT, MATH, CUDNN = SDPA_BACKENDS  # torch's names of its implementations
 
-# What a kernel that has never heard of a parameter must ask for.
-NO_SOFTCAP = equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
-NO_ALIBI = absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
-NO_WINDOW = (equals("window_left", -1, Code.WINDOW_UNSUPPORTED), equals("window_right", -1, Code.WINDOW_UNSUPPORTED))
-NO_LSE = off("return_lse", Code.LSE_UNSUPPORTED)
-NO_DROPOUT = equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
-NO_MASK = absent("attn_mask.dtype", Code.MASK_UNSUPPORTED)
+# Rules of kernels that do not support a parameter.
+NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
+NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
+NO_WINDOW = (r.equals("window_left", -1, Code.WINDOW_UNSUPPORTED),
+             r.equals("window_right", -1, Code.WINDOW_UNSUPPORTED))
+NO_LSE = r.off("return_lse", Code.LSE_UNSUPPORTED)
+NO_DROPOUT = r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)
+NO_MASK = r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED)
 NO_EXTRAS = (NO_SOFTCAP, NO_ALIBI, *NO_WINDOW)
 
-WITH_LSE = on("return_lse")
-TOP_LEFT = any_of(off("is_causal"), equals("causal_offset", 0),
-                  one_of("causal_align", None, "top_left", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
-BOTTOM_RIGHT = any_of(off("is_causal"), equals("causal_offset", 0),
-                      one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
-# Hidden scores are -inf before they are scaled: times 0 that is NaN, times a negative number +inf.
-CAUSAL_SCALE = any_of(off("is_causal"), at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
-HAS_HEADS = at_least("kv_heads", 1, Code.EMPTY_INPUT)
-HAS_BATCH = at_least("batch", 1, Code.EMPTY_INPUT)
-NOT_EMPTY = (at_least("seq_q", 1, Code.EMPTY_INPUT), at_least("seq_k", 1, Code.EMPTY_INPUT), HAS_HEADS)
-UNIT_STRIDES = (unit_stride("query"), unit_stride("key"), unit_stride("value"))
-MASK_WITHOUT_GRAD = differs("attn_mask.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
-SLOPES_WITHOUT_GRAD = differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
-# The entries return the log-sum-exp but no gradient through it: a loss on it would silently lose its share.
-LSE_WITHOUT_GRAD = any_of(off("return_lse"), off("grad", Code.BACKWARD_UNSUPPORTED))
-FLOAT_MASK = one_of("attn_mask.dtype", None, *FLOATS, code=Code.MASK_DTYPE_UNSUPPORTED)
-SAME_HEAD_DIM = equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
-# The CUDA kernels load 16 bytes at a time. From another address cuDNN answers wrongly, flash kills the context.
-ON_16_BYTES = (aligned("query", 16), aligned("key", 16), aligned("value", 16))
-MASK_NDIM = one_of("attn_mask.ndim", None, 2, 3, 4, code=Code.MASK_BROADCAST_UNSUPPORTED)
+WITH_LSE = r.on("return_lse")
+TOP_LEFT = r.any_of(r.off("is_causal"), r.equals("causal_offset", 0),
+                    r.one_of("causal_align", None, "top_left", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
+BOTTOM_RIGHT = r.any_of(r.off("is_causal"), r.equals("causal_offset", 0),
+                        r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
+# Masked scores are -inf before scaling: times 0 that is NaN, times a negative number +inf.
+CAUSAL_SCALE = r.any_of(r.off("is_causal"), r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
+HAS_HEADS = r.at_least("kv_heads", 1, Code.EMPTY_INPUT)
+HAS_BATCH = r.at_least("batch", 1, Code.EMPTY_INPUT)
+NOT_EMPTY = (r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 1, Code.EMPTY_INPUT), HAS_HEADS)
+UNIT_STRIDES = (r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"))
+MASK_WITHOUT_GRAD = r.differs("attn_mask.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
+SLOPES_WITHOUT_GRAD = r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
+# The entries return the log-sum-exp without a gradient: a loss on it would silently lose its part.
+LSE_WITHOUT_GRAD = r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))
+FLOAT_MASK = r.one_of("attn_mask.dtype", None, *FLOATS, code=Code.MASK_DTYPE_UNSUPPORTED)
+SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
+# The CUDA kernels load 16 bytes at a time. From an unaligned address cuDNN gives wrong results,
+# flash crashes.
+ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
+MASK_NDIM = r.one_of("attn_mask.ndim", None, 2, 3, 4, code=Code.MASK_BROADCAST_UNSUPPORTED)
 
 
 def _entry(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] | None = getattr(torch, name, None)
-    if found is None:
+    entry: Callable[..., Any] | None = getattr(torch, name, None)
+    if entry is None:
         raise ImportError(f"torch.{name} (torch {torch.__version__})")
-    return found
+    return entry
 
 
-# torch looks for the groups where they are allowed: 1.4 us on a Neoverse-N1.
+# enable_gqa makes torch look for groups, which takes 1.4 us on a Neoverse-N1.
 GROUPS = ByFact("group", 1, False, True)
 
 
@@ -93,7 +75,7 @@ def _sdpa() -> Direct:
 
 
 def _sdpa_bias() -> Callable[..., Any]:
-    """torch's choice again, with all that depends on position folded into an additive mask."""
+    """torch's own choice, with everything that depends on position folded into an additive mask."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -124,13 +106,14 @@ def _flash_lse() -> Direct:
 
 
 def _flash_decode() -> Direct:
-    """One query that sees every key: the causal flag, which torch would align top-left, is left off."""
+    """One query that sees every key: without is_causal, which torch would align top-left."""
     return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value", Const(0.0),
                   Const(False), scale="scale", item=0)
 
 
 def _flash_packed() -> Callable[..., Any]:
-    """The query heads of one KV head become rows of one query, so that each KV head is read once, not `group` times."""
+    """Packs the query heads of a KV head into rows of one query, so that it is read once, not
+    `group` times."""
     flash = _entry("_scaled_dot_product_flash_attention_for_cpu")
 
     def run(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, return_lse: bool = False) -> Any:
@@ -143,19 +126,20 @@ def _flash_packed() -> Callable[..., Any]:
 
 
 def _flash_bias() -> Callable[..., Any]:
-    """Everything that depends on position, folded into one additive mask."""
+    """Folds everything that depends on position into one additive mask."""
     flash = _entry("_scaled_dot_product_flash_attention_for_cpu")
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
             scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
             window_right: int = -1, alibi_slopes: Tensor | None = None, return_lse: bool = False) -> Any:
-        # float32 for the half types: the entry takes it, and a bfloat16 ALiBi bias would round distances away.
+        # float32 for half types: the entry takes it, and a bfloat16 ALiBi bias would round
+        # distances.
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
                              torch.promote_types(query.dtype, torch.float32))
         out, lse = flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
         if not return_lse:
             return out
-        dead = (mask == -math.inf).all(-1)      # the entry reports 0 for a row that sees no key
+        dead = (mask == -math.inf).all(-1)      # the entry gives 0 for a row that sees no key
         return out, lse.masked_fill(dead, -math.inf)
 
     return run
@@ -163,7 +147,8 @@ def _flash_bias() -> Callable[..., Any]:
 
 def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, causal_align: str | None,
                   window_left: int, window_right: int, alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Mask, causality, window and ALiBi as one tensor to add to the scores; of 4 dimensions, those of size 1 spread."""
+    """Returns mask, causality, window and ALiBi as one 4-D tensor to add to the scores,
+    broadcastable."""
     bias, hidden = position_terms(query.shape[2], key.shape[2], is_causal, causal_align, window_left, window_right,
                                   alibi_slopes, query.device)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -190,7 +175,7 @@ def _flash_cuda_lse() -> Direct:
 
 
 def _flash_window() -> Callable[..., Any]:
-    """The entry below the one above: it has the window, and takes (batch, seq, heads, dim)."""
+    """The lower-level flash entry, which has a window and takes (batch, seq, heads, dim)."""
     flash = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
@@ -202,7 +187,7 @@ def _flash_window() -> Callable[..., Any]:
 
 
 def _efficient() -> Direct:
-    """The log-sum-exp is always asked for: backward needs it, and it is a thousandth of the work."""
+    """Always computes the log-sum-exp: backward needs it, and it is a thousandth of the work."""
     return direct(_entry("_scaled_dot_product_efficient_attention"), "query", "key", "value", NONE, Const(True),
                   "dropout_p", "is_causal", scale="scale", item=0)
 
@@ -226,7 +211,7 @@ def _efficient_bias() -> Callable[..., Any]:
             window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None) -> Tensor:
         mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
                              query.dtype)
-        # Its loads are 16 elements wide: every row of the mask must start on such a boundary.
+        # Its loads are 16 elements wide: every row of the mask must be aligned to that.
         seq_k = key.shape[2]
         mask = mask.expand(*mask.shape[:-1], seq_k)
         mask = torch.nn.functional.pad(mask, (0, -seq_k % 16))[..., :seq_k] if seq_k % 16 else mask.contiguous()
@@ -266,46 +251,50 @@ def _cudnn_bias() -> Callable[..., Any]:
     return run
 
 
-WINDOWED = any_of(at_least("window_left", 0, Code.FEATURE_UNSUPPORTED),
-                  at_least("window_right", 0, Code.FEATURE_UNSUPPORTED))
-FOLDS_SOMETHING = any_of(on("is_causal"), *WINDOWED.rules)
-FOLDS_PER_HEAD = any_of(present("alibi_slopes.dtype"), present("attn_mask.dtype", Code.FEATURE_UNSUPPORTED))
-FOLDS_ANY = any_of(*FOLDS_SOMETHING.rules, *FOLDS_PER_HEAD.rules)
+WINDOWED = r.any_of(r.at_least("window_left", 0, Code.FEATURE_UNSUPPORTED),
+                    r.at_least("window_right", 0, Code.FEATURE_UNSUPPORTED))
+FOLDS_SOMETHING = r.any_of(r.on("is_causal"), *WINDOWED.rules)
+FOLDS_PER_HEAD = r.any_of(r.present("alibi_slopes.dtype"), r.present("attn_mask.dtype", Code.FEATURE_UNSUPPORTED))
+FOLDS_ANY = r.any_of(*FOLDS_SOMETHING.rules, *FOLDS_PER_HEAD.rules)
 FOLDS_WITHOUT_GRAD = (MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, LSE_WITHOUT_GRAD)
-NO_BOOL_FOR_CUDNN = when(dtypes(*HALF), any_of(
-    differs("device", "cuda"), differs("attn_mask.dtype", "bool", Code.MASK_DTYPE_UNSUPPORTED)))
-# Behind torch's own choice on CUDA may be cuDNN or flash; where it pads an odd head_dim, it copies.
-# Up to torch 2.11 it ends the process on a CPU where there is nothing to compute.
-SDPA_ON_CPU: tuple[Condition, ...] = tuple(when(device("cpu"), rule) for rule in (
-    at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq_q", 1, Code.EMPTY_INPUT),
-    at_least("seq_k", 1, Code.EMPTY_INPUT)))
-SDPA_ON_CUDA: tuple[Condition, ...] = (
-    when(device("cuda"), HAS_BATCH),            # cuDNN gives None for an empty batch
-    *(when(device("cuda"), when(multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
+NO_BOOL_FOR_CUDNN = r.when(r.dtypes(*HALF), r.any_of(
+    r.differs("device", "cuda"), r.differs("attn_mask.dtype", "bool", Code.MASK_DTYPE_UNSUPPORTED)))
+# Up to torch 2.11 it crashes the process on a CPU if there is nothing to compute.
+SDPA_ON_CPU: tuple[r.Condition, ...] = tuple(r.when(r.device("cpu"), rule) for rule in (
+    r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
+    r.at_least("seq_k", 1, Code.EMPTY_INPUT)))
+# On CUDA torch may choose cuDNN or flash, which need alignment; for another head_dim it pads, which
+# copies.
+SDPA_ON_CUDA: tuple[r.Condition, ...] = (
+    r.when(r.device("cuda"), HAS_BATCH),            # cuDNN gives None for an empty batch
+    *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
 
-CPU_FLASH: tuple[Condition, ...] = (
-    device("cpu"), dtypes(*FLOATS), SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT, NO_SOFTCAP)
-CUDA = (device("cuda"), vendor("nvidia"))
-# Grids put batch and heads on axes that end at 65535.
-GRID = tuple(at_most(size, 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED) for size in ("batch", "heads"))
-CUDA_FLASH: tuple[Condition, ...] = (
-    *CUDA, sm(at_least=80), sm(below=122), dtypes(*HALF), multiple_of("head_dim", 8), at_most("head_dim", 256),
+CPU_FLASH: tuple[r.Condition, ...] = (
+    r.device("cpu"), r.dtypes(*FLOATS), SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT, NO_SOFTCAP)
+CUDA = (r.device("cuda"), r.vendor("nvidia"))
+# Grids have batch and heads on axes that are limited to 65535.
+GRID = tuple(r.at_most(size, 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED) for size in ("batch", "heads"))
+CUDA_FLASH: tuple[r.Condition, ...] = (
+    *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
+    r.at_most("head_dim", 256),
     SAME_HEAD_DIM, *NOT_EMPTY, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_MASK, NO_SOFTCAP, NO_ALIBI,
-    # its backward does not fit the shared memory of these
-    any_of(off("grad"), at_most("head_dim", 192),
-           Rule("sm", "not_in", (86, 87, 88, 89, 120, 121), Code.BACKWARD_UNSUPPORTED)))
-CUDA_EFFICIENT: tuple[Condition, ...] = (
-    *CUDA, sm(at_least=50), sm(below=122), dtypes("float16", "bfloat16", "float32"),
-    any_of(one_of("dtype", "float16", "float32"), sm(at_least=80)),
-    when(dtypes(*HALF), multiple_of("head_dim", 8)), when(dtypes(*HALF), multiple_of("head_dim_v", 8)),
-    multiple_of("head_dim", 4), multiple_of("head_dim_v", 4), equals("group", 1, Code.GQA_UNSUPPORTED), *NOT_EMPTY,
+    # its backward does not fit into the shared memory of these
+    r.any_of(r.off("grad"), r.at_most("head_dim", 192),
+             r.Rule("sm", "not_in", (86, 87, 88, 89, 120, 121), Code.BACKWARD_UNSUPPORTED)))
+CUDA_EFFICIENT: tuple[r.Condition, ...] = (
+    *CUDA, r.sm(at_least=50), r.sm(below=122), r.dtypes("float16", "bfloat16", "float32"),
+    r.any_of(r.one_of("dtype", "float16", "float32"), r.sm(at_least=80)),
+    r.when(r.dtypes(*HALF), r.multiple_of("head_dim", 8)), r.when(r.dtypes(*HALF), r.multiple_of("head_dim_v", 8)),
+    r.multiple_of("head_dim", 4), r.multiple_of("head_dim_v", 4),
+    r.equals("group", 1, Code.GQA_UNSUPPORTED), *NOT_EMPTY,
     HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_SOFTCAP)
-CUDA_CUDNN: tuple[Condition, ...] = (
-    *CUDA, sm(at_least=80), sm(below=122), dtypes(*HALF), multiple_of("head_dim", 8), multiple_of("head_dim_v", 8),
-    at_most("head_dim", 128), at_most("head_dim_v", 128), at_least("seq_q", 1, Code.EMPTY_INPUT),
-    at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED), HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES,
+CUDA_CUDNN: tuple[r.Condition, ...] = (
+    *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
+    r.multiple_of("head_dim_v", 8),
+    r.at_most("head_dim", 128), r.at_most("head_dim_v", 128), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
+    r.at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED), HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES,
     *ON_16_BYTES, NO_DROPOUT, NO_SOFTCAP)
-CUDNN_PLAIN: tuple[Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)
+CUDNN_PLAIN: tuple[r.Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)
 
 CUDNN_PLANS = "builds a plan for every new shape: 59 ms for one more key on an H200, then fast"
 BHSD = ("bhsd",)
@@ -329,7 +318,7 @@ KERNELS = (
            note="adds a bool mask as 0 and 1; divides by zero with no KV head"),
     Kernel("torch.sdpa_flash", attention, _flash, sdpa_backend=FLASH,
            torch=">=2.9", prior=6.0, variants=BHSD, requires=(
-        *CPU_FLASH, FLOAT_MASK, one_of("attn_mask.ndim", None, 2, 4, code=Code.MASK_BROADCAST_UNSUPPORTED),
+        *CPU_FLASH, FLOAT_MASK, r.one_of("attn_mask.ndim", None, 2, 4, code=Code.MASK_BROADCAST_UNSUPPORTED),
         MASK_WITHOUT_GRAD, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT, CAUSAL_SCALE),
         note="takes fewer KV heads since torch 2.9; kills the process on an empty sequence; reads a last dimension "
              "with gaps as if it had none"),
@@ -339,13 +328,13 @@ KERNELS = (
     Kernel("torch.sdpa_flash_decode", attention, _flash_decode, sdpa_backend=FLASH,
            torch=">=2.9", prior=6.0, variants=BHSD,
            less_work="builds no mask", requires=(
-        *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, on("is_causal"),
-        equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED), BOTTOM_RIGHT)),
+        *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, r.on("is_causal"),
+        r.equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED), BOTTOM_RIGHT)),
     Kernel("torch.sdpa_flash_packed", attention, _flash_packed, sdpa_backend=FLASH,
            prior=13.0, overhead_us=2.0, variants=BHSD,
            less_work=KV_ONCE, requires=(
-        *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, LSE_WITHOUT_GRAD, equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
-        at_least("group", 2), BOTTOM_RIGHT)),
+        *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, LSE_WITHOUT_GRAD, r.equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
+        r.at_least("group", 2), BOTTOM_RIGHT)),
     Kernel("torch.sdpa_flash_bias", attention, _flash_bias, sdpa_backend=FLASH,
            torch=">=2.9", prior=4.0, overhead_us=15.0, variants=BHSD,
            workspace="2 * max(itemsize, 4) * seq_q * seq_k", requires=(
@@ -358,19 +347,19 @@ KERNELS = (
            prior=12.0, variants=BHSD, requires=(
         *CUDA_FLASH, *NO_WINDOW, NO_LSE, BOTTOM_RIGHT),
         less_work="builds no mask and skips what it would hide",
-        less_work_when=(on("is_causal"), differs("causal_offset", 0)),
+        less_work_when=(r.on("is_causal"), r.differs("causal_offset", 0)),
         note="aligns causality bottom-right, which is why torch refuses it unequal lengths"),
     Kernel("torch.sdpa_flash_cuda_lse", attention, _flash_cuda_lse, sdpa_backend=FLASH,
            prior=12.0, variants=BHSD, differentiable=False,
            requires=(*CUDA_FLASH, *NO_WINDOW, NO_DROPOUT, WITH_LSE, BOTTOM_RIGHT,
                      # a row that sees no key comes back as +inf
-                     any_of(off("is_causal"), at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
+                     r.any_of(r.off("is_causal"), r.at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
     Kernel("torch.sdpa_flash_window", attention, _flash_window, sdpa_backend=FLASH,
            prior=12.0, overhead_us=2.0, variants=("bshd",),
            less_work="builds no mask and reads only the window",
            requires=(*CUDA_FLASH, NO_LSE, WINDOWED,
-                     any_of(equals("causal_offset", 0),
-                            one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
+                     r.any_of(r.equals("causal_offset", 0),
+                              r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
     Kernel("torch.sdpa_efficient", attention, _efficient, sdpa_backend=EFFICIENT,
            prior=8.0, variants=BHSD, deterministic_backward=False,
            requires=(*CUDA_EFFICIENT, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT)),

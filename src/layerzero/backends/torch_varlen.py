@@ -1,4 +1,5 @@
-"""Packed sequences with torch alone: its varlen attention, the entry below it, and one call per sequence."""
+"""Packed sequences by torch: its varlen attention, the aten entry below it, and one call per
+sequence."""
 
 from __future__ import annotations
 
@@ -13,67 +14,55 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.formulas.common import position_terms
 from ..ops.varlen_attention import OP as varlen_attention
+from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
-from ..spec.rules import (
-    Condition,
-    aligned,
-    any_of,
-    at_least,
-    at_most,
-    device,
-    dtypes,
-    equals,
-    multiple_of,
-    off,
-    one_of,
-    sm,
-    unit_stride,
-    vendor,
-    when,
-)
 
-NO_SOFTCAP = equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
-# FlashAttention measures from the bottom right, and how long each sequence is only the device knows.
-ALIGNED = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
-BOTTOM_RIGHT: tuple[Condition, ...] = (
-    any_of(off("is_causal"), ALIGNED), when(at_least("window_left", 0), ALIGNED),
-    when(at_least("window_right", 0), ALIGNED))
-SAME_HEAD_DIM = equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
-# The CUDA kernels load 16 bytes at a time. From another address cuDNN answers wrongly, flash kills the context.
-ON_16_BYTES = (aligned("query", 16), aligned("key", 16), aligned("value", 16))
-FLASH: tuple[Condition, ...] = (
-    device("cuda"), vendor("nvidia"), sm(at_least=80), sm(below=122), dtypes("float16", "bfloat16"),
-    multiple_of("head_dim", 8), at_most("head_dim", 256), SAME_HEAD_DIM,
-    at_least("tokens_q", 1, Code.EMPTY_INPUT), at_least("tokens_k", 1, Code.EMPTY_INPUT),
-    at_least("kv_heads", 1, Code.EMPTY_INPUT), at_least("batch", 1, Code.EMPTY_INPUT),
-    at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),
-    unit_stride("query"), unit_stride("key"), unit_stride("value"), *ON_16_BYTES,
-    dtypes("int32", of="cu_seqlens_q.dtype"), dtypes("int32", of="cu_seqlens_k.dtype"), NO_SOFTCAP, *BOTTOM_RIGHT)
+NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
+# FlashAttention is aligned bottom-right, and the lengths of the sequences are only known on the
+# device.
+ALIGNED = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
+BOTTOM_RIGHT: tuple[r.Condition, ...] = (
+    r.any_of(r.off("is_causal"), ALIGNED), r.when(r.at_least("window_left", 0), ALIGNED),
+    r.when(r.at_least("window_right", 0), ALIGNED))
+SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
+# The CUDA kernels load 16 bytes at a time. From an unaligned address cuDNN gives wrong results,
+# flash crashes.
+ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
+FLASH: tuple[r.Condition, ...] = (
+    r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.sm(below=122), r.dtypes("float16", "bfloat16"),
+    r.multiple_of("head_dim", 8), r.at_most("head_dim", 256), SAME_HEAD_DIM,
+    r.at_least("tokens_q", 1, Code.EMPTY_INPUT), r.at_least("tokens_k", 1, Code.EMPTY_INPUT),
+    r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.at_least("batch", 1, Code.EMPTY_INPUT),
+    r.at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),
+    r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"), *ON_16_BYTES,
+    r.dtypes("int32", of="cu_seqlens_q.dtype"), r.dtypes("int32", of="cu_seqlens_k.dtype"), NO_SOFTCAP, *BOTTOM_RIGHT)
 
 
 def _varlen() -> Callable[..., Any]:
-    """torch.nn.attention.varlen. It learned grouped heads by name only after it could do them."""
+    """torch.nn.attention.varlen. Later versions have a flag for grouped heads, which earlier ones
+    support without."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     missing = [name for name in ("scale", "window_size") if name not in known]
     if missing:
         raise ImportError(f"{' and '.join(missing)} in torch.nn.attention.varlen_attn (torch {torch.__version__})")
-    grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
+    gqa_option = {"enable_gqa": True} if "enable_gqa" in known else {}
 
     def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
             max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1) -> Tensor:
         window = (window_left, 0 if is_causal else window_right)
         return varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,  # type: ignore[return-value]
-                           scale=scale, window_size=window, **grouped)  # type: ignore[arg-type]
+                           scale=scale, window_size=window, **gqa_option)  # type: ignore[arg-type]
 
     return run
 
 
 def _varlen_flash() -> Callable[..., Any]:
-    """What varlen_attn calls, without the Python between: that costs more than a decode step."""
+    """The entry that varlen_attn calls, without its Python overhead, which exceeds a decode
+    step."""
     flash = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
@@ -94,7 +83,8 @@ def per_sequence(
     scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """One scaled_dot_product_attention per sequence. A mask is made only where torch's causal flag does not say it."""
+    """Calls scaled_dot_product_attention per sequence, with a mask only where is_causal is not
+    enough."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     windowed = window_left >= 0 or window_right >= 0
     parts = [query.new_empty((0, query.shape[1], value.shape[2]))]
@@ -105,7 +95,7 @@ def per_sequence(
         if windowed or shifted:
             _, hidden = position_terms(q.shape[2], k.shape[2], is_causal, causal_align, window_left, window_right, None,
                                        query.device)
-            if hidden is not None:              # additive: cuDNN gives a row hidden by a bool mask a mean, not zero
+            if hidden is not None:  # additive: cuDNN gives the mean, not zero, for a row hidden by a bool mask
                 mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -math.inf)
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None, scale=scale,
                                            enable_gqa=True)
@@ -119,7 +109,7 @@ KERNELS = (
     Kernel("torch.varlen", varlen_attention, _varlen, sdpa_backend="FLASH_ATTENTION",
            torch=">=2.11", prior=12.0, overhead_us=20.0,
            less_work=ONE_LAUNCH, requires=(
-        *FLASH, equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
+        *FLASH, r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
         note="before torch 2.11 it had neither scale nor window"),
     Kernel("torch.varlen_flash", varlen_attention, _varlen_flash, sdpa_backend="FLASH_ATTENTION",
            prior=12.0, overhead_us=2.0,
@@ -127,6 +117,6 @@ KERNELS = (
     Kernel("torch.per_sequence", varlen_attention, _per_sequence, sdpa_backend=SDPA,
            prior=3.0, overhead_us=50.0, baseline=True,
            graph_safe=False, traceable=False, note="reads the lengths on the host",
-           requires=(at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP,
-                     *(when(device("cuda"), when(multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))),
+           requires=(r.at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP,
+                     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))),
 )

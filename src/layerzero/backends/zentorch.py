@@ -1,9 +1,9 @@
 """AMD's ZenDNN through zentorch, for linear layers on the CPU. Each release works with one torch release only.
 
-Left to itself it rearranges a weight in the caller's memory, without a trace in its version, and keeps using that
-arrangement after the weight has changed. So it is only ever given an arranged copy of our own, which is made anew
-when the weight changes. Its float16 sums in float16, which is too coarse for the contract, and it takes no empty
-input.
+By default it packs a weight in the caller's memory, without bumping its version, and keeps using
+the packed weight after the original has changed. So it only gets a packed copy of our own, which is
+made again when the weight changes. It accumulates float16 in float16, which is too coarse for the
+contract, and takes no empty input.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from ..ops.formulas.moe import activate
 from ..ops.linear import OP as linear
+from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from ..spec.rules import at_least, contiguous, cpu_isa, device, dtypes, plain_tensors
 from ._packing import PACKED
 
 POST_OPS = {None: "none", "relu": "relu", "silu": "silu", "gelu": "gelu_erf", "gelu_tanh": "gelu_tanh"}
@@ -32,11 +32,11 @@ def _linear() -> Callable[..., Any]:
     product = torch.ops.zentorch.zentorch_linear_unary.default
     prepack = torch.ops.zentorch.zentorch_weight_prepack_for_linear.default
 
-    def arranged(weight: Tensor) -> Tensor:
+    def pack(weight: Tensor) -> Tensor:
         return prepack(weight.detach().clone())  # type: ignore[no-any-return]
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-        packed = PACKED.get("zentorch", arranged, weight)
+        packed = PACKED.get("zentorch", pack, weight)
         if packed is None:
             out = F.linear(x, weight, bias)
             return out if activation is None else activate(out, activation)
@@ -49,8 +49,9 @@ KERNELS = (
     Kernel("zentorch.linear", linear, _linear, package="zentorch", version=">=2.13,<2.14", torch=">=2.13,<2.14",
            prior=5.0, overhead_us=8.0, differentiable=False, traceable=False,
            workspace="itemsize * in_features * out_features",
-           requires=(device("cpu"), cpu_isa("avx512f"), dtypes("bfloat16", "float32"), plain_tensors(), contiguous("x"),
-                     at_least("rows", 1, Code.EMPTY_INPUT), at_least("in_features", 1, Code.EMPTY_INPUT),
-                     at_least("out_features", 1, Code.EMPTY_INPUT)),
+           requires=(r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16", "float32"),
+                     r.plain_tensors(), r.contiguous("x"),
+                     r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_least("in_features", 1, Code.EMPTY_INPUT),
+                     r.at_least("out_features", 1, Code.EMPTY_INPUT)),
            note="made for EPYC; without AMX, so slow in bf16 on Xeons with many rows"),
 )

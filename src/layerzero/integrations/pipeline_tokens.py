@@ -22,7 +22,7 @@ from typing import Any
 
 from ..models.tokenizers import load_tokenizer
 from ..operate.inspection import dispatcher_of
-from ..ops.formulas.prefix import SHORTEST
+from ..ops.formulas.prefix import MIN_CHARACTERS
 from ..ops.formulas.tokenizer_identity import TokenizerHandle, from_json, kind_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
@@ -226,7 +226,7 @@ def _serving(stock: Any) -> Any:
         if any(given.get(name) for name in own) or not all(isinstance(t, str) for t in texts) \
                 or (types or (types is None and "token_type_ids" in self.model_input_names)):
             return None
-        if max(map(len, texts), default=0) < SHORTEST:     # too short to be remembered: nothing to gain
+        if max(map(len, texts), default=0) < MIN_CHARACTERS:     # too short to be remembered: nothing to gain
             return None
         padding = pads.get(given.get("padding_strategy", PaddingStrategy.DO_NOT_PAD), False)
         cut = given.get("truncation_strategy", TruncationStrategy.DO_NOT_TRUNCATE) != TruncationStrategy.DO_NOT_TRUNCATE

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..dispatch.dispatcher import function
 from ..ops.alibi import OP as _alibi
-from ..ops.alibi import slopes_of
+from ..ops.alibi import default_slopes
 from ..ops.formulas import rope as formulas
 from ..spec.errors import InvalidCall
 from ..spec.reason import Code, Reason
@@ -81,7 +81,7 @@ def alibi_slopes(heads: int, *, dtype: torch.dtype = torch.float32, device: torc
     """One slope for each head, for lz.alibi and lz.attention; the number of heads need be no power of two."""
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise _wrong("alibi_slopes", "heads", "an int >= 1", heads)
-    return torch.tensor(slopes_of(heads), dtype=torch.float32).to(device=device, dtype=dtype)
+    return torch.tensor(default_slopes(heads), dtype=torch.float32).to(device=device, dtype=dtype)
 
 
 def alibi_bias(

@@ -122,8 +122,8 @@ def _runner(id: str, fn: Any, launch: Callable[..., Any], grid: Grid, meta: Mapp
 
     from ..backends.triton import launch as launching
 
-    if _tell not in launching.told:
-        launching.told.append(_tell)
+    if _tell not in launching.listeners:
+        launching.listeners.append(_tell)
     launcher = _launchers[id] = launching.Launcher(fn, id)
     names = tuple(fn.arg_names)
     fixed = None if callable(grid) else tuple(grid)

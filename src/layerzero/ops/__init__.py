@@ -1,9 +1,9 @@
-"""What is computed: one file per operation, and nothing else needs to know of it.
+"""The operations, one file each; nothing else needs to know of a new one.
 
-Every file of this folder declares one operation, `OP`, under the name of the file. What several operations
-are computed with is in formulas/.
+Every file of this folder declares one operation, `OP`, named like the file. Formulas that several
+operations share are in formulas/.
 """
 
 import pkgutil
 
-CATALOG = tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.ispkg))
+CATALOG = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))

@@ -1,6 +1,6 @@
-"""Residual add and RMS norm in one: h = x + residual; returns (rms_norm(h), h).
+"""Fused residual add and RMS norm: h = x + residual; returns (rms_norm(h), h).
 
-The sum is rounded to the input's dtype before it is normed, as when the two are called one after the other.
+The sum is rounded to the input's dtype before it is normalised, as by two separate calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows, rms_normalize
-from .formulas.mistakes import NORM, changed_results, replaced, rms_eps_outside, zeros
+from .formulas.mistakes import NORM, change_results, eps_outside_sqrt, replace_argument, zeros_like
 from .formulas.norm import NORM_STRESS
 
 
@@ -51,12 +51,13 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"rows": (2, 7)}, {"affine": False}, {"stride": "padded"})
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *NORM, changed_results("convention", "eps outside the square root", rms_eps_outside),
-    replaced("convention", "the residual left out", "residual", zeros("residual")))
+    *NORM, change_results("convention", "eps outside the square root", eps_outside_sqrt),
+    replace_argument("convention", "the residual left out", "residual", zeros_like("residual")))
 
 OP = Op(
     name="add_rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
+    reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "residual": "*rows hidden", "weight": "hidden"},

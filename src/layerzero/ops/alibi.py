@@ -1,9 +1,10 @@
 """ALiBi: the bias -slope * |distance| that each head adds to its attention scores.
 
-The distance of key j from query i is measured from the *diagonal*, as in lz.attention: query i stands at key i for
-causal_align="top_left", and the last query at the last key for "bottom_right", which decoding with a KV cache wants.
-With is_causal the keys after it get -inf, so that the bias alone makes attention causal. Slopes are one for each
-head (lz.positions.alibi_slopes; lz.positions.alibi_bias takes the number of heads instead);
+The distance of key j from query i is relative to the *diagonal*, as in lz.attention: query i is
+aligned with key i for causal_align="top_left", and the last query with the last key for
+"bottom_right", as decoding with a KV cache needs. With is_causal later keys get -inf, so that the
+bias alone makes attention causal. There is one slope per head (lz.positions.alibi_slopes; lz.positions.alibi_bias takes
+the number of heads instead);
 the result has their dtype and is computed in float32 or wider.
 """
 
@@ -22,12 +23,12 @@ from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes
 from .formulas.common import FLOATS, position_terms
-from .formulas.mistakes import align, replaced
+from .formulas.mistakes import flip_alignment, replace_argument
 
 
 def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
               causal_align: Literal["top_left", "bottom_right"] | None = None, is_causal: bool = False) -> Tensor:
-    """The bias (heads, seq_q, seq_k) to add to attention scores, from one slope for each head."""
+    """Returns the bias (heads, seq_q, seq_k) to add to attention scores."""
     wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
     bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, -1, -1, wide, slopes.device)
     assert bias is not None                    # there are slopes
@@ -38,9 +39,12 @@ def meta(slopes: Tensor, seq_q: int, seq_k: int, *, causal_align: str | None = N
     return slopes.new_empty((slopes.shape[0], seq_q, seq_k))
 
 
-def slopes_of(heads: int) -> list[float]:
-    """The paper's slopes: 2^(-8/n), 2^(-16/n), ... for n heads; for other than a power of two, those of the next lower
-    power, then every second one of the next higher."""
+def default_slopes(heads: int) -> list[float]:
+    """Returns the paper's slopes: 2^(-8/n), 2^(-16/n), ... for n heads.
+
+    If n is not a power of two: those of the next lower power, then every second one of the next
+    higher.
+    """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     return slopes + [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]
@@ -48,7 +52,7 @@ def slopes_of(heads: int) -> list[float]:
 
 def inputs(heads: int = 4, sq: int = 17, sk: int = 17, align: str | None = None, causal: bool = False,
            dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    slopes = torch.tensor(slopes_of(heads) if heads else []).to(device=device, dtype=dtype)
+    slopes = torch.tensor(default_slopes(heads) if heads else []).to(device=device, dtype=dtype)
     return {"slopes": slopes, "seq_q": sq, "seq_k": sk, "causal_align": align, "is_causal": causal}
 
 
@@ -69,9 +73,10 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             CausalAlignmentWarning, stacklevel=6)
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("alignment", "the diagonal at the other corner", align), replaced("mask", "causality ignored",
+    Alteration("alignment", "the diagonal at the other corner", flip_alignment),
+    replace_argument("mask", "causality ignored",
     "is_causal", False),
-    replaced("position bias", "the other sign", "slopes", lambda v: -v["slopes"]))
+    replace_argument("position bias", "the other sign", "slopes", lambda v: -v["slopes"]))
 
 OP = Op(
     name="alibi", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,

@@ -1,10 +1,10 @@
 """Scaled dot-product attention.
 
-`layout="bhsd"` is torch's (batch, heads, seq, dim) and the default; `"bshd"` is (batch, seq, heads, dim).
-The query may have a multiple of the key's heads (GQA, MQA). The *diagonal* is where query i meets key
-i + offset; the offset is 0 for `causal_align="top_left"` (torch's) and seq_k - seq_q for "bottom_right"
-(FlashAttention's; the last query sees every key). Causality, windows and ALiBi all measure from it.
-A query row that may see no key at all gives zeros, and -inf as its log-sum-exp.
+`layout="bhsd"` is torch's (batch, heads, seq, dim) and the default; `"bshd"` is (batch, seq, heads,
+dim). The query may have a multiple of the key's heads (GQA, MQA). Query i is aligned with key i +
+offset, the *diagonal*; the offset is 0 for `causal_align="top_left"` (torch's) and seq_k - seq_q
+for "bottom_right" (FlashAttention's: the last query sees every key). Causality, windows and ALiBi
+are relative to the diagonal. A query row that sees no key gives zeros, and -inf as its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, at_most, dtypes, equals, off, on, one_of
 from .formulas.common import FLOATS, attend
-from .formulas.mistakes import LSE, SCORES, SOFTCAP, WINDOW, align, replaced, without
+from .formulas.mistakes import LSE, SCORES, SOFTCAP, WINDOW, drop_argument, flip_alignment, replace_argument
 
 
 def reference(
@@ -34,7 +34,8 @@ def reference(
     """Scaled dot-product attention.
 
     The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
-    window_left, window_right: how many keys left and right of the diagonal are seen, -1 for all.
+    window_left, window_right: number of keys left and right of the diagonal that are visible, -1
+    for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
     return_lse: also return the log-sum-exp of each query row, (batch, heads, seq_q), natural log.
     """
@@ -65,7 +66,8 @@ def inputs(
     softcap: float = 0.0, scale: float | None = None, lse: bool = False, layout: str = "bhsd", stride: str = "",
     extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Random arguments for one case. `stride`: "transposed" storage, "padded" rows, "sparse" last dim."""
+    """Returns random arguments for one case. `stride`: "transposed" storage, "padded" rows,
+    "sparse" last dim."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int) -> Tensor:
@@ -90,9 +92,9 @@ def inputs(
     attn_mask = None
     if shape and mask in ("float", "float2d", "full"):
         attn_mask = rand(*shape)
-    elif shape and mask in ("minus_inf", "lowest"):        # as models write them: 0, and what hides a key
-        hides = -math.inf if mask == "minus_inf" else torch.finfo(dtype).min
-        attn_mask = torch.where(torch.rand(shape, generator=gen) > 0.3, 0.0, hides)
+    elif shape and mask in ("minus_inf", "lowest"):        # as models write them: 0, or a value that hides the key
+        hidden = -math.inf if mask == "minus_inf" else torch.finfo(dtype).min
+        attn_mask = torch.where(torch.rand(shape, generator=gen) > 0.3, 0.0, hidden)
         attn_mask[..., 0] = 0.0
         attn_mask = attn_mask.to(device=device, dtype=dtype)
     elif shape:
@@ -112,7 +114,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True}, {"hkv": 2}, {"hkv": 1, "causal": True}, {"lse": True}, {"lse": True, "hkv": 2},
     {"sq": 1, "sk": 257, "hkv": 2}, {"sq": 1, "sk": 1}, {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
     {"sq": 1, "sk": 129, "hq": 8, "hkv": 2, "causal": True, "align": "bottom_right", "lse": True},
-    {"sq": 8, "sk": 90, "hkv": 2, "causal": True, "align": "bottom_right"},        # drafted tokens, verified at once
+    {"sq": 8, "sk": 90, "hkv": 2, "causal": True, "align": "bottom_right"},        # verification of drafted tokens
     {"sq": 5, "sk": 9, "causal": True, "align": "top_left"},
     {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
     {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"sq": 192, "sk": 192, "causal": True},
@@ -137,9 +139,9 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     if mask not in (None, "bool", facts["dtype"]):
         raise InvalidCall.of("attention", Reason(
             Code.MASK_TYPE_INVALID, f"bool, or {facts['dtype']} like the query", mask, "attn_mask"))
-    measured = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0 \
+    uses_diagonal = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0 \
         or facts["alibi_slopes.dtype"] is not None
-    if measured and facts["causal_align"] is None and facts["seq_q"] != facts["seq_k"]:
+    if uses_diagonal and facts["causal_align"] is None and facts["seq_q"] != facts["seq_k"]:
         warn_caller(
             f"lz.attention: query and key lengths differ ({facts['seq_q']} and {facts['seq_k']}) and causal_align is "
             "not given: torch's 'top_left' is used. Decoding with a KV cache wants causal_align='bottom_right'.",
@@ -147,7 +149,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 def canonical(values: dict[str, Any]) -> Redirect | None:
-    """Nested tensors, inputs without or with extra batch dimensions, and layout="auto"."""
+    """Rewrites calls with nested tensors, no or several batch dimensions, or layout="auto"."""
     query, key, value = values["query"], values["key"], values["value"]
     if any(t.is_nested for t in (query, key, value)):
         return _nested(values)
@@ -163,8 +165,8 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
             for name, t in (("query", query), ("key", key), ("value", value))}
     mask = values["attn_mask"]
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
-        over = mask.shape[:-3]
-        if len(over) > len(batch) or any(m not in (1, b) for m, b in zip(over[::-1], batch[::-1])):
+        mask_batch = mask.shape[:-3]
+        if len(mask_batch) > len(batch) or any(m not in (1, b) for m, b in zip(mask_batch[::-1], batch[::-1])):
             want = str((*query.shape[:-1], key.shape[-2]))
             raise InvalidCall.of("attention", Reason(
                 Code.MASK_BROADCAST_INVALID, want, str(tuple(mask.shape)), "attn_mask"))
@@ -180,7 +182,8 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
 
 
 def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """From shapes where they decide, from strides with a warning, else a typed error. Never a silent guess."""
+    """Returns the layout by the shapes, or by the strides with a warning; raises InvalidCall if
+    neither decides."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 4:
             raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, t.dim(), name))
@@ -206,7 +209,7 @@ def _storage_order(t: Tensor) -> str:
 
 
 def _nested(values: dict[str, Any]) -> Redirect:
-    """Jagged nested tensors become one packed call of varlen_attention."""
+    """Rewrites a call with jagged nested tensors as one packed call of varlen_attention."""
     query, key, value = values["query"], values["key"], values["value"]
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not t.is_nested or t.layout != torch.jagged or t.dim() != 4:
@@ -229,7 +232,7 @@ def _nested(values: dict[str, Any]) -> Redirect:
         raise InvalidCall.of("attention", Reason(
             Code.DIM_MISMATCH, "the key's", str(value.offsets().diff().tolist()), "lengths of the value's sequences"))
 
-    def packed(t: Tensor) -> Tensor:
+    def pack(t: Tensor) -> Tensor:
         return (t.transpose(1, 2) if ragged == 2 else t).values()  # type: ignore[no-untyped-call]
 
     def restore(out: Tensor) -> Tensor:
@@ -239,7 +242,7 @@ def _nested(values: dict[str, Any]) -> Redirect:
     offsets_q, offsets_k = query.offsets(), key.offsets()
     lengths_q, lengths_k = offsets_q.diff(), offsets_k.diff()
     return Redirect("varlen_attention", {
-        "query": packed(query), "key": packed(key), "value": packed(value),
+        "query": pack(query), "key": pack(key), "value": pack(value),
         "cu_seqlens_q": offsets_q.to(torch.int32), "cu_seqlens_k": offsets_k.to(torch.int32),
         "max_seqlen_q": int(lengths_q.max()) if len(lengths_q) else 0,
         "max_seqlen_k": int(lengths_k.max()) if len(lengths_k) else 0,
@@ -279,25 +282,26 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"stride": "transposed"}, {"stride": "padded"}, {"sq": 8, "sk": 0})
 
 
-# mistakes that a kernel of it could make
+# Mistakes that a kernel for this op could make.
 
-def _mask_inverted(op: Any, v: Values) -> Values | None:
+def _invert_mask(op: Any, v: Values) -> Values | None:
     mask = v["attn_mask"]
     return {**v, "attn_mask": ~mask if mask.dtype == torch.bool else -mask} if mask is not None else None
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("mask", "the mask ignored", without("attn_mask")), Alteration("mask", "the mask inverted",
-    _mask_inverted),
-    Alteration("alignment", "the diagonal at the other corner", align),
-    Alteration("position bias", "ALiBi left out", without("alibi_slopes")),
-    replaced("position bias", "ALiBi with the other sign", "alibi_slopes", lambda v: -v["alibi_slopes"]),
+    Alteration("mask", "the mask ignored", drop_argument("attn_mask")),
+    Alteration("mask", "the mask inverted", _invert_mask),
+    Alteration("alignment", "the diagonal at the other corner", flip_alignment),
+    Alteration("position bias", "ALiBi left out", drop_argument("alibi_slopes")),
+    replace_argument("position bias", "ALiBi with the other sign", "alibi_slopes", lambda v: -v["alibi_slopes"]),
     *SCORES, *SOFTCAP, *WINDOW, *LSE)
 
 OP = Op(
     name="attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     dropout_case={"b": 2, "hq": 4, "hkv": 4, "sq": 32, "sk": 64, "d": 16, "dv": 64, "scale": 0.05},
+    reference_kernel={"workspace": "3 * itemsize * elements"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     variant="layout",

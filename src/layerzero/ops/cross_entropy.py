@@ -1,9 +1,9 @@
 """Cross entropy of logits (..., vocab) and class ids (...). Computed, and returned, in float32 or wider.
 
-Rows whose target is ignore_index count for nothing; the mean over no row at all is NaN, as torch has it. With
-label_smoothing the target shares that much of its mass evenly among all classes. A target outside the vocabulary
-is the caller's error: found at once on the CPU; on a GPU when a shape is first seen, later ones end in the
-device's own assertion.
+Rows whose target is ignore_index do not count; the mean over no row is NaN, as in torch. With
+label_smoothing that share of the target's mass is spread evenly over all classes. A target outside
+the vocabulary is the caller's error. It is detected in every call on the CPU, and on a GPU when a
+shape is first seen; later it triggers the device's own assertion.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..spec.alteration import Alteration, Values
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
 from .formulas.common import FLOATS
-from .formulas.loss import LOSS_LIMITS, check_targets, random_targets, reduced, row_losses
-from .formulas.mistakes import changed_results, replaced
+from .formulas.loss import LOSS_RULES, check_targets, random_targets, reduce_losses, row_losses
+from .formulas.mistakes import change_results, replace_argument
 
 
 def reference(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
               reduction: Literal["mean", "sum", "none"] = "mean") -> Tensor:
-    """-log softmax(logits)[target], averaged or summed over the rows, or one for each."""
-    return reduced(row_losses(logits, targets, ignore_index, label_smoothing), targets, ignore_index, reduction)
+    """Returns -log softmax(logits)[target]: the mean or sum over the rows, or one value per row."""
+    return reduce_losses(row_losses(logits, targets, ignore_index, label_smoothing), targets, ignore_index, reduction)
 
 
 def meta(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
@@ -42,7 +42,7 @@ def inputs(rows: tuple[int, ...] = (7,), vocab: int = 33, ignored: str = "", ign
     logits = torch.randn((*rows, vocab * 2 if stride == "sparse" else vocab), generator=gen) * scale
     if stride == "transposed":
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    if masked:                                 # classes that cannot be: of these only the last, which no target names
+    if masked:                                 # an impossible class: the last, which is no row's target
         logits[..., -1] = -torch.inf
         targets = targets.clamp(max=vocab - 2)
     logits = logits.to(device=device, dtype=dtype)
@@ -66,26 +66,26 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     check_targets("cross_entropy", values, facts)
 
 
-# mistakes that a kernel of it could make
+# Mistakes that a kernel for this op could make.
 
-def _mean_of_all(v: Values, out: tuple[Any, ...]) -> Any:
+def _mean_over_all_rows(v: Values, out: tuple[Any, ...]) -> Any:
     kept = (v["targets"] != v["ignore_index"]).sum() / max(v["targets"].numel(), 1)
     return out[0] * kept if v["reduction"] == "mean" else None
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    replaced("mask", "ignore_index ignored", "ignore_index", -12345),
-    replaced("scale", "no label smoothing", "label_smoothing", 0.0),
-    changed_results("scale", "the mean over all rows, ignored ones too", _mean_of_all))
+    replace_argument("mask", "ignore_index ignored", "ignore_index", -12345),
+    replace_argument("scale", "no label smoothing", "label_smoothing", 0.0),
+    change_results("scale", "the mean over all rows, ignored ones too", _mean_over_all_rows))
 
 OP = Op(
     name="cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     alterations=ALTERATIONS,
-    # Of every result, whatever the logits' dtype: it is at least float32.
+    # The same for all dtypes of the logits: the result is at least float32.
     tolerance=Tolerance({"float16": (1e-4, 1e-5), "bfloat16": (1e-4, 1e-5), "float32": (1e-4, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"logits": "*rows vocab", "targets": "*rows"},
     returns=("*rows",),                        # no dimensions unless reduction="none"
-    exact=("vocab",), requires=(dtypes(*FLOATS), *LOSS_LIMITS),
+    exact=("vocab",), requires=(dtypes(*FLOATS), *LOSS_RULES),
     flops="5 * rows * vocab", bytes="itemsize * rows * vocab", differentiable=("logits",), extra_check=extra_check,
 )

@@ -1,7 +1,7 @@
-"""Codes with few bits back to values. formulas/quant.py says how each format is coded and laid out.
+"""Dequantizes codes to values. formulas/quant.py defines the encoding and layout of each format.
 
-The product of code and scale is formed in float32 and rounded once, to `out_dtype`. `size` is the length of a row of
-values where a byte holds two codes and the length is odd.
+The product of code and scale is computed in float32 and rounded once, to `out_dtype`. `size` is the
+length of a row of values; it is needed where a byte holds two codes and the length is odd.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, one_of, present, when
 from .formulas.common import FLOATS
-from .formulas.mistakes import QUANTIZED, nibbles
-from .formulas.quant import FORMATS, check_scales, encode, make_scales, restored, spread
+from .formulas.mistakes import QUANTIZED, swap_nibbles
+from .formulas.quant import FORMATS, check_scales, dequantize_codes, encode, expand_scales, make_scales
 
 FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
 
@@ -28,17 +28,17 @@ def reference(
     block_rows: int = 1, global_scale: Tensor | None = None, size: int | None = None,
     out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> Tensor:
-    """The values of what lz.quantize returned, with the same format, block_size and block_rows."""
-    form = FORMATS[format]
-    block_size = block_size or form.block_size
-    size = checked_size(q, scales, zeros, format, block_size, block_rows, global_scale, size)
-    values = restored(q, scales, zeros, form, size, block_size, block_rows, global_scale)
+    """Returns the values of codes, with the format, block_size and block_rows of lz.quantize."""
+    fmt = FORMATS[format]
+    block_size = block_size or fmt.block_size
+    size = check_size(q, scales, zeros, format, block_size, block_rows, global_scale, size)
+    values = dequantize_codes(q, scales, zeros, fmt, size, block_size, block_rows, global_scale)
     return values.to(getattr(torch, out_dtype))
 
 
-def checked_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, block_size: int, block_rows: int,
-                 global_scale: Tensor | None, size: int | None) -> int:
-    """The length of a row of values; asked on every call, so that scales of another layout never pass."""
+def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, block_size: int, block_rows: int,
+               global_scale: Tensor | None, size: int | None) -> int:
+    """Returns the length of a row of values; raises InvalidCall for scales of another layout."""
     width = q.shape[-1] * (8 // FORMATS[format].bits)
     if size is None:
         size = width
@@ -67,20 +67,21 @@ def inputs(
     block_size: int = 0, block_rows: int = 1, symmetric: bool = True, stride: str = "", scale_dtype: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Codes of random values; `dtype` is what they are turned back to."""
+    """Returns the codes of random values; `dtype` is the dtype to dequantize to."""
     gen = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn((*rows, width), generator=gen)
-    form = FORMATS[format]
-    blocks = block_size or form.block_size
-    scales, zeros, whole = make_scales(x, form, granularity or form.granularity, blocks, block_rows, symmetric, None)
-    by = scales.float() if whole is None else scales.float() * whole
-    q = encode(x / spread(by, x.shape, blocks, block_rows), form,
-               None if zeros is None else spread(zeros, x.shape, blocks, block_rows))
+    fmt = FORMATS[format]
+    blocks = block_size or fmt.block_size
+    scales, zeros, global_scale = make_scales(x, fmt, granularity or fmt.granularity, blocks,
+                                              block_rows, symmetric, None)
+    factors = scales.float() if global_scale is None else scales.float() * global_scale
+    q = encode(x / expand_scales(factors, x.shape, blocks, block_rows), fmt,
+               None if zeros is None else expand_scales(zeros, x.shape, blocks, block_rows))
     if stride == "sparse":
         q = torch.stack((q, q), -1)[..., 0]
     if scale_dtype:
         scales = scales.to(getattr(torch, scale_dtype))
-    tensors = {"q": q, "scales": scales, "zeros": zeros, "global_scale": whole}
+    tensors = {"q": q, "scales": scales, "zeros": zeros, "global_scale": global_scale}
     out = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
     return {**{name: t if t is None else t.to(device) for name, t in tensors.items()}, "format": format,
             "block_size": block_size, "block_rows": block_rows, "size": width if width % 2 else None, "out_dtype": out}
@@ -107,7 +108,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             "global_scale"))
 
 
-def _stored(name: str) -> str:
+def _storage_dtype(name: str) -> str:
     return str(FORMATS[name].storage).removeprefix("torch.")
 
 STRESS: tuple[dict[str, Any], ...] = (
@@ -115,7 +116,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"rows": (4,), "width": 64, "granularity": "block", "block_size": 16, "format": "int4"})
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", nibbles("q")))
+    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", swap_nibbles("q")))
 
 OP = Op(
     name="dequantize", family="quantization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
@@ -124,7 +125,7 @@ OP = Op(
     shapes={"q": "*rows packed", "scales": "*scale_rows groups"}, exact=("packed", "block_size", "block_rows"),
     ranges={"block_size": INT32, "block_rows": INT32, "size": INT32},
     requires=(
-        *(when(one_of("format", f), dtypes(_stored(f), of="q.dtype")) for f in FORMATS),
+        *(when(one_of("format", f), dtypes(_storage_dtype(f), of="q.dtype")) for f in FORMATS),
         one_of("scales.dtype", *FLOATS, "float8_e8m0fnu", "float8_e4m3fn", code=Code.SCALE_LAYOUT_MISMATCH),
         at_least("block_size", 0, Code.VALUE_OUT_OF_RANGE), at_least("block_rows", 1, Code.VALUE_OUT_OF_RANGE),
         when(present("zeros.dtype"), one_of("format", "int8", "int4")),

@@ -1,10 +1,11 @@
 """Token ids to text, exactly as the tokenizer's own library does it.
 
-- `ids` is a list of ids, a list of such lists, an integer tensor of one or two dimensions, or what `lz.tokenize`
-  returned; `tokenizer` is as for `lz.tokenize`.
-- `skip_special_tokens` leaves special tokens out. sentencepiece never shows its control symbols, so it can only skip.
-- Bytes that are no UTF-8 become U+FFFD. An id that the vocabulary does not have is left out by tokenizers, as it always
-  does, and refused by the other libraries.
+- `ids` is a list of ids, a list of such lists, an integer tensor of one or two dimensions, or a
+  result of `lz.tokenize`; `tokenizer` is as for `lz.tokenize`.
+- `skip_special_tokens` omits special tokens. sentencepiece never shows its control symbols, so it
+  can only skip.
+- Bytes that are not UTF-8 become U+FFFD. tokenizers omits ids outside the vocabulary; the other
+  libraries raise.
 """
 
 from __future__ import annotations
@@ -18,27 +19,28 @@ from ..spec.alteration import Alteration
 from ..spec.grid import bucket_top
 from ..spec.op import Op, Tolerance
 from ..spec.rules import present
-from .formulas.bpe import BytePairs, tiny_tokenizer
-from .formulas.mistakes import replaced
-from .formulas.tokenization import sequences_of
-from .formulas.tokenizer_identity import FACTS, from_json, identified, identify
+from .formulas.bpe import BYTE_LEVEL_DECODER, ByteLevelBPE, tiny_tokenizer
+from .formulas.common import READS_ON_HOST
+from .formulas.mistakes import replace_argument
+from .formulas.tokenization import read_sequences
+from .formulas.tokenizer_identity import FACTS, from_json, identify, identify_again
 
 
 def reference(ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True) -> str | list[str]:
-    """The text of a sequence of ids, or of each of several."""
-    handle = identified(tokenizer, "detokenize")
-    pairs: BytePairs = handle.built("formula", lambda h: BytePairs(json.loads(h.payload)))
-    sequences, single = sequences_of(ids)
-    texts = [pairs.decode(sequence, skip_special_tokens) for sequence in sequences]
+    """Returns the text of a sequence of ids, or of each of several."""
+    handle = identify_again(tokenizer, "detokenize")
+    bpe: ByteLevelBPE = handle.built("formula", lambda h: ByteLevelBPE(json.loads(h.payload)))
+    sequences, single = read_sequences(ids)
+    texts = [bpe.decode(sequence, skip_special_tokens) for sequence in sequences]
     return texts[0] if single else texts
 
 
 def meta(ids: Any, tokenizer: Any, **options: Any) -> None:
-    """How long a text is, only decoding it can tell."""
+    """Returns nothing: the length of a text is only known after decoding."""
 
 
 def read(values: dict[str, Any]) -> dict[str, Any]:
-    sequences, _ = sequences_of(values["ids"])
+    sequences, _ = read_sequences(values["ids"])
     handle = identify(values["tokenizer"], "detokenize")
     return {**handle.facts, "sequences": bucket_top(len(sequences)), "tokens": bucket_top(sum(map(len, sequences)))}
 
@@ -51,10 +53,10 @@ def inputs(
     *, ids: int | tuple[int, ...] = 2, tensor: bool = False, seed: int = 0, dtype: torch.dtype = torch.int64,
     device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Sequences by their number, and a small tokenizer."""
-    given: Any = _IDS[ids] if isinstance(ids, int) else [_IDS[i] for i in ids]
-    given = torch.tensor(given) if tensor else given
-    return {"ids": given, "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
+    """Returns the sequences with these indices, and a small tokenizer."""
+    sequences: Any = _IDS[ids] if isinstance(ids, int) else [_IDS[i] for i in ids]
+    sequences = torch.tensor(sequences) if tensor else sequences
+    return {"ids": sequences, "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
 
 
 _ALL = tuple(range(len(_IDS)))
@@ -62,11 +64,13 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"ids": 0}, {"ids": ()}, {"ids": _ALL}, {"ids": _ALL, "skip_special_tokens": False}, {"tensor": True},
     {"ids": (2, 3), "tensor": True, "skip_special_tokens": False})
 
-ALTERATIONS: tuple[Alteration, ...] = (replaced("convention", "special tokens kept", "skip_special_tokens", False),)
+ALTERATIONS: tuple[Alteration, ...] = (replace_argument("convention", "special tokens kept",
+                                                        "skip_special_tokens", False),)
 
 OP = Op(
     name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     alterations=ALTERATIONS,
+    reference_kernel={**READS_ON_HOST, "overhead_us": 500.0, "requires": BYTE_LEVEL_DECODER},
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read, reads=(*FACTS, "sequences", "tokens"),
     dtypes=("int64",), requires=(present("vocab_hash"),),
 )

@@ -1,9 +1,10 @@
-"""Rows of a table by id: token embeddings.
+"""Token embeddings: the rows of a table by id.
 
-`scale` multiplies what is looked up, in float32 or wider, rounded once. (Gemma multiplies by the square root of the
-width after rounding that to the weights' dtype: pass the rounded number.) `padding_idx` is looked up like any
-other id but passes no gradient; negative ones count from the end. An id outside the table is the caller's error:
-found at once on the CPU; on a GPU when a shape is first seen, later ones end in the device's own assertion.
+`scale` multiplies the rows, in float32 or wider, rounded once. (Gemma multiplies by the square root
+of the width after rounding that to the weights' dtype: pass the rounded number.) `padding_idx` is
+looked up like any other id but passes no gradient; negative values count from the end. An id
+outside the table is the caller's error. It is detected in every call on the CPU, and on a GPU when
+a shape is first seen; later it triggers the device's own assertion.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes
 from .formulas.common import FLOATS
-from .formulas.mistakes import replaced
+from .formulas.mistakes import replace_argument
 
 
 def reference(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0) -> Tensor:
-    """weight[ids] * scale, of shape (*ids.shape, width)."""
+    """Returns weight[ids] * scale, of shape (*ids.shape, width)."""
     rows = torch.index_select(weight, 0, ids.reshape(-1)).reshape(*ids.shape, weight.shape[1])
     if padding_idx is not None:
         padding = (ids == padding_idx % max(weight.shape[0], 1)).unsqueeze(-1)
@@ -71,7 +72,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
                 Code.VALUE_OUT_OF_RANGE, f"between 0 and {vocab - 1}, the last row of weight", f"{low} to {high}",
                 "ids"))
 
-ALTERATIONS: tuple[Alteration, ...] = (replaced("scale", "the scale left out", "scale", 1.0),)
+ALTERATIONS: tuple[Alteration, ...] = (replace_argument("scale", "the scale left out", "scale", 1.0),)
 
 OP = Op(
     name="embedding", family="embedding", reference=reference, meta=meta, inputs=inputs, cases=CASES,
@@ -80,7 +81,7 @@ OP = Op(
                          "float64": (1e-10, 1e-10)}),
     shapes={"ids": "*tokens", "weight": "vocab width"}, returns=("*tokens width",), main="weight",
     exact=("vocab", "width", "padding_idx", "scale"),
-    # The padding_idx is compared with the table by extra_check; here so that the key holds it.
+    # extra_check compares padding_idx with the table; the rule on it puts it into the key.
     requires=(dtypes(*FLOATS), dtypes("int32", "int64", of="ids.dtype"), at_least("padding_idx", -(1 << 62))),
     flops="tokens * width", bytes="2 * itemsize * tokens * width", differentiable=("weight",), extra_check=extra_check,
 )

@@ -1,7 +1,8 @@
-"""Group norm over images (batch, channels, height, width), of any memory format; or with other trailing dimensions.
+"""Group norm over images (batch, channels, height, width) in any memory format, or with other
+trailing dimensions.
 
-The channels fall into `groups` equal parts, and each part of each sample is normalised as a whole. Accumulates in
-float32 or wider; the result has the input's dtype.
+The channels are split into `groups` equal groups, and each group of each sample is normalised as a
+whole. Accumulates in float32 or wider; the result has the input's dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS
-from .formulas.mistakes import NORM, replaced, without
+from .formulas.mistakes import NORM, drop_argument, replace_argument
 
 
 def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
@@ -42,15 +43,15 @@ def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int 
            dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn((b, c, *size), generator=gen)
-    if extreme:                                # a mean far from zero: squares minus squared mean would cancel
+    if extreme:                                # a mean far from zero: E[x^2] - E[x]^2 would cancel
         x = x * 30 + 500
     if memory == "sparse":
         x = torch.randn((b, c, *size[:-1], size[-1] * 2), generator=gen)[..., ::2]
     x = x.to(device=device, dtype=dtype)
     if memory == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
-    kind = getattr(torch, weight_dtype or str(dtype)[6:])
-    weight, bias = (torch.randn(c, generator=gen).to(device=device, dtype=kind) for _ in range(2))
+    parameter_dtype = getattr(torch, weight_dtype or str(dtype)[6:])
+    weight, bias = (torch.randn(c, generator=gen).to(device=device, dtype=parameter_dtype) for _ in range(2))
     return {"x": x, "groups": groups, "weight": weight if affine and not bias_only else None,
             "bias": bias if affine else None, "eps": eps}
 
@@ -71,7 +72,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 def canonical(values: dict[str, Any]) -> Redirect | None:
-    """Sequences, volumes and plain vectors as images: (batch, channels, all but the last, the last)."""
+    """Rewrites inputs that are not 4-D as images: (batch, channels, product of all but the last
+    size, last size)."""
     x = values["x"]
     if x.dim() == 4 or x.dim() < 2:
         return None
@@ -83,8 +85,8 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
     return Redirect("group_norm", {**values, "x": image}, lambda out: out.reshape(x.shape))
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *NORM, Alteration("convention", "the bias left out", without("bias")),
-    replaced("convention", "one group", "groups", 1))
+    *NORM, Alteration("convention", "the bias left out", drop_argument("bias")),
+    replace_argument("convention", "one group", "groups", 1))
 
 OP = Op(
     name="group_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,

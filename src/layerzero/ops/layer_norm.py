@@ -13,7 +13,7 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows
-from .formulas.mistakes import NORM, changed_results, without
+from .formulas.mistakes import NORM, change_results, drop_argument
 from .formulas.norm import NORM_STRESS
 
 
@@ -35,8 +35,8 @@ def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, 
            seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
-    kind = getattr(torch, weight_dtype or str(dtype)[6:])
-    weight, bias = (torch.randn(hidden, generator=gen).to(device=device, dtype=kind) for _ in range(2))
+    parameter_dtype = getattr(torch, weight_dtype or str(dtype)[6:])
+    weight, bias = (torch.randn(hidden, generator=gen).to(device=device, dtype=parameter_dtype) for _ in range(2))
     return {"x": x, "weight": weight if affine else None, "bias": bias if affine else None, "eps": eps}
 
 
@@ -52,9 +52,9 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"weight_dtype": "float32"})
 
 
-# mistakes that a kernel of it could make
+# Mistakes that a kernel for this op could make.
 
-def _unbiased(v: Values, out: tuple[Any, ...]) -> Any:
+def _unbiased_variance(v: Values, out: tuple[Any, ...]) -> Any:
     n = v["x"].shape[-1]
     if n < 2 or v["bias"] is not None:
         return None
@@ -62,12 +62,13 @@ def _unbiased(v: Values, out: tuple[Any, ...]) -> Any:
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *NORM, Alteration("convention", "the bias left out", without("bias")),
-    changed_results("convention", "the variance divided by n - 1", _unbiased))
+    *NORM, Alteration("convention", "the bias left out", drop_argument("bias")),
+    change_results("convention", "the variance divided by n - 1", _unbiased_variance))
 
 OP = Op(
     name="layer_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
+    reference_kernel={"overhead_us": 12.0, "workspace": "12 * rows * hidden"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight": "hidden", "bias": "hidden"}, returns=("*rows hidden",), exact=("hidden",),

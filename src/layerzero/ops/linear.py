@@ -12,7 +12,7 @@ from ..spec.alteration import Alteration
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
 from .formulas.common import FLOATS, random_rows
-from .formulas.mistakes import ACTIVATIONS, replaced, without
+from .formulas.mistakes import ACTIVATIONS, drop_argument, replace_argument
 from .formulas.moe import activate
 
 
@@ -36,8 +36,8 @@ def inputs(rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, bias: bool = 
     x = random_rows(gen, rows, k, stride, dtype, device) * (100 if extreme else 1)
     shape = (k, n) if transposed else (n, k)
     weight = (torch.randn(shape, generator=gen) / math.sqrt(max(k, 1))).to(device=device, dtype=dtype)
-    shift = torch.randn(n, generator=gen).to(device=device, dtype=dtype) if bias else None
-    return {"x": x, "weight": weight.t() if transposed else weight, "bias": shift, "activation": activation}
+    bias_values = torch.randn(n, generator=gen).to(device=device, dtype=dtype) if bias else None
+    return {"x": x, "weight": weight.t() if transposed else weight, "bias": bias_values, "activation": activation}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -51,13 +51,14 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "the bias left out", without("bias")),
-    replaced("convention", "the activation left out", "activation", None), *ACTIVATIONS[:4])
+    Alteration("convention", "the bias left out", drop_argument("bias")),
+    replace_argument("convention", "the activation left out", "activation", None), *ACTIVATIONS[:4])
 
 OP = Op(
     name="linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     alterations=ALTERATIONS,
-    # In float32 torch's own product is off by 1e-6 from some hundred inputs on; the eager error is the sharper bound.
+    # In float32 torch's own matmul is off by 1e-6 for some hundred inputs; the eager error is the
+    # tighter bound.
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows in_features", "weight": "out_features in_features", "bias": "out_features"},

@@ -1,8 +1,10 @@
-"""Cross entropy of hidden @ weight.T + bias: the last layer of a language model and its loss, as one operation.
+"""Fused linear and cross entropy: the loss of the logits hidden @ weight.T + bias, a language model's
+last layer.
 
-Logits are as a linear layer at the inputs' dtype gives them, everything after that is in float32 or wider, and
-so is the result. As one operation it can do without the logits ever existing as a whole, which for a large vocabulary
-are the largest tensor of all. Targets, ignore_index, label_smoothing and reduction are those of lz.cross_entropy.
+Logits are rounded to the inputs' dtype, as a linear layer gives them; everything after that, and
+the result, is in float32 or wider. A kernel can compute the loss without holding all logits, which
+for a large vocabulary are the largest tensor of a training step. Targets, ignore_index,
+label_smoothing and reduction are those of lz.cross_entropy.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from torch import Tensor
 from ..spec.op import Op, Tolerance
 from ..spec.rules import dtypes
 from .formulas.common import FLOATS
-from .formulas.loss import LOSS_LIMITS, check_targets, random_targets, reduced, row_losses
+from .formulas.loss import LOSS_RULES, check_targets, random_targets, reduce_losses, row_losses
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
               label_smoothing: float = 0.0, reduction: Literal["mean", "sum", "none"] = "mean") -> Tensor:
-    """The cross entropy of the logits hidden @ weight.T + bias; weight is (vocab, width)."""
+    """Returns the cross entropy of hidden @ weight.T + bias; weight is (vocab, width)."""
     logits = hidden @ weight.t()
     logits = logits if bias is None else logits + bias
-    return reduced(row_losses(logits, targets, ignore_index, label_smoothing), targets, ignore_index, reduction)
+    return reduce_losses(row_losses(logits, targets, ignore_index, label_smoothing), targets, ignore_index, reduction)
 
 
 def meta(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
@@ -67,7 +69,7 @@ OP = Op(
                          "float64": (1e-10, 1e-10)}),
     shapes={"hidden": "*rows width", "weight": "vocab width", "targets": "*rows", "bias": "vocab"},
     returns=("*rows",),                        # no dimensions unless reduction="none"
-    same_dtype=("hidden", "weight", "bias"), exact=("vocab", "width"), requires=(dtypes(*FLOATS), *LOSS_LIMITS),
+    same_dtype=("hidden", "weight", "bias"), exact=("vocab", "width"), requires=(dtypes(*FLOATS), *LOSS_RULES),
     flops="2 * rows * width * vocab", bytes="itemsize * (rows * width + vocab * width)",
     differentiable=("hidden", "weight", "bias"), autocast="lower", extra_check=extra_check,
 )

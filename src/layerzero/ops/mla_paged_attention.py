@@ -1,10 +1,12 @@
 """Multi-head latent attention (MLA) over a paged cache, in absorbed form.
 
-Every token is stored once for all heads: a compressed key-value vector (`ckv_cache`, 512 wide in DeepSeek) and the
-part of the key that carries the position (`kpe_cache`, 64 wide). The scores are scale * (q_nope . ckv + q_pe . kpe),
-and the values are ckv itself, so the output is as wide as ckv. Page tables are those of lz.paged_attention.
+Every token is stored once for all heads: a compressed key-value vector (`ckv_cache`, 512 wide in
+DeepSeek) and the part of the key that carries the position (`kpe_cache`, 64 wide). The scores are
+scale * (q_nope . ckv + q_pe . kpe), and the values are ckv itself, so the output is as wide as ckv.
+Page tables are as in lz.paged_attention.
 
-`scale` has no default: it comes from the head size before the absorption, 1 / sqrt(128 + 64) in DeepSeek.
+`scale` has no default: it depends on the head size before absorption, 1 / sqrt(128 + 64) in
+DeepSeek.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from ..spec.alteration import Alteration
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import Condition, dtypes, equals, one_of, when
-from .formulas.common import FLOATS, position_terms
-from .formulas.mistakes import LSE, PAGES, SCORES, replaced, zeros
+from .formulas.common import FLOATS, READS_ON_HOST, position_terms
+from .formulas.mistakes import LSE, PAGES, SCORES, replace_argument, zeros_like
 from .formulas.paged import (
     DERIVED,
     METADATA_RULES,
     check_metadata,
     check_shapes,
-    gather,
+    cu_seqlens,
+    gather_pages,
     random_table,
-    spans,
-    starts_of,
+    read_spans,
 )
 
 
@@ -46,9 +48,9 @@ def reference(
     """
     outs = [torch.empty_like(q_nope[:0])]
     lses = [q_nope.new_empty((0, q_nope.shape[1]), dtype=torch.promote_types(q_nope.dtype, torch.float32))]
-    for i, s in enumerate(spans("mla_paged_attention", q_nope.shape[0], block_table, context_lens, cu_seqlens_q,
-                                ckv_cache.shape[1], max_seqlen_q)):
-        ckv, kpe = (gather(cache, block_table[i], s.length) for cache in (ckv_cache, kpe_cache))
+    for i, s in enumerate(read_spans("mla_paged_attention", q_nope.shape[0], block_table, context_lens, cu_seqlens_q,
+                                     ckv_cache.shape[1], max_seqlen_q)):
+        ckv, kpe = (gather_pages(cache, block_table[i], s.length) for cache in (ckv_cache, kpe_cache))
         rows = slice(s.first, s.last)
         scores = (q_nope[rows] @ ckv.T + q_pe[rows] @ kpe.T) * scale       # (queries, heads, keys)
         _, hidden = position_terms(s.last - s.first, s.length, is_causal, "bottom_right", -1, -1, None, scores.device)
@@ -74,7 +76,8 @@ def inputs(
     table: str = "int32", order: str = "shuffled", one_buffer: bool = False, extreme: bool = False,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Random arguments for one case; slots out of use hold inf. `one_buffer`: both caches are views of one tensor."""
+    """Returns random arguments for one case; unused slots hold inf. `one_buffer`: both caches are
+    views of one tensor."""
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
     block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device, order)
@@ -86,12 +89,13 @@ def inputs(
     stored = rand(pages, page_size, ckv + kpe) * (3 if extreme else 1)
     stored[~used] = math.inf
     stored = stored.to(device=device, dtype=dtype)
-    halves = stored[..., :ckv], stored[..., ckv:]
-    loud = 10 if extreme else 1
-    q_nope, q_pe = ((rand(tokens, heads, n) * loud).to(device=device, dtype=dtype) for n in (ckv, kpe))
-    return {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": halves[0] if one_buffer else halves[0].contiguous(),
-            "kpe_cache": halves[1] if one_buffer else halves[1].contiguous(), "block_table": block_table,
-            "context_lens": context_lens, "cu_seqlens_q": starts_of(lengths_q, integers, device) if lengths_q else None,
+    parts = stored[..., :ckv], stored[..., ckv:]
+    magnitude = 10 if extreme else 1
+    q_nope, q_pe = ((rand(tokens, heads, n) * magnitude).to(device=device, dtype=dtype) for n in (ckv, kpe))
+    return {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": parts[0] if one_buffer else parts[0].contiguous(),
+            "kpe_cache": parts[1] if one_buffer else parts[1].contiguous(), "block_table": block_table,
+            "context_lens": context_lens, "cu_seqlens_q": cu_seqlens(lengths_q, integers,
+                                                                     device) if lengths_q else None,
             "is_causal": causal, "scale": scale, "max_seqlen_q": max(lengths_q, default=1), "return_lse": lse}
 
 
@@ -113,12 +117,12 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 def canonical(values: dict[str, Any]) -> Redirect | None:
-    """Nothing is rewritten; what is ill-shaped is named."""
+    """Rewrites nothing; raises InvalidCall for malformed shapes."""
     check_shapes("mla_paged_attention", values, "(pages, page_size, dim)", "ckv_cache", "kpe_cache")
     return None
 
 
-# A rule compares a fact with constants, so each dtype by name.
+# One rule per dtype: a rule compares a fact with constants.
 SAME_DTYPE: tuple[Condition, ...] = tuple(
     when(equals("dtype", d), one_of(f"{cache}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
     for cache in ("ckv_cache", "kpe_cache") for d in FLOATS)
@@ -127,14 +131,15 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"context": (16, 32, 48)}, {"page_size": 5, "context": (21, 4, 5)}, {"lengths_q": (3, 0, 9), "causal": False})
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *SCORES[2:], replaced("scale", "the scale of the absorbed size", "scale", lambda v: (
+    *SCORES[2:], replace_argument("scale", "the scale of the absorbed size", "scale", lambda v: (
     v["q_nope"].shape[-1] + v["q_pe"].shape[-1]) ** -0.5), *PAGES, *LSE,
-    replaced("scale", "the scale left out", "scale", 1.0),
-    replaced("position bias", "the position part left out", "q_pe", zeros("q_pe")))
+    replace_argument("scale", "the scale left out", "scale", 1.0),
+    replace_argument("position bias", "the position part left out", "q_pe", zeros_like("q_pe")))
 
 OP = Op(
     name="mla_paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     stress=STRESS, alterations=ALTERATIONS,
+    reference_kernel={**READS_ON_HOST, "workspace": "3 * itemsize * heads * tokens * seq_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     shapes={"q_nope": "tokens heads head_dim_ckv", "q_pe": "tokens heads head_dim_kpe",

@@ -1,9 +1,9 @@
 """The feed-forward layer of a transformer.
 
-Gated (swiglu, geglu, geglu_tanh, reglu): down(act(gate(x)) * up(x)). Plain (silu, gelu, gelu_tanh, relu):
-down(act(up(x))). Of a gated layer, `weight_in` (2 * inner, hidden) holds the rows of the gate first, then those of
-up; or `weight_in` (inner, hidden) is the gate alone and `weight_up` (inner, hidden) is given beside it. `weight_down`
-is (out, inner). The biases are laid out like the weights they belong to.
+Gated (swiglu, geglu, geglu_tanh, reglu): down(act(gate(x)) * up(x)). Plain (silu, gelu, gelu_tanh,
+relu): down(act(up(x))). In a gated layer `weight_in` (2 * inner, hidden) holds the rows of the gate
+first, then those of up; or `weight_in` (inner, hidden) is the gate and `weight_up` (inner, hidden)
+is separate. `weight_down` is (out, inner). Each bias has the layout of its weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, at_least, dtypes, one_of, when
 from .formulas.common import FLOATS, random_rows
-from .formulas.mistakes import ACTIVATIONS, without
+from .formulas.mistakes import ACTIVATIONS, drop_argument
 from .formulas.moe import GATED, PLAIN, activate
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu"]
@@ -31,7 +31,7 @@ def reference(
     weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
     bias_down: Tensor | None = None,
 ) -> Tensor:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) for a plain activation."""
+    """Returns down(act(gate(x)) * up(x)), or down(act(up(x))) for a plain activation."""
     if activation in GATED and weight_up is None:
         weight_in, weight_up = weight_in.chunk(2)
         if bias_in is not None:
@@ -66,13 +66,14 @@ def inputs(
 
     gated = activation in GATED
     wide = 2 * inner if gated and not separate else inner
-    apart = gated and separate
-    small = 1 / math.sqrt(hidden)
+    has_up = gated and separate
+    weight_scale = 1 / math.sqrt(hidden)
     return {
         "x": random_rows(gen, rows, hidden, stride, dtype, device) * (20 if extreme else 1),
-        "weight_in": rand(wide, hidden, by=small), "weight_up": rand(inner, hidden, by=small) if apart else None,
+        "weight_in": rand(wide, hidden, by=weight_scale),
+        "weight_up": rand(inner, hidden, by=weight_scale) if has_up else None,
         "weight_down": rand(out or hidden, inner, by=1 / math.sqrt(inner)), "activation": activation,
-        "bias_in": rand(wide) if bias else None, "bias_up": rand(inner) if bias and apart else None,
+        "bias_in": rand(wide) if bias else None, "bias_up": rand(inner) if bias and has_up else None,
         "bias_down": rand(out or hidden) if bias else None}
 
 
@@ -95,13 +96,13 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         raise InvalidCall.of("mlp", Reason(Code.DIM_MISMATCH, f"{want} ({layout})", wide, "weight_in.shape[0]"))
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *ACTIVATIONS, *(Alteration("convention", f"{n} left out", without(n))
+    *ACTIVATIONS, *(Alteration("convention", f"{n} left out", drop_argument(n))
     for n in ("bias_in", "bias_up", "bias_down")))
 
 OP = Op(
     name="mlp", family="mlp", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     alterations=ALTERATIONS,
-    # The limits of one linear layer; this is two, one after the other.
+    # Twice the tolerance of a linear layer: these are two in sequence.
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight_in": "wide hidden", "weight_down": "out inner", "weight_up": "inner hidden",

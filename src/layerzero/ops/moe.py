@@ -1,14 +1,15 @@
-"""A mixture of gated feed-forward experts: each token goes to a few of them, and their results are added by weight.
+"""A mixture of gated feed-forward experts: the weighted sum of the results of each token's experts.
 
 out[t] = sum over slots k of weight[t, k] * down_e(act(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, k].
 
-`w_gate_up` is (experts, 2 * inner, hidden), the rows of the gate first, then those of up (gate_first=False: the other
-way round); `w_down` is (experts, hidden, inner). Who serves whom comes as topk_ids and topk_weights (from
-lz.moe_gate), or as `logits` and `top_k`, then routed by softmax or sigmoid without groups.
-Ids outside [expert_offset, expert_offset + experts) belong to another device and add nothing here; so does -1.
-capacity > 0: an expert serves at most so many (token, slot) pairs, the first in token order; what is dropped adds
-nothing, and the other weights stay as they are. weight_on="input" (Llama 4): the weight scales the expert's input
-instead of its result. The ids of one token differ from each other. Results are added in float32.
+`w_gate_up` is (experts, 2 * inner, hidden), the rows of the gate first, then those of up
+(gate_first=False: the other way round); `w_down` is (experts, hidden, inner). The routing is given
+as topk_ids and topk_weights (from lz.moe_gate), or as `logits` and `top_k`, which are routed by
+softmax or sigmoid without groups. Ids outside [expert_offset, expert_offset + experts) belong to
+another device and contribute nothing here; nor does -1. capacity > 0: an expert serves at most
+`capacity` (token, slot) pairs, the first in token order; dropped pairs contribute nothing, and the
+other weights are unchanged. weight_on="input" (Llama 4): the weight scales the expert's input
+instead of its result. The ids of a token are distinct. Results are summed in float32.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
-from .formulas.common import FLOATS
-from .formulas.mistakes import ACTIVATIONS, ROUTED, off_by, replaced
-from .formulas.moe import check_routing, gated, places, route
+from .formulas.common import FLOATS, READS_ON_HOST
+from .formulas.mistakes import ACTIVATIONS, ROUTED, off_by, replace_argument
+from .formulas.moe import activate_gated, assign_experts, check_routing, route
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu"]
 
@@ -37,23 +38,23 @@ def reference(
     normalize: bool = True, activation: Activation = "swiglu", gate_first: bool = True, expert_offset: int = 0,
     capacity: int = 0, weight_on: Literal["output", "input"] = "output",
 ) -> Tensor:
-    """Each token through its experts, one after the other."""
+    """Runs each token through its experts and sums the results by weight."""
     if logits is not None:
         topk_ids, topk_weights = route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
     assert topk_ids is not None and topk_weights is not None
     experts, slots = w_gate_up.shape[0], topk_ids.shape[-1]
-    served = places(topk_ids, experts, expert_offset, capacity).reshape(-1, slots).tolist()
+    experts_of_slots = assign_experts(topk_ids, experts, expert_offset, capacity).reshape(-1, slots).tolist()
     wide = torch.promote_types(x.dtype, torch.float32)
     tokens, weights = x.reshape(-1, x.shape[-1]), topk_weights.reshape(-1, slots)
     rows = []
-    for t, mine in enumerate(served):
+    for t, slots_of_token in enumerate(experts_of_slots):
         row = torch.zeros(x.shape[-1], dtype=wide, device=x.device)
-        for slot, e in enumerate(mine):
+        for slot, e in enumerate(slots_of_token):
             if e == experts:
                 continue
             weight = weights[t, slot].to(wide)
             token = tokens[t] if weight_on == "output" else (tokens[t].to(wide) * weight).to(x.dtype)
-            inner = gated(w_gate_up[e] @ token, activation, gate_first)
+            inner = activate_gated(w_gate_up[e] @ token, activation, gate_first)
             out = (w_down[e] @ inner).to(wide)
             row = row + (out * weight if weight_on == "output" else out)
         rows.append(row)
@@ -76,7 +77,8 @@ def inputs(
     favourite: bool = False, index: str = "int64", weight_dtype: str = "", stride: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`others`: experts of other devices beside ours; `favourite`: every token chooses expert 1 first."""
+    """`others`: number of experts on other devices; `favourite`: every token chooses expert 1
+    first."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int, by: float = 1.0) -> Tensor:
@@ -86,15 +88,16 @@ def inputs(
     logits = torch.randn((*rows, experts + others), generator=gen)
     if favourite:
         logits[..., 1] += 20.0
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "x": x, "w_gate_up": rand(experts, 2 * inner, hidden, by=1 / math.sqrt(hidden)),
         "w_down": rand(experts, hidden, inner, by=1 / math.sqrt(inner)), "activation": activation,
         "gate_first": gate_first, "expert_offset": offset, "capacity": capacity, "weight_on": weight_on}
     if by == "logits":
-        return {**given, "logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize}
+        return {**arguments, "logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize}
     ids, weights = route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
     weights = weights.to(getattr(torch, weight_dtype)) if weight_dtype else weights
-    return {**given, "topk_ids": ids.to(device=device, dtype=getattr(torch, index)), "topk_weights": weights.to(device)}
+    return {**arguments, "topk_ids": ids.to(device=device, dtype=getattr(torch, index)),
+            "topk_weights": weights.to(device)}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -121,19 +124,21 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.DIM_MISMATCH, f"{2 * facts['inner']} (the rows of gate and up)", facts["wide"], "w_gate_up.shape[1]"))
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    replaced("capacity", "the capacity ignored", "capacity", 0),
-    replaced("capacity", "one token more than the capacity", "capacity", off_by("capacity", 1)),
-    replaced("capacity", "one token fewer than the capacity", "capacity", off_by("capacity", -1)),
-    replaced("convention", "gate and up exchanged", "gate_first", lambda v: not v["gate_first"]),
-    replaced("head map", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2], *ROUTED[3:], *ACTIVATIONS[4:],
-    replaced("scale", "the weight on the other side of the expert", "weight_on", lambda v: "input"
+    replace_argument("capacity", "the capacity ignored", "capacity", 0),
+    replace_argument("capacity", "one token more than the capacity", "capacity", off_by("capacity", 1)),
+    replace_argument("capacity", "one token fewer than the capacity", "capacity", off_by("capacity", -1)),
+    replace_argument("convention", "gate and up exchanged", "gate_first", lambda v: not v["gate_first"]),
+    replace_argument("head map", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2],
+    *ROUTED[3:], *ACTIVATIONS[4:],
+    replace_argument("scale", "the weight on the other side of the expert", "weight_on", lambda v: "input"
     if v["weight_on"] == "output" else "output"))
 
 OP = Op(
     name="moe", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     alterations=ALTERATIONS,
+    reference_kernel=READS_ON_HOST,
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
-                         "float64": (1e-6, 1e-6)}),       # the weights of a routing are float32
+                         "float64": (1e-6, 1e-6)}),       # routing weights are float32
     shapes={"x": "*rows hidden", "w_gate_up": "experts wide hidden", "w_down": "experts hidden inner",
             "topk_ids": "*rows slots", "topk_weights": "*rows slots", "logits": "*rows routed"},
     returns=("*rows hidden",), same_dtype=("x", "w_gate_up", "w_down"),

@@ -1,11 +1,12 @@
-"""Which experts serve each token, and with what weight.
+"""Mixture-of-experts routing: the experts of each token and their weights.
 
-Scores are the softmax or the sigmoid of the logits. The `top_k` best experts are chosen by score plus
-`e_score_correction_bias`, best first; their weights are the scores without that bias, divided by their sum
-(normalize), times `routed_scaling_factor`. With n_group > 1 (DeepSeek) the experts stand in n_group equal groups and
-only those of the `topk_group` best groups may be chosen; a group is as good as its best expert, or with a bias
-correction as its two best together. Everything is computed in float32, and of equal scores the lower index wins, so
-that every kernel chooses the same experts.
+Scores are the softmax or the sigmoid of the logits. The `top_k` best experts are chosen by score
+plus `e_score_correction_bias`, best first; their weights are the scores without that bias, divided
+by their sum (normalize), times `routed_scaling_factor`. With n_group > 1 (DeepSeek) the experts
+form n_group equal groups and only those of the `topk_group` best groups can be chosen; the score of
+a group is that of its best expert, or with a bias correction the sum of its two best. Everything is
+computed in float32, and of equal scores the lower index wins, so that every kernel chooses the same
+experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows
-from .formulas.mistakes import ROUTED, replaced, without
+from .formulas.mistakes import ROUTED, drop_argument, replace_argument
 from .formulas.moe import route
 
 
@@ -30,7 +31,7 @@ def reference(
     n_group: int = 1, topk_group: int = 1, e_score_correction_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(ids int64, weights float32), both (..., top_k), for logits (..., experts)."""
+    """Returns (ids int64, weights float32), both (..., top_k), for logits (..., experts)."""
     return route(logits, top_k, scoring, normalize, n_group, topk_group, e_score_correction_bias,
                  routed_scaling_factor)
 
@@ -90,8 +91,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.VALUE_OUT_OF_RANGE, f"<= {allowed}, the experts that may be chosen", top_k, "top_k"))
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *ROUTED, Alteration("distribution", "the correction bias left out", without("e_score_correction_bias")),
-    replaced("distribution", "groups ignored", "n_group", 1))
+    *ROUTED, Alteration("distribution", "the correction bias left out", drop_argument("e_score_correction_bias")),
+    replace_argument("distribution", "groups ignored", "n_group", 1))
 
 OP = Op(
     name="moe_gate", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,

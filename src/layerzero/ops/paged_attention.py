@@ -3,13 +3,14 @@
 The query is packed, (tokens, heads, dim); `cu_seqlens_q` divides it into sequences, and without it every sequence has
 one query (decode). The cache is a pool of pages: `kv_layout="NHD"` is (pages, page_size, kv_heads, dim), "HND" is
 (pages, kv_heads, page_size, dim). Row i of `block_table` lists the pages of sequence i, `context_lens[i]` counts all
-its keys, those of its own queries included: the last query sits at the last key, and causality and the window measure
-from there. A slot beyond context_lens may hold anything, NaN too, and is never read; nor is a table entry beyond it.
+its keys, those of its own queries included: the last query is aligned with the last key, and
+causality and the window are relative to that. A slot beyond context_lens may hold anything, even
+NaN, and is never read; nor are table entries.
 
 A cache in another dtype than the query's (float8, int8, another float) needs `key_scale` and `value_scale`, one number
-or one per KV head: a key is the stored value times its scale. A scale of 1.0 asks for a plain cast; the setting
-allow_adaptation lets lz ask for it where another float has no scale.
-A query row that may see no key gives zeros, and -inf as its log-sum-exp.
+or one per KV head: a key is the stored value times its scale. A scale of 1.0 is a plain cast; the
+setting allow_adaptation inserts it for a cache of another float dtype without a scale. A query row
+that sees no key gives zeros, and -inf as its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from ..spec.op import INT32, Adaptation, Op, Redirect, Tolerance
 from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Condition, any_of, at_least, dtypes, equals, one_of, present, when
-from .formulas.common import FLOATS, attend
-from .formulas.mistakes import LSE, PAGES, SCORES, SOFTCAP, WINDOW, replaced
+from .formulas.common import FLOATS, READS_ON_HOST, attend
+from .formulas.mistakes import LSE, PAGES, SCORES, SOFTCAP, WINDOW, replace_argument
 from .formulas.paged import (
     DERIVED,
     METADATA_RULES,
     check_metadata,
     check_shapes,
-    gather,
+    cu_seqlens,
+    gather_pages,
     random_table,
-    spans,
-    starts_of,
+    read_spans,
 )
 
 STORED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
@@ -51,19 +52,20 @@ def reference(
     """Attention over a paged KV cache; see lz.attention for the shared arguments.
 
     block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
-    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each. is_causal and window_left
-    measure from the last query, which sits at the last key. key_scale, value_scale: what a stored value is multiplied
-    by, one number or one per KV head. max_seqlen_q: the longest query, which spares some kernels reading cu_seqlens_q.
+    cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
+    is_causal and window_left are relative to the last query, which is aligned with the last key.
+    key_scale, value_scale: factors of the stored values, one number or one per KV head.
+    max_seqlen_q: the longest query; some kernels need it on the host.
     return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
     """
     if kv_layout == "HND":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     outs = [query.new_empty((0, query.shape[1], value_cache.shape[3]))]
     lses = [query.new_empty((0, query.shape[1]), dtype=torch.promote_types(query.dtype, torch.float32))]
-    for i, s in enumerate(spans("paged_attention", query.shape[0], block_table, context_lens, cu_seqlens_q,
-                                key_cache.shape[1], max_seqlen_q)):
-        key = dequantized(gather(key_cache, block_table[i], s.length), key_scale, query.dtype)
-        value = dequantized(gather(value_cache, block_table[i], s.length), value_scale, query.dtype)
+    for i, s in enumerate(read_spans("paged_attention", query.shape[0], block_table, context_lens, cu_seqlens_q,
+                                     key_cache.shape[1], max_seqlen_q)):
+        key = dequantize_cache(gather_pages(key_cache, block_table[i], s.length), key_scale, query.dtype)
+        value = dequantize_cache(gather_pages(value_cache, block_table[i], s.length), value_scale, query.dtype)
         q, k, v = (t.transpose(0, 1)[None] for t in (query[s.first:s.last], key, value))
         out, lse = attend(q, k, v, None, 0.0, is_causal, scale, "bottom_right", window_left, -1, None, softcap)
         outs.append(out[0].transpose(0, 1))
@@ -71,8 +73,8 @@ def reference(
     return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
 
 
-def dequantized(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(tokens, kv_heads, dim) in `dtype`; `scale` is one number or one per KV head."""
+def dequantize_cache(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns (tokens, kv_heads, dim) in `dtype`; `scale` is one number or one per KV head."""
     if scale is None:
         return stored.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -94,7 +96,8 @@ def inputs(
     table: str = "int32", order: str = "shuffled", stride: str = "", extreme: bool = False,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """Random arguments for one case; slots and table entries out of use hold inf and -1. No lengths_q: decode.
+    """Returns random arguments for one case; unused slots and table entries hold inf and -1. No
+    lengths_q: decode.
 
     `stored`: the cache's dtype, with `scales` "one" or per "head". `stride`: query and cache rows "padded" or "sparse".
     """
@@ -124,7 +127,8 @@ def inputs(
     query = strided((rows * (30 if extreme else 1)).to(dtype)).to(device)
     (keys, key_scale), (values, value_scale) = cache(d), cache(dv or d)
     return {"query": query, "key_cache": keys, "value_cache": values, "block_table": block_table,
-            "context_lens": context_lens, "cu_seqlens_q": starts_of(lengths_q, integers, device) if lengths_q else None,
+            "context_lens": context_lens, "cu_seqlens_q": cu_seqlens(lengths_q, integers,
+                                                                     device) if lengths_q else None,
             "is_causal": causal, "scale": scale, "window_left": window, "softcap": softcap, "key_scale": key_scale,
             "value_scale": value_scale, "max_seqlen_q": max(lengths_q, default=1), "return_lse": lse,
             "kv_layout": layout}
@@ -162,7 +166,7 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 def canonical(values: dict[str, Any]) -> Redirect | None:
-    """Nothing is rewritten; what is ill-shaped is named."""
+    """Rewrites nothing; raises InvalidCall for malformed shapes."""
     inner = "page_size, kv_heads" if values["kv_layout"] == "NHD" else "kv_heads, page_size"
     check_shapes("paged_attention", values, f"(pages, {inner}, dim)", "key_cache", "value_cache")
     kv_heads = values["key_cache"].shape[2 if values["kv_layout"] == "NHD" else 1]
@@ -175,9 +179,10 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
 
 
 def adapt(values: dict[str, Any]) -> Adaptation | None:
-    """A cache of another float, read through a scale of 1: what is cast are the pages of the table, not the pool.
+    """Reads a cache of another float dtype through a scale of 1, which casts the pages in the table,
+    not the pool.
 
-    What a quantized cache holds means nothing without its own scales.
+    A quantized cache cannot be read without its own scales.
     """
     query, changed, casts = values["query"], dict(values), []
     for name in ("key", "value"):
@@ -192,8 +197,9 @@ def adapt(values: dict[str, Any]) -> Adaptation | None:
     return Adaptation(changed, tuple(casts)) if casts else None
 
 
-def _stored_as(cache: str, scale: str) -> tuple[Condition, ...]:
-    """Without a scale the cache has the query's dtype. By name, since a rule compares a fact with constants."""
+def _cache_dtype_rules(cache: str, scale: str) -> tuple[Condition, ...]:
+    """Without a scale the cache must have the query's dtype; one rule per dtype, as rules compare
+    with constants."""
     return (one_of(f"{cache}.dtype", *STORED, code=Code.KV_CACHE_DTYPE_MISMATCH),
             *(when(equals("dtype", d), any_of(present(f"{scale}.dtype"),
                                               one_of(f"{cache}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH)))
@@ -218,12 +224,13 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
 
 ALTERATIONS: tuple[Alteration, ...] = (
     *SCORES, *SOFTCAP, *WINDOW[:2], *WINDOW[4:5], *PAGES, *LSE,
-    replaced("scale", "key_scale ignored", "key_scale", lambda v: torch.ones_like(v["key_scale"])),
-    replaced("scale", "value_scale ignored", "value_scale", lambda v: torch.ones_like(v["value_scale"])))
+    replace_argument("scale", "key_scale ignored", "key_scale", lambda v: torch.ones_like(v["key_scale"])),
+    replace_argument("scale", "value_scale ignored", "value_scale", lambda v: torch.ones_like(v["value_scale"])))
 
 OP = Op(
     name="paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    reference_kernel={**READS_ON_HOST, "workspace": "3 * itemsize * heads * tokens * seq_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     variant="kv_layout",
@@ -239,7 +246,7 @@ OP = Op(
     ranges={"window_left": INT32, "max_seqlen_q": INT32},
     requires=(
         dtypes(*FLOATS), at_least("kv_heads", 1, Code.EMPTY_INPUT), *METADATA_RULES,
-        *_stored_as("key_cache", "key_scale"), *_stored_as("value_cache", "value_scale"),
+        *_cache_dtype_rules("key_cache", "key_scale"), *_cache_dtype_rules("value_cache", "value_scale"),
         at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE), at_least("softcap", 0.0, Code.VALUE_OUT_OF_RANGE),
     ),
     flops="2 * tokens * heads * seq_k * (head_dim + head_dim_v)",

@@ -1,12 +1,14 @@
-"""A linear layer whose weight is stored with few bits: y = x W^T + bias, W dequantized.
+"""A linear layer with a quantized weight: y = x W^T + bias, W dequantized.
 
-`weight_q` and `scales` are what lz.quantize gives for a weight (out_features, in_features): codes as int8, as int4 two
-in a byte, or as fp8_e4m3; scales (rows, groups), one group for each `group_size` inputs or one for the row
-(group_size=0); rows is out_features, or a divisor of it where several rows share their scales. `zeros` is laid out
-like `scales`: W = (code - zero) * scale, and zero is 0 for int8 and 8 for int4 where none is given.
+`weight_q` and `scales` are what lz.quantize gives for a weight (out_features, in_features): codes
+as int8, as int4 two in a byte, or as fp8_e4m3; scales (rows, groups), one group for each
+`group_size` inputs or one for the row (group_size=0); rows is out_features, or a divisor of it if
+several rows share their scales. `zeros` has the layout of
+`scales`: W = (code - zero) * scale; without zeros, zero is 0 for int8 and 8 for int4.
 
-The weight is dequantized in float32 and rounded to x's dtype. With activations="int8" each row of x is rounded to
-int8 too, symmetrically by its largest magnitude, and the sum of products is exact (int8 weights only).
+The weight is dequantized in float32 and rounded to x's dtype. With activations="int8" each row of x
+is rounded to int8 too, symmetrically by its largest magnitude, and the products are summed exactly
+(int8 weights only).
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, equals, one_of, present, when
 from .formulas.common import FLOATS, random_rows
-from .formulas.mistakes import QUANTIZED, nibbles, without
-from .formulas.quant import FORMATS, TINY, encode, make_scales, restored, spread
+from .formulas.mistakes import QUANTIZED, drop_argument, swap_nibbles
+from .formulas.quant import FORMATS, TINY, dequantize_codes, encode, expand_scales, make_scales
 
 FormatName = Literal["int8", "int4", "fp8_e4m3"]
 
@@ -36,7 +38,8 @@ def reference(
     """x @ dequantize(weight_q, scales, zeros).T + bias."""
     out_features, in_features = weight_q.shape[0], x.shape[-1]
     rows_per_scale = out_features // max(scales.shape[0], 1)
-    weight = restored(weight_q, scales, zeros, FORMATS[format], in_features, group_size or in_features, rows_per_scale)
+    weight = dequantize_codes(weight_q, scales, zeros, FORMATS[format], in_features,
+                              group_size or in_features, rows_per_scale)
     if activations == "int8":
         wide = weight.dtype
         step = (x.to(wide).abs().amax(-1, keepdim=True) / 127.0).clamp(min=TINY)
@@ -59,18 +62,18 @@ def inputs(
     symmetric: bool = True, share: int = 1, scale_dtype: str = "", stride: str = "", activations: str = "none",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`share`: how many rows of the weight have one scale; 0 for all of them."""
+    """`share`: number of rows of the weight that share a scale, 0 for all."""
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, k, stride, dtype, device)
     weight = torch.randn((n, k), generator=gen) / math.sqrt(k)
-    form, block, share = FORMATS[format], group or k, share or n
-    scales, zeros, _ = make_scales(weight, form, "block", block, share, symmetric, None)
-    q = encode(weight / spread(scales, weight.shape, block, share), form,
-               None if zeros is None else spread(zeros, weight.shape, block, share))
+    fmt, block, share = FORMATS[format], group or k, share or n
+    scales, zeros, _ = make_scales(weight, fmt, "block", block, share, symmetric, None)
+    q = encode(weight / expand_scales(scales, weight.shape, block, share), fmt,
+               None if zeros is None else expand_scales(zeros, weight.shape, block, share))
     scales = scales.to(getattr(torch, scale_dtype)) if scale_dtype else scales
-    shift = torch.randn(n, generator=gen).to(device=device, dtype=dtype) if bias else None
+    bias_values = torch.randn(n, generator=gen).to(device=device, dtype=dtype) if bias else None
     return {"x": x, "weight_q": q.to(device), "scales": scales.to(device),
-            "zeros": None if zeros is None else zeros.to(device), "bias": shift, "format": format,
+            "zeros": None if zeros is None else zeros.to(device), "bias": bias_values, "format": format,
             "group_size": group, "activations": activations}
 
 
@@ -92,12 +95,12 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
-    """The layout of codes and scales: every size it reads is kept exactly in the key."""
-    n, k, form = facts["out_features"], facts["in_features"], FORMATS[values["format"]]
-    stored = k if form.bits == 8 else (k + 1) // 2
+    """Checks the layout of codes and scales; every size it reads is exact in the key."""
+    n, k, fmt = facts["out_features"], facts["in_features"], FORMATS[values["format"]]
+    stored = k if fmt.bits == 8 else (k + 1) // 2
     if facts["packed"] != stored:
         raise InvalidCall.of("quantized_linear", Reason(
-            Code.DIM_MISMATCH, f"{stored} bytes for {k} inputs in {form.name}", facts["packed"], "weight_q.shape[-1]"))
+            Code.DIM_MISMATCH, f"{stored} bytes for {k} inputs in {fmt.name}", facts["packed"], "weight_q.shape[-1]"))
     groups = math.ceil(k / values["group_size"]) if values["group_size"] else 1
     rows, got = facts["scale_rows"], facts["groups"]
     if got != groups or not rows or n % rows:
@@ -109,13 +112,14 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"n": 64, "k": 64, "group": 1, "rows": (3,)}, {"n": 32, "k": 512, "group": 16, "format": "int4"})
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", nibbles("weight_q")),
-    Alteration("convention", "the bias left out", without("bias")))
+    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", swap_nibbles("weight_q")),
+    Alteration("convention", "the bias left out", drop_argument("bias")))
 
 OP = Op(
     name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     stress=STRESS, alterations=ALTERATIONS,
-    # In float32 torch's own product is off by 1e-6 from some hundred inputs on; the eager error is the sharper bound.
+    # In float32 torch's own matmul is off by 1e-6 for some hundred inputs; the eager error is the
+    # tighter bound.
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-5, 1e-5)}),       # the weight is dequantized in float32
     shapes={"x": "*rows in_features", "weight_q": "out_features packed", "scales": "scale_rows groups",

@@ -1,7 +1,7 @@
 """RMS norm over the last dimension. Accumulates in float32 or wider; the result has the input's dtype.
 
-`offset` is added to the weight before it multiplies, in float32 or wider: Gemma stores its weights as their
-difference from 1 (offset=1.0). The norm of each head's queries and keys (QK-norm) is this one over (..., head_dim).
+`offset` is added to the weight, in float32 or wider: Gemma stores its weights minus 1 (offset=1.0).
+QK-norm, the norm of each head's queries and keys, is this op over (..., head_dim).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..spec.op import Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import any_of, at_least, dtypes, equals, one_of, present
 from .formulas.common import FLOATS, random_rows, rms_normalize
-from .formulas.mistakes import NORM, changed_results, rms_eps_outside
+from .formulas.mistakes import NORM, change_results, eps_outside_sqrt
 from .formulas.norm import NORM_STRESS
 
 
@@ -55,19 +55,20 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"weight_dtype": "float32"}, {"rows": (0,)}, {"eps": 1.0})
 
 
-# mistakes that a kernel of it could make
+# Mistakes that a kernel for this op could make.
 
-def _centred(op: Any, v: Values) -> Values:
+def _subtract_mean(op: Any, v: Values) -> Values:
     return {**v, "x": v["x"] - v["x"].mean(-1, keepdim=True)}
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "the mean subtracted, as layer norm does", _centred), *NORM,
-    changed_results("convention", "eps outside the square root", rms_eps_outside))
+    Alteration("convention", "the mean subtracted, as layer norm does", _subtract_mean), *NORM,
+    change_results("convention", "eps outside the square root", eps_outside_sqrt))
 
 OP = Op(
     name="rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight": "hidden"}, returns=("*rows hidden",), exact=("hidden",),

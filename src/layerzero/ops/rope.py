@@ -1,13 +1,15 @@
 """Rotary position embedding of queries and keys. Computed in float32 or wider; results have the inputs' dtypes.
 
-- `style` says which elements form a pair, and has no default: see formulas/rope.py. Weights fit one of the two.
-- cos and sin have one column for each pair, rotary_dim / 2. They hold one row for each token, (seq, half) or
-  (batch, seq, half); with `position_ids` they are tables, (max_positions, half), whose rows the ids pick.
-- With `rotary_dim` only the first so many elements of each head turn, the rest passes through.
+- `style` says which elements form a pair. It has no default, as weights fit one of the two; see
+  formulas/rope.py.
+- cos and sin have rotary_dim / 2 columns, one for each pair. They have one row for each token,
+  (seq, half) or (batch, seq, half); with `position_ids` they are tables, (max_positions, half),
+  that the ids index.
+- With `rotary_dim` only the first rotary_dim elements of each head are rotated, the rest is copied.
 - layout="bhsd" is (batch, heads, seq, head_dim), "bshd" is (batch, seq, heads, head_dim). Without a batch they are
   (heads, seq, head_dim) and packed tokens, (tokens, heads, head_dim).
-- An id outside the table is the caller's error: found at once on the CPU; on a GPU when a shape is first seen,
-  later ones end in the device's own assertion.
+- An id outside the table is the caller's error. It is detected in every call on the CPU, and on a
+  GPU when a shape is first seen; later it triggers the device's own assertion.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS
-from .formulas.mistakes import changed_results, replaced
-from .formulas.rope import per_token, rotate
+from .formulas.mistakes import change_results, replace_argument
+from .formulas.rope import gather_angles, rotate
 
 
 def reference(
@@ -32,21 +34,22 @@ def reference(
     style: Literal["rotate_half", "interleaved"], layout: Literal["bhsd", "bshd"] = "bhsd",
     rotary_dim: int | None = None,
 ) -> Any:
-    """(q, k) with each pair turned by its token's angle; q alone where k is None.
+    """Returns (q, k) with each pair rotated by its token's angle; q alone if k is None.
 
-    cos, sin: (seq, rotary_dim / 2), or with a batch in front, or tables that position_ids (batch, seq) picks from.
+    cos, sin: (seq, rotary_dim / 2), or with a leading batch, or tables that position_ids (batch,
+    seq) index.
     style: "rotate_half" pairs i with i + rotary_dim / 2, "interleaved" pairs 2i with 2i + 1.
-    rotary_dim: how many elements of a head turn, all if not said.
+    rotary_dim: how many elements of a head are rotated, by default all.
     """
-    cos, sin = (per_token(t, position_ids, layout, q.dtype) for t in (cos, sin))
-    turned = rotate(q, cos, sin, style)
-    return turned if k is None else (turned, rotate(k, cos, sin, style))
+    cos, sin = (gather_angles(t, position_ids, layout, q.dtype) for t in (cos, sin))
+    rotated_q = rotate(q, cos, sin, style)
+    return rotated_q if k is None else (rotated_q, rotate(k, cos, sin, style))
 
 
 def meta(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
          style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
-    turned = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return turned if k is None else (turned, torch.empty_like(k, memory_format=torch.contiguous_format))
+    rotated_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return rotated_q if k is None else (rotated_q, torch.empty_like(k, memory_format=torch.contiguous_format))
 
 
 def inputs(
@@ -77,8 +80,8 @@ def inputs(
         torch.arange(rows)[:, None] + torch.arange(b if batched else 1)[:, None, None])
     angles = positions / 10000.0 ** (torch.arange(0, rotary, 2) / rotary)
     angles = angles if batched else angles[0]
-    kind = dtype if table_dtype == "like" else getattr(torch, table_dtype)
-    cos, sin = (t.to(device=device, dtype=kind) for t in (angles.cos(), angles.sin()))
+    angle_dtype = dtype if table_dtype == "like" else getattr(torch, table_dtype)
+    cos, sin = (t.to(device=device, dtype=angle_dtype) for t in (angles.cos(), angles.sin()))
     shape = {"": None, "shared": (s,) if packed else (1, s)}.get(ids, (s,) if packed else (b, s))
     position_ids = None
     if shape is not None:
@@ -104,13 +107,16 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     def wrong(name: str, want: str, got: Any, code: Code = Code.DIM_MISMATCH) -> InvalidCall:
         return InvalidCall.of("rope", Reason(code, want, got, name))
 
-    head_dim, half, stated = facts["head_dim"], facts["half"], facts["rotary_dim"]
-    if stated is not None and (stated > head_dim or stated % 2):
-        raise wrong("rotary_dim", f"even and at most {head_dim}, the head_dim", stated, Code.VALUE_OUT_OF_RANGE)
-    if 2 * half != (head_dim if stated is None else stated):
-        want = f"{(head_dim if stated is None else stated) // 2}, one for each pair"
-        hint = "; to turn only a part of each head, state rotary_dim" if stated is None and 2 * half < head_dim else ""
-        hint += "; of tables whose columns come twice pass the first half" if 2 * half > head_dim else ""
+    head_dim, half, rotary_dim = facts["head_dim"], facts["half"], facts["rotary_dim"]
+    if rotary_dim is not None and (rotary_dim > head_dim or rotary_dim % 2):
+        raise wrong("rotary_dim", f"even and at most {head_dim}, the head_dim", rotary_dim, Code.VALUE_OUT_OF_RANGE)
+    if 2 * half != (head_dim if rotary_dim is None else rotary_dim):
+        want = f"{(head_dim if rotary_dim is None else rotary_dim) // 2}, one for each pair"
+        hint = ""
+        if rotary_dim is None and 2 * half < head_dim:
+            hint = "; to rotate only a part of each head, state rotary_dim"
+        elif 2 * half > head_dim:
+            hint = "; of tables whose columns come twice pass the first half"
         raise wrong("cos.shape[-1]", want + hint, half)
     batch_shape = tuple(values["q"].shape[:-3])
     ids = values["position_ids"]
@@ -141,7 +147,7 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"b": 5, "s": 4097, "hq": 1, "hkv": 1, "d": 2})
 
 
-# mistakes that a kernel of it could make
+# Mistakes that a kernel for this op could make.
 
 def _no_ids(op: Any, v: Values) -> Values | None:
     if v["position_ids"] is None:
@@ -155,9 +161,9 @@ def _other_style(op: Any, v: Values) -> Values:
 
 ALTERATIONS: tuple[Alteration, ...] = (
     Alteration("convention", "the other convention of pairs (rotate_half or interleaved)", _other_style),
-    replaced("convention", "the rotation in the other direction", "sin", lambda v: -v["sin"]),
+    replace_argument("convention", "the rotation in the other direction", "sin", lambda v: -v["sin"]),
     Alteration("alignment", "position_ids ignored", _no_ids),
-    changed_results("scale", "the keys left as they are", lambda v, out: (out[0], v["k"]) if len(out) > 1 else None))
+    change_results("scale", "the keys left as they are", lambda v, out: (out[0], v["k"]) if len(out) > 1 else None))
 
 OP = Op(
     name="rope", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
@@ -184,7 +190,7 @@ OP = Op(
         one_of("position_ids.dtype", None, "int32", "int64", code=Code.DTYPE_UNSUPPORTED),
         at_least("half", 1, Code.VALUE_OUT_OF_RANGE), at_least("rotary_dim", 2, Code.VALUE_OUT_OF_RANGE),
     ),
-    # Of q alone: k may be absent, and has fewer heads where it is not.
+    # Counts q alone: k may be absent, and has fewer heads otherwise.
     flops="6 * batch * heads * seq * half", bytes="2 * itemsize * batch * heads * seq * head_dim",
     differentiable=("q", "k", "cos", "sin"), extra_check=extra_check, outputs="Tensor[]",
 )

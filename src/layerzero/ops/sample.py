@@ -1,18 +1,24 @@
-"""One token for each row of logits. In this order: penalties, temperature, top-k, top-p, min-p, draw.
+"""Samples one token per row of logits. In this order: penalties, temperature, top-k, top-p, min-p,
+draw.
 
-- Tokens are ranked by score, equal scores by token id, the lowest first. top_k keeps the first k; top_p the
-  fewest whose mass reaches p of what top-k left; min_p those at least min_p times as likely as the likeliest.
-  The likeliest token always stays, so top_p = 0 and temperature = 0 are greedy.
-- The draw is a function of one random number per row, the same for every kernel: see formulas/sampling.py. It comes
-  from `uniforms`, else `seed_rows`, else `seed`, else `generator`, else torch's default generator. `offset` is the
-  step of a generation. With seed_rows a row draws as it would alone, wherever in the batch it stands.
-- What is named `*_rows` holds one value for each row and takes the place of the one for all. There a temperature
-  <= 0 is greedy, a top_k <= 0 and a min_p <= 0 are off.
-- `history` (batch, seen) holds the token ids so far, padded with -1; `token_counts` (batch, vocab) how often each was
-  generated. Repetition reads both, presence and frequency read token_counts, or the history where there is none.
-- A row of which no token can be drawn (all -inf, or all probabilities zero) gives -1. NaN counts as impossible.
+- Tokens are ranked by score, equal scores by token id, the lowest first. top_k keeps the first k;
+  top_p the fewest whose probability mass reaches p of what top-k kept; min_p those at least min_p
+  times as likely as the most likely. The most likely token is always kept, so top_p = 0 and
+  temperature = 0 are greedy.
+- The draw is a function of one random number per row, the same in every kernel: see
+  formulas/sampling.py. It comes from `uniforms`, else `seed_rows`, else `seed`, else `generator`,
+  else torch's default generator. `offset` is the generation step. With seed_rows the token of a row
+  does not depend on its position in the batch.
+- A `*_rows` tensor holds one value per row and replaces the scalar. In it a temperature <= 0 is
+  greedy, and top_k <= 0 and min_p <= 0 are off.
+- `history` (batch, seen) holds the token ids so far, padded with -1; `token_counts` (batch, vocab)
+  how often each was generated. The repetition penalty reads both; presence and frequency penalties
+  read token_counts, or the history without them.
+- A row from which no token can be drawn (all -inf, or all probabilities zero) gives -1. NaN counts
+  as impossible.
 - With from_probs the rows are probabilities, not logits; they need not sum to one.
-- return_logprobs adds the log of the probability each token was drawn with, after all filters.
+- return_logprobs also returns the log of the probability with which each token was drawn, after all
+  filters.
 """
 
 from __future__ import annotations
@@ -40,8 +46,18 @@ from ..spec.rules import (
     when,
 )
 from .formulas.common import FLOATS
-from .formulas.mistakes import off_by, replaced
-from .formulas.sampling import Penalties, draw, filters, kept, penalised, per_row, random_numbers, scores_of, weights_of
+from .formulas.mistakes import off_by, replace_argument
+from .formulas.sampling import (
+    Penalties,
+    apply_penalties,
+    draw,
+    keep_mask,
+    make_filters,
+    random_numbers,
+    rank_scores,
+    scalar_or_column,
+    token_weights,
+)
 
 INTEGERS = ("int32", "int64")
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -58,25 +74,27 @@ def reference(
     seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
     from_probs: bool = False, return_logprobs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A token id for each row of `logits` (batch, vocab), int64; -1 where none can be drawn."""
+    """Returns a token id per row of `logits` (batch, vocab), int64; -1 where none can be drawn."""
     batch, vocab = logits.shape
     uniform = random_numbers(batch, 1, logits.device, uniforms, seed, seed_rows, offset, generator)
-    logits = penalised(logits.detach(), history, token_counts, Penalties(
-        per_row(repetition_penalty, repetition_penalty_rows), per_row(presence_penalty, presence_penalty_rows),
-        per_row(frequency_penalty, frequency_penalty_rows)))
-    scores = scores_of(logits, temperature, temperature_rows, from_probs)
-    by = filters(vocab, temperature, top_k, top_p, min_p, temperature_rows, top_k_rows, top_p_rows, min_p_rows,
-                 uniform.dtype)
+    logits = apply_penalties(logits.detach(), history, token_counts, Penalties(
+        scalar_or_column(repetition_penalty, repetition_penalty_rows),
+        scalar_or_column(presence_penalty, presence_penalty_rows),
+        scalar_or_column(frequency_penalty, frequency_penalty_rows)))
+    scores = rank_scores(logits, temperature, temperature_rows, from_probs)
+    filters = make_filters(vocab, temperature, top_k, top_p, min_p, temperature_rows, top_k_rows,
+                           top_p_rows, min_p_rows,
+                           uniform.dtype)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
-    weights = weights_of(scores, from_probs)
+    weights = token_weights(scores, from_probs)
     largest = weights.amax(-1, keepdim=True)
 
-    weights = torch.where(rank < by.top_k, weights, 0.0)
-    up_to = weights.gather(1, order).cumsum(-1)
-    before = torch.nn.functional.pad(up_to, (1, -1)).gather(1, rank)       # the mass of all that rank higher
-    weights = torch.where((before < by.top_p * up_to[:, -1:]) | (rank == 0), weights, 0.0)
-    weights = torch.where(weights >= by.min_p * largest, weights, 0.0)
+    weights = torch.where(rank < filters.top_k, weights, 0.0)
+    cumulative = weights.gather(1, order).cumsum(-1)
+    before = torch.nn.functional.pad(cumulative, (1, -1)).gather(1, rank)  # the mass of all that rank higher
+    weights = torch.where((before < filters.top_p * cumulative[:, -1:]) | (rank == 0), weights, 0.0)
+    weights = torch.where(weights >= filters.min_p * largest, weights, 0.0)
 
     column = draw(weights, uniform)
     chosen, total = weights.gather(1, column), weights.sum(-1, keepdim=True)
@@ -115,32 +133,32 @@ def inputs(
     if probs:
         logits = logits.softmax(-1).nan_to_num()
     logits = logits.to(device=device, dtype=dtype)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "logits": logits[:, ::2] if special == "sparse" else logits, "temperature": temperature, "top_k": top_k,
         "top_p": top_p, "min_p": min_p, "from_probs": probs, "return_logprobs": logprobs}
     if penalties:
-        given |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+        arguments |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
         tokens = torch.randint(-1, vocab, (batch, 33), generator=gen).to(device)
         if "history" in penalties:
-            given["history"] = tokens
+            arguments["history"] = tokens
         if "counts" in penalties:
-            given["token_counts"] = torch.randint(0, 3, (batch, vocab), generator=gen).to(device)
+            arguments["token_counts"] = torch.randint(0, 3, (batch, vocab), generator=gen).to(device)
     if rows:
         ks = torch.randint(0, 12, (batch,), generator=gen).to(device)
-        given |= {"top_k_rows": ks, "top_p_rows": rand(0.0, 1.2), "min_p_rows": rand(-0.1, 0.1)}
+        arguments |= {"top_k_rows": ks, "top_p_rows": rand(0.0, 1.2), "min_p_rows": rand(-0.1, 0.1)}
         if not probs:
-            given["temperature_rows"] = rand(-0.3, 1.5)
+            arguments["temperature_rows"] = rand(-0.3, 1.5)
         if penalties:
-            given |= {f"{name}_rows": rand(0.5, 2.0) for name in PENALTIES}
+            arguments |= {f"{name}_rows": rand(0.5, 2.0) for name in PENALTIES}
     if random == "uniforms":
-        given["uniforms"] = rand(0.0, 1.0)
+        arguments["uniforms"] = rand(0.0, 1.0)
     elif random == "seed_rows":
-        given["seed_rows"] = torch.arange(batch, device=device) + 17
+        arguments["seed_rows"] = torch.arange(batch, device=device) + 17
     elif random == "generator":
-        given["generator"] = torch.Generator(device).manual_seed(seed + 99)
+        arguments["generator"] = torch.Generator(device).manual_seed(seed + 99)
     else:
-        given |= {"seed": 1234 + seed, "offset": 5}
-    return given
+        arguments |= {"seed": 1234 + seed, "offset": 5}
+    return arguments
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -162,8 +180,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"batch": 2, "vocab": 9001, "temperature": 0.0}, {"batch": 2, "vocab": 9001},
 )
 
-# Probabilities are past all that acts on logits.
-_OF_LOGITS: tuple[Condition, ...] = (
+# from_probs excludes everything that acts on logits.
+_LOGITS_ONLY: tuple[Condition, ...] = (
     equals("temperature", 1.0, Code.VALUE_OUT_OF_RANGE), absent("temperature_rows.dtype"), absent("history.dtype"),
     absent("token_counts.dtype"), *(equals(name, off, Code.VALUE_OUT_OF_RANGE) for name, off in PENALTIES.items()),
     *(absent(f"{name}_rows.dtype") for name in PENALTIES))
@@ -178,18 +196,19 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"vocab": 9001, "top_p": 0.9, "penalties": "history"})
 
 
-# mistakes that a kernel of it could make
+# Mistakes that a kernel for this op could make.
 
-def _one_fewer(op: Any, v: Values) -> Results | None:
-    """top-p without the token that reaches p."""
+def _drop_last_of_top_p(op: Any, v: Values) -> Results | None:
+    """Applies top-p without the token whose mass reaches p."""
     if v["top_p"] >= 1.0 or v["top_p_rows"] is not None or v["token_counts"] is not None or v["history"] is not None:
         return None
-    scores = scores_of(v["logits"], v["temperature"], v["temperature_rows"], v["from_probs"])
-    by = filters(scores.shape[-1], v["temperature"], v["top_k"], v["top_p"], v["min_p"], None, None, None, None,
+    scores = rank_scores(v["logits"], v["temperature"], v["temperature_rows"], v["from_probs"])
+    filters = make_filters(scores.shape[-1], v["temperature"], v["top_k"], v["top_p"], v["min_p"],
+                           None, None, None, None,
                           torch.float64)
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    ranked = weights_of(scores, v["from_probs"]).gather(1, order)
-    keep = kept(ranked, by)
+    ranked = token_weights(scores, v["from_probs"]).gather(1, order)
+    keep = keep_mask(ranked, filters)
     count = keep.sum(-1, keepdim=True)
     keep = keep & ((torch.arange(keep.shape[1]) < count - 1) | (torch.arange(keep.shape[1]) == 0))
     weights = torch.zeros_like(ranked).scatter(1, order, torch.where(keep, ranked, 0.0))
@@ -203,21 +222,24 @@ def _one_fewer(op: Any, v: Values) -> Results | None:
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    replaced("distribution", "the temperature ignored", "temperature", 1.0),
-    replaced("distribution", "top_k ignored", "top_k", 0), replaced("distribution", "top_p ignored", "top_p", 1.0),
-    replaced("distribution", "min_p ignored", "min_p", 0.0),
-    replaced("distribution", "one token more in top_k", "top_k", off_by("top_k", 1)),
-    replaced("distribution", "one token fewer in top_k", "top_k", off_by("top_k", -1)),
-    Alteration("distribution", "top_p without the token that reaches it", _one_fewer),
-    replaced("distribution", "1 - u in place of u", "uniforms", lambda v: 1.0 - v["uniforms"]),
-    replaced("distribution", "the square of u in place of u", "uniforms", lambda v: v["uniforms"] ** 2),
-    replaced("distribution", "penalties ignored", "repetition_penalty", 1.0),
-    replaced("convention", "offset ignored", "offset", 0))
+    replace_argument("distribution", "the temperature ignored", "temperature", 1.0),
+    replace_argument("distribution", "top_k ignored", "top_k", 0),
+    replace_argument("distribution", "top_p ignored", "top_p", 1.0),
+    replace_argument("distribution", "min_p ignored", "min_p", 0.0),
+    replace_argument("distribution", "one token more in top_k", "top_k", off_by("top_k", 1)),
+    replace_argument("distribution", "one token fewer in top_k", "top_k", off_by("top_k", -1)),
+    Alteration("distribution", "top_p without the token that reaches it", _drop_last_of_top_p),
+    replace_argument("distribution", "1 - u in place of u", "uniforms", lambda v: 1.0 - v["uniforms"]),
+    replace_argument("distribution", "the square of u in place of u", "uniforms", lambda v: v["uniforms"] ** 2),
+    replace_argument("distribution", "penalties ignored", "repetition_penalty", 1.0),
+    replace_argument("convention", "offset ignored", "offset", 0))
 
 OP = Op(
     name="sample", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     stress=STRESS, alterations=ALTERATIONS,
-    # Tokens are equal or wrong; these are for the log-probabilities, which are at least float32.
+    reference_kernel={"prior": 0.006, "overhead_us": 80.0,
+                      "workspace": "80 * batch * vocab"},     # sorts the vocabulary
+    # Tokens must be equal; the tolerance is for the log-probabilities, which are at least float32.
     tolerance=Tolerance({"float16": (1e-5, 1e-5), "bfloat16": (1e-5, 1e-5), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"logits": "batch vocab", "history": "batch seen", "token_counts": "batch vocab", "top_k_rows": "batch",
@@ -235,12 +257,12 @@ OP = Op(
         *(one_of(f"{name}.dtype", None, *INTEGERS, code=Code.DTYPE_UNSUPPORTED)
           for name in ("top_k_rows", "seed_rows", "history")),
         one_of("token_counts.dtype", None, *INTEGERS, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
-        # A penalty without anything it could act on is a mistake.
+        # A penalty without history or token_counts is a mistake.
         *(any_of(equals(name, off), present("token_counts.dtype"), present("history.dtype"))
           for name, off in PENALTIES.items()),
         *(any_of(absent(f"{name}_rows.dtype"), present("token_counts.dtype"), present("history.dtype"))
           for name in PENALTIES),
-        *(when(on("from_probs"), rule) for rule in _OF_LOGITS),
+        *(when(on("from_probs"), rule) for rule in _LOGITS_ONLY),
     ),
     flops="8 * batch * vocab", bytes="itemsize * batch * vocab", outputs="Tensor[]",
 )

@@ -1,4 +1,5 @@
-"""Which tokens of a draft the target model accepts, and the one token that follows them (Leviathan, Chen).
+"""Speculative decoding: the drafted tokens that the target model accepts, and the token after them
+(Leviathan, Chen).
 
 Draft token x at a position is accepted with probability min(1, p(x) / q(x)), p the target's distribution there and q
 the draft's; the first one rejected ends the draft and is replaced by a draw from max(p - q, 0), normalised. When all
@@ -7,12 +8,14 @@ distributed as p: a token y comes from acceptance with probability min(p(y), q(y
 1 - sum(min(p, q)) times max(p(y) - q(y), 0) / sum(max(p - q, 0)), which is max(p(y) - q(y), 0); the sum is p(y).
 
 - target_probs (batch, drafted + 1, vocab) and draft_probs (batch, drafted, vocab) are probabilities.
-- Without draft_probs the draft is taken as certain (prompt lookup, or a greedy draft): q is 1 at the token.
+- Without draft_probs the draft is deterministic (prompt lookup, or a greedy draft): q is 1 at the
+  token.
 - A token outside the vocabulary, such as a padding of -1, ends the draft: the next one is drawn from the target there.
-- Random numbers as in lz.sample, drafted + 1 for each row: one for each test, and the last for the draw.
+- Random numbers as in lz.sample, drafted + 1 per row: one per acceptance test, and the last for the
+  draw.
 
-Returns the accepted tokens (batch, drafted) padded with -1, how many they are, and the token after them (-1 where the
-target's distribution is all zero).
+Returns the accepted tokens (batch, drafted) padded with -1, their number, and the token after them
+(-1 where the target's distribution is all zero).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
-from .formulas.sampling import draw, one_hot, possible, random_numbers, residual
+from .formulas.sampling import clean_probs, draw, one_hot, random_numbers, residual_weights
 
 INTEGERS = ("int32", "int64")
 
@@ -35,24 +38,24 @@ def reference(
     draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, uniforms: Tensor | None = None, *,
     seed: int | None = None, seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(accepted tokens padded with -1, their number, the token that follows) for each row of draft_tokens."""
+    """Returns (accepted tokens, their number, the token after them) for each row of draft_tokens."""
     batch, drafted = draft_tokens.shape
     vocab = target_probs.shape[-1]
     uniform = random_numbers(batch, drafted + 1, draft_tokens.device, uniforms, seed, seed_rows, offset, generator)
     accepted = torch.full_like(draft_tokens, -1, dtype=torch.int64)
-    going = torch.ones((batch, 1), dtype=torch.bool, device=draft_tokens.device)
-    weights = possible(target_probs[:, drafted], uniform.dtype)            # where the next token is drawn from
+    open_rows = torch.ones((batch, 1), dtype=torch.bool, device=draft_tokens.device)
+    weights = clean_probs(target_probs[:, drafted], uniform.dtype)            # the distribution of the next token
     for i in range(drafted):
         token = draft_tokens[:, i:i + 1].to(torch.int64)
-        real = (token >= 0) & (token < vocab)
-        column = torch.where(real, token, 0)
-        p = possible(target_probs[:, i], uniform.dtype)
-        q = one_hot(column, p) if draft_probs is None else possible(draft_probs[:, i], uniform.dtype)
-        q = torch.where(real, q, 0.0)
-        accept = going & real & (uniform[:, i:i + 1] * q.gather(1, column) < p.gather(1, column))
-        weights = torch.where(going & ~accept, residual(p, q), weights)
+        in_vocab = (token >= 0) & (token < vocab)
+        column = torch.where(in_vocab, token, 0)
+        p = clean_probs(target_probs[:, i], uniform.dtype)
+        q = one_hot(column, p) if draft_probs is None else clean_probs(draft_probs[:, i], uniform.dtype)
+        q = torch.where(in_vocab, q, 0.0)
+        accept = open_rows & in_vocab & (uniform[:, i:i + 1] * q.gather(1, column) < p.gather(1, column))
+        weights = torch.where(open_rows & ~accept, residual_weights(p, q), weights)
         accepted[:, i:i + 1] = torch.where(accept, token, -1)
-        going = accept
+        open_rows = accept
     following = torch.where(weights.sum(-1, keepdim=True) > 0, draw(weights, uniform[:, -1:]), -1)
     return accepted, (accepted >= 0).sum(-1), following[:, 0]
 
@@ -81,16 +84,16 @@ def inputs(
         target[..., 0], draft[..., 1] = -0.5, torch.inf
     elif special == "strided":
         target = target.transpose(1, 2).contiguous().transpose(1, 2)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "draft_tokens": tokens.to(device), "target_probs": target.to(device=device, dtype=dtype),
         "draft_probs": None if certain else draft[:, :drafted].to(device=device, dtype=dtype)}
     if random == "uniforms":
-        given["uniforms"] = torch.rand((batch, drafted + 1), generator=gen).to(device)
+        arguments["uniforms"] = torch.rand((batch, drafted + 1), generator=gen).to(device)
     elif random == "seed_rows":
-        given["seed_rows"] = torch.arange(batch, device=device) + 17
+        arguments["seed_rows"] = torch.arange(batch, device=device) + 17
     else:
-        given |= {"seed": 1234 + seed, "offset": 5}
-    return given
+        arguments |= {"seed": 1234 + seed, "offset": 5}
+    return arguments
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -103,7 +106,7 @@ CASES: tuple[dict[str, Any], ...] = (
 
 OP = Op(
     name="speculative_verify", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens are equal or wrong
+    tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens must be equal
     main="target_probs",
     shapes={"target_probs": "batch positions vocab", "draft_tokens": "batch drafted",
             "draft_probs": "batch drafted vocab", "uniforms": "batch positions", "seed_rows": "batch"},

@@ -1,23 +1,29 @@
-"""Which path through a tree of drafted tokens the target model accepts, and the one token that follows it.
+"""Tree speculation: the path through a tree of drafted tokens that the target model accepts, and the
+token after it.
 
-Multi-round rejection sampling, as in SpecInfer: at a node with the target's distribution p and children drafted from
-q, one child after another, in the order of their index, is accepted with probability min(1, p(x) / q(x)). Each
-rejection leaves p = max(p - q, 0), normalised, for the next child; when all are rejected the token is drawn from
-what is left, and the path ends. The result is distributed as the target: lz.speculative_verify shows that accepting
-x ~ q, or else drawing from the residual p', is a draw from p. Here the draw from p' is itself made so, with the next
-child, and by induction over the children, last to first, it is one; by induction over the depth the whole path is.
+Multi-round rejection sampling, as in SpecInfer: at a node with the target's distribution p and
+children drafted from q, one child after another, in the order of their index, is accepted with
+probability min(1, p(x) / q(x)). Each rejection replaces p by max(p - q, 0), normalised, for the
+next child; when all are rejected the token is drawn from the residual, and the path ends. The
+result is distributed as the target: lz.speculative_verify shows that accepting x ~ q, or else
+drawing from the residual p', is a draw from p. Here the draw from p' is itself made so, with the
+next child, and by induction over the children, last to first, it is one; by induction over the
+depth the whole path is.
 
-That needs each child to be drawn from q independently of its siblings, or `without_replacement`: then q is, after each
-rejection, what it was without that token, normalised. Without draft_probs the children are taken as certain (the
-draft's top tokens, say): a child is accepted with probability p(x), and its rejection takes x out of p.
+That needs each child to be drawn from q independently of its siblings, or `without_replacement`:
+then each rejection removes the token from q, which is normalised again. Without draft_probs the
+children are deterministic (the draft's top tokens, say): a child is accepted with probability p(x),
+and its rejection removes x from p.
 
-- Node i has the parent parents[i] < i; -1 is the root, the last token decided. A node whose parent does not come before
-  it, or whose token is outside the vocabulary, is never accepted, so trees of one batch may be padded.
+- Node i has the parent parents[i] < i; -1 is the root, the last accepted token. A node whose parent
+  does not come before it, or whose token is outside the vocabulary, is never accepted, so trees of
+  one batch may be padded.
 - Row 0 of target_probs and draft_probs (batch, nodes + 1, vocab) belongs to the root, row i + 1 to node i: the
   distribution of the token after it. Rows of leaves in draft_probs are not read.
-- Random numbers as in lz.sample, nodes + 1 for each row: one for each node, and the last for the draw.
+- Random numbers as in lz.sample, nodes + 1 per row: one per node, and the last for the draw.
 
-Returns the accepted tokens (batch, nodes) padded with -1, their nodes likewise, how many they are, and the token after.
+Returns the accepted tokens (batch, nodes) padded with -1, their nodes likewise, their number, and
+the token after them.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
-from .formulas.sampling import draw, normalised, one_hot, possible, random_numbers, residual
+from .formulas.sampling import clean_probs, draw, normalize, one_hot, random_numbers, residual_weights
 
 INTEGERS = ("int32", "int64")
 
@@ -41,43 +47,43 @@ def reference(
     uniforms: Tensor | None = None, *, without_replacement: bool = False, seed: int | None = None,
     seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(accepted tokens, their nodes, their number, the token that follows) for each row's tree."""
+    """Returns (accepted tokens, their nodes, their number, the token after them) for each row."""
     batch, count = draft_tokens.shape
     vocab = target_probs.shape[-1]
     uniform = random_numbers(batch, count + 1, draft_tokens.device, uniforms, seed, seed_rows, offset, generator)
     tokens = torch.full_like(draft_tokens, -1, dtype=torch.int64)
     nodes = tokens.clone()
     number = torch.zeros((batch, 1), dtype=torch.int64, device=draft_tokens.device)
-    at = torch.full_like(number, -1)           # the node accepted last
-    p = normalised(possible(target_probs[:, 0], uniform.dtype))
-    q = None if draft_probs is None else normalised(possible(draft_probs[:, 0], uniform.dtype))
+    last_node = torch.full_like(number, -1)    # the last accepted node
+    p = normalize(clean_probs(target_probs[:, 0], uniform.dtype))
+    q = None if draft_probs is None else normalize(clean_probs(draft_probs[:, 0], uniform.dtype))
     for i in range(count):
         token = draft_tokens[:, i:i + 1].to(torch.int64)
-        asked = (parents[:, i:i + 1] == at) & (token >= 0) & (token < vocab)
-        column = torch.where(asked, token, 0)
+        is_child = (parents[:, i:i + 1] == last_node) & (token >= 0) & (token < vocab)
+        column = torch.where(is_child, token, 0)
         drafted = one_hot(column, p) if q is None else q
-        accept = asked & (uniform[:, i:i + 1] * drafted.gather(1, column) < p.gather(1, column))
-        reject = asked & ~accept
-        left = normalised(residual(p, drafted))
-        below = normalised(possible(target_probs[:, i + 1], uniform.dtype))
-        p = torch.where(accept, below, torch.where(reject, left, p))
+        accept = is_child & (uniform[:, i:i + 1] * drafted.gather(1, column) < p.gather(1, column))
+        reject = is_child & ~accept
+        residual = normalize(residual_weights(p, drafted))
+        child_target = normalize(clean_probs(target_probs[:, i + 1], uniform.dtype))
+        p = torch.where(accept, child_target, torch.where(reject, residual, p))
         if draft_probs is not None and q is not None:
-            fewer = normalised(q.scatter(1, column, 0.0)) if without_replacement else q
-            q = torch.where(accept, normalised(possible(draft_probs[:, i + 1], uniform.dtype)),
-                            torch.where(reject, fewer, q))
-        place = torch.where(accept, number, count)                         # one column more takes what is not accepted
-        tokens = torch.nn.functional.pad(tokens, (0, 1)).scatter(1, place, token)[:, :count]
-        nodes = torch.nn.functional.pad(nodes, (0, 1)).scatter(1, place, i)[:, :count]
+            remaining = normalize(q.scatter(1, column, 0.0)) if without_replacement else q
+            q = torch.where(accept, normalize(clean_probs(draft_probs[:, i + 1], uniform.dtype)),
+                            torch.where(reject, remaining, q))
+        slot = torch.where(accept, number, count)                         # an extra column takes rejected tokens
+        tokens = torch.nn.functional.pad(tokens, (0, 1)).scatter(1, slot, token)[:, :count]
+        nodes = torch.nn.functional.pad(nodes, (0, 1)).scatter(1, slot, i)[:, :count]
         number = number + accept.to(torch.int64)
-        at = torch.where(accept, i, at)
+        last_node = torch.where(accept, i, last_node)
     following = torch.where(p.sum(-1, keepdim=True) > 0, draw(p, uniform[:, -1:]), -1)
     return tokens.contiguous(), nodes.contiguous(), number[:, 0], following[:, 0]
 
 
 def meta(draft_tokens: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens = torch.empty_like(draft_tokens, dtype=torch.int64, memory_format=torch.contiguous_format)
-    one = tokens.new_empty(len(tokens))
-    return tokens, torch.empty_like(tokens), one, torch.empty_like(one)
+    per_row = tokens.new_empty(len(tokens))
+    return tokens, torch.empty_like(tokens), per_row, torch.empty_like(per_row)
 
 
 TREES: dict[str, tuple[int, ...]] = {
@@ -111,16 +117,16 @@ def inputs(
         target[::2] = 0.0
     elif special == "greedy":
         target = torch.nn.functional.one_hot(target.argmax(-1), vocab).float()
-    above = torch.tensor(parents, dtype=torch.int64, device=device)
-    given: dict[str, Any] = {
-        "draft_tokens": tokens.to(device), "parents": above.expand(batch, -1),
+    parent_row = torch.tensor(parents, dtype=torch.int64, device=device)
+    arguments: dict[str, Any] = {
+        "draft_tokens": tokens.to(device), "parents": parent_row.expand(batch, -1),
         "draft_probs": None if certain else draft.to(device=device, dtype=dtype),
         "target_probs": target.to(device=device, dtype=dtype), "without_replacement": without_replacement}
     if random == "uniforms":
-        given["uniforms"] = torch.rand((batch, count + 1), generator=gen).to(device)
+        arguments["uniforms"] = torch.rand((batch, count + 1), generator=gen).to(device)
     else:
-        given |= {"seed": 1234 + seed, "offset": 5}
-    return given
+        arguments |= {"seed": 1234 + seed, "offset": 5}
+    return arguments
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -133,7 +139,7 @@ CASES: tuple[dict[str, Any], ...] = (
 
 OP = Op(
     name="speculative_verify_tree", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens are equal or wrong
+    tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens must be equal
     main="target_probs",
     shapes={"target_probs": "batch positions vocab", "draft_tokens": "batch nodes", "parents": "batch nodes",
             "draft_probs": "batch positions vocab", "uniforms": "batch positions", "seed_rows": "batch"},

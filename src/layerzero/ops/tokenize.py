@@ -2,18 +2,20 @@
 
 - `tokenizer` is a `tokenizers.Tokenizer`, a fast tokenizer of transformers, a `tiktoken.Encoding`, a
   `sentencepiece.SentencePieceProcessor`, the path of a tokenizer.json, *.model or *.tiktoken file or of a folder with
-  one, or what `lz.tokens.load_tokenizer` returned. With the last nothing has to be looked at again on every call.
-- Special tokens are added as the tokenizer does it: by its post-processor, by a processor's add_bos and add_eos;
-  tiktoken adds none. `parse_special` says whether special tokens written in the text become special tokens (True) or
-  stay text (False); None leaves it to the library: tokenizers reads them, tiktoken refuses the text, sentencepiece
-  has none.
-- `truncation` and `padding` left at None are as the tokenizer is set; False is never. `padding` is True or "longest",
-  or "max_length". Truncation leaves the special tokens that are added, as the libraries do.
+  one, or the result of `lz.tokens.load_tokenizer`, which saves identifying the tokenizer in every call.
+- Special tokens are added as the library adds them: by the post-processor, or by add_bos and
+  add_eos of a SentencePieceProcessor; tiktoken adds none. `parse_special` says whether special
+  tokens written in the text become special tokens (True) or stay text (False); None leaves it to
+  the library: tokenizers parses them, tiktoken raises, sentencepiece has none.
+- `truncation` and `padding` default to the tokenizer's own settings; False turns them off.
+  `padding` is True or "longest", or "max_length". Truncation keeps the added special tokens, as the
+  libraries do.
 - Offsets are half-open ranges of characters (code points) of the text; a character that several tokens share is in the
-  range of each. (0, 0) stands for what was put around the text.
-- `cache_prefix` allows the tokens of a long text to be kept and reused for texts that begin the same, as with a system
-  prompt. The result is the same.
-- A text with a lone surrogate is refused: it is no Unicode text, and the libraries disagree about it.
+  range of each. Added special tokens have (0, 0).
+- `cache_prefix` keeps the tokens of a long text and reuses them for texts with the same beginning,
+  such as a system prompt. The result is the same.
+- A text with a lone surrogate is an InvalidCall: it is not Unicode text, and the libraries disagree
+  about it.
 """
 
 from __future__ import annotations
@@ -32,21 +34,22 @@ from ..spec.grid import bucket_top
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, present
-from .formulas.bpe import BytePairs, tiny_tokenizer
-from .formulas.mistakes import replaced
-from .formulas.tokenization import Body, Request, Tokens, runner, shape_of, texts_of
+from .formulas.bpe import BYTE_LEVEL_BPE, ByteLevelBPE, tiny_tokenizer
+from .formulas.common import READS_ON_HOST
+from .formulas.mistakes import replace_argument
+from .formulas.tokenization import EncodedText, Request, Tokens, check_texts, make_kernel, resolve_lengths
 from .formulas.tokenizer_identity import FACTS, TokenizerHandle, from_json, identify
 
 Side = Literal["left", "right"]
 
 
-def _encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[Body]:
-    pairs: BytePairs = handle.built("formula", lambda h: BytePairs(json.loads(h.payload)))
-    before, after = pairs.around() if request.add_special_tokens else ([], [])
-    return [Body(*pairs.encode(text, bool(request.parse_special)), before, after) for text in texts]
+def _encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+    bpe: ByteLevelBPE = handle.built("formula", lambda h: ByteLevelBPE(json.loads(h.payload)))
+    before, after = bpe.added_ids() if request.add_special_tokens else ([], [])
+    return [EncodedText(*bpe.encode(text, bool(request.parse_special)), before, after) for text in texts]
 
 
-_run = runner(_encode)
+_run = make_kernel(_encode)
 
 
 def reference(
@@ -56,7 +59,7 @@ def reference(
     pad_to_multiple_of: int | None = None, return_offsets: bool = False, return_attention_mask: bool = True,
     cache_prefix: bool = False,
 ) -> Tokens:
-    """The ids of a text, or of each of several, with their attention mask and, if asked for, their offsets."""
+    """Returns the ids of one or several texts, their attention mask and, on request, offsets."""
     return _run(text, tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special,
                 truncation=truncation, padding=padding, max_length=max_length, truncation_side=truncation_side,
                 padding_side=padding_side, pad_id=pad_id, pad_to_multiple_of=pad_to_multiple_of,
@@ -64,20 +67,21 @@ def reference(
 
 
 def meta(text: str | list[str], tokenizer: Any, **options: Any) -> None:
-    """How many ids a text has, only encoding it can tell."""
+    """Returns nothing: the number of ids is only known after encoding."""
 
 
 def read(values: dict[str, Any]) -> dict[str, Any]:
-    """Which tokenizer, how much text; the caller's mistakes are found here, before any library is asked."""
-    texts = texts_of(values["text"])
+    """Returns the facts of the tokenizer and of the texts; raises InvalidCall before any library is
+    called."""
+    texts = check_texts(values["text"])
     if not isinstance(values["padding"], (bool, str, NoneType)):
         raise InvalidCall.of("tokenize", Reason(
             Code.WRONG_TYPE, "a bool, 'longest', 'max_length' or None", type(values["padding"]).__name__, "padding"))
     handle = identify(values["tokenizer"])
-    shape = shape_of(handle.settings, *(values[name] for name in (
+    lengths = resolve_lengths(handle.settings, *(values[name] for name in (
         "truncation", "padding", "max_length", "truncation_side", "padding_side", "pad_id", "pad_to_multiple_of")))
     return {**handle.facts, "texts": bucket_top(len(texts)), "characters": bucket_top(sum(map(len, texts))),
-            "padded": shape.pad is not None, "truncated": shape.limit is not None}
+            "padded": lengths.pad is not None, "truncated": lengths.limit is not None}
 
 
 _PIECES = ("the", " ", "hell", "o", "\n", "é", "日本", "👩\u200d👧", "e\u0301", "12", "'s", "<s>",
@@ -90,14 +94,14 @@ def inputs(
     *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False, seed: int = 0,
     dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
-    """Texts by their number, or so many random ones, and a small tokenizer."""
+    """Returns the texts with these indices, or `random` random ones, and a small tokenizer."""
     tokenizer = from_json(json.dumps(tiny_tokenizer(template, pad)), "tiny_tokenizer")
-    given = _TEXTS[text] if isinstance(text, int) else [_TEXTS[i] for i in text]
+    texts = _TEXTS[text] if isinstance(text, int) else [_TEXTS[i] for i in text]
     if random:
         gen = torch.Generator().manual_seed(seed)
-        given = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
+        texts = ["".join(_PIECES[int(i)] for i in torch.randint(len(_PIECES), (n,), generator=gen))
                  for n in range(random)]
-    return {"text": given, "tokenizer": tokenizer, **options}
+    return {"text": texts, "tokenizer": tokenizer, **options}
 
 
 _ALL = tuple(range(len(_TEXTS)))
@@ -119,9 +123,11 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"random": 40, "return_offsets": True}, {"random": 40, "parse_special": False, "return_offsets": True})
 
 
-# mistakes that a kernel of it could make
+# Mistakes that a kernel for this op could make.
 
-def _offsets(change: Callable[[str, tuple[int, int]], tuple[int, int]]) -> Callable[[Any, Values], Results | None]:
+def _change_offsets(
+    change: Callable[[str, tuple[int, int]], tuple[int, int]],
+) -> Callable[[Any, Values], Results | None]:
     def alter(op: Any, v: Values) -> Results | None:
         out = op.reference(**v)
         spans = getattr(out, "offsets", None)
@@ -136,18 +142,19 @@ def _offsets(change: Callable[[str, tuple[int, int]], tuple[int, int]]) -> Calla
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "offsets one too far", _offsets(lambda t, s: (s[0] + 1, s[1] + 1))),
-    Alteration("convention", "offsets in bytes, not characters", _offsets(
-    lambda t, s: (len(t[:s[0]].encode()), len(t[:s[1]].encode())))),
-    replaced("convention", "special tokens not added", "add_special_tokens", False),
-    replaced("convention", "truncated on the other side", "truncation_side", lambda v: "left"
+    Alteration("convention", "offsets one too far", _change_offsets(lambda t, s: (s[0] + 1, s[1] + 1))),
+    Alteration("convention", "offsets in bytes, not characters", _change_offsets(
+        lambda t, s: (len(t[:s[0]].encode()), len(t[:s[1]].encode())))),
+    replace_argument("convention", "special tokens not added", "add_special_tokens", False),
+    replace_argument("convention", "truncated on the other side", "truncation_side", lambda v: "left"
     if v["truncation_side"] != "left" else "right"),
-    replaced("convention", "padded on the other side", "padding_side", lambda v: "left"
+    replace_argument("convention", "padded on the other side", "padding_side", lambda v: "left"
     if v["padding_side"] != "left" else "right"))
 
 OP = Op(
     name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     stress=STRESS, alterations=ALTERATIONS,
+    reference_kernel={**READS_ON_HOST, "overhead_us": 5000.0, "requires": BYTE_LEVEL_BPE},
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read,
     reads=(*FACTS, "texts", "characters", "padded", "truncated"), dtypes=("int64",),
     ranges={"max_length": INT32, "pad_id": INT32, "pad_to_multiple_of": INT32},

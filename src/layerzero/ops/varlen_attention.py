@@ -1,7 +1,7 @@
 """Attention over packed sequences: (tokens, heads, dim), with the boundaries in cu_seqlens.
 
-Sequence i of the query is rows cu_seqlens_q[i]:cu_seqlens_q[i+1], likewise for key and value. Causality
-and windows measure from each sequence's own diagonal, as in lz.attention.
+Sequence i of the query is rows cu_seqlens_q[i]:cu_seqlens_q[i+1], likewise for key and value.
+Causality and windows are relative to each sequence's own diagonal, as in lz.attention.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, at_most, dtypes, equals
-from .formulas.common import FLOATS, attend
-from .formulas.mistakes import SCORES, SOFTCAP, WINDOW, align
+from .formulas.common import FLOATS, READS_ON_HOST, attend
+from .formulas.mistakes import SCORES, SOFTCAP, WINDOW, flip_alignment
 
 
 def reference(
@@ -77,8 +77,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if facts[f"{name}.dtype"] not in ("int32", "int64"):
             raise InvalidCall.of("varlen_attention", Reason(Code.WRONG_TYPE, "int32", facts[f"{name}.dtype"], name))
-    measured = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0
-    if measured and facts["causal_align"] is None:
+    uses_diagonal = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0
+    if uses_diagonal and facts["causal_align"] is None:
         warn_caller("lz.varlen_attention: causal_align is not given: 'top_left' is used. Decoding with a KV cache "
                       "wants causal_align='bottom_right'.", CausalAlignmentWarning)
 
@@ -94,20 +94,21 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)})
 
 
-# mistakes that a kernel of it could make
+# Mistakes that a kernel for this op could make.
 
-def _one_sequence(op: Any, v: Values) -> Values:
+def _merge_sequences(op: Any, v: Values) -> Values:
     ends = {f"cu_seqlens_{x}": v[f"cu_seqlens_{x}"][[0, -1]] for x in "qk"}
     return {**v, **ends, "max_seqlen_q": v["query"].shape[0], "max_seqlen_k": v["key"].shape[0]}
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("alignment", "the diagonal at the other corner", align), *SCORES, *SOFTCAP, *WINDOW,
-    Alteration("mask", "all sequences taken for one", _one_sequence))
+    Alteration("alignment", "the diagonal at the other corner", flip_alignment), *SCORES, *SOFTCAP, *WINDOW,
+    Alteration("mask", "all sequences taken for one", _merge_sequences))
 
 OP = Op(
     name="varlen_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    reference_kernel={**READS_ON_HOST, "workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     shapes={"query": "tokens_q heads head_dim", "key": "tokens_k kv_heads head_dim",

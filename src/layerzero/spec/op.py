@@ -130,6 +130,7 @@ class Op:
     gradient_cases: tuple[Mapping[str, Any], ...] = ()      # for the backward; by default some of `cases`
     dropout_case: Mapping[str, Any] = field(default_factory=dict)  # sizes at which dropped weights show
     alterations: tuple[Alteration, ...] = ()   # mistakes that a kernel could make
+    reference_kernel: Mapping[str, Any] = field(default_factory=dict)  # fields of reference.<name>: its workspace, say
     sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
     in_place: tuple[str, ...] = ()             # tensors that a kernel writes into, and whose memory it may return
 

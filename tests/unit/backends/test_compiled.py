@@ -63,10 +63,10 @@ def test_sizes_that_vary_compile_once_and_exact_ones_each_time():
     for rows in (6, 17, 900, 2):
         x = torch.randn(rows, 64)
         torch.testing.assert_close(run(x, weight), lz.op("rms_norm").reference(x, weight))
-    assert len(run.by_kind) == 1 and graphs() == before
+    assert len(run.specializations) == 1 and graphs() == before
     run(torch.randn(5, 32), torch.randn(32))
     run(torch.randn(5, 64), weight, eps=1e-3)
-    assert len(run.by_kind) == 3 and graphs() == before + 2
+    assert len(run.specializations) == 3 and graphs() == before + 2
 
 
 @needs_compiler

@@ -90,8 +90,8 @@ def test_a_damaged_file_is_replaced(cache, source):
 
 @needs_nvrtc
 def test_threads_that_want_the_same_compile_it_once(cache, source, monkeypatch):
-    compilations, compile_ = [], compiler._compiled
-    monkeypatch.setattr(compiler, "_compiled", lambda *given: compilations.append(given) or compile_(*given))
+    compilations, compile_ = [], compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda *given: compilations.append(given) or compile_(*given))
     made: list[bytes] = []
     threads = [threading.Thread(target=lambda: made.append(compiler.cubin(source, MACROS, ARCH))) for _ in range(4)]
     for thread in threads:
@@ -243,13 +243,13 @@ def test_structures_lie_in_memory_as_in_cuda_h():
     (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture", "lost"),
 ])
 def test_an_error_of_the_driver_is_understood(code, name, text, kind):
-    said = compiler.described(code, name.encode(), text.encode(), "launching scaled.cu:scaled")
+    said = compiler.describe_error(code, name.encode(), text.encode(), "launching scaled.cu:scaled")
     assert text in said and name in said and "scaled.cu:scaled" in said
     assert faults.classify(RuntimeError(said)) == kind
 
 
 def test_an_error_without_a_text_keeps_its_number():
-    assert "4711" in compiler.described(4711, None, None, "launching scaled.cu:scaled")
+    assert "4711" in compiler.describe_error(4711, None, None, "launching scaled.cu:scaled")
 
 
 def test_equal_kernels_are_one():

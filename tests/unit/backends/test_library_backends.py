@@ -256,7 +256,7 @@ def test_version_4_of_flash_attention_is_not_taken_for_version_2(monkeypatch, tm
 def test_a_page_table_and_its_csr_say_the_same():
     table = torch.tensor([[7, 2, -1], [-1, -1, -1], [4, 9, 0]])
     lengths = torch.tensor([20, 0, 48])
-    found = paged.csr("paged_attention", 3, table, lengths, None, 16, True)
+    found = paged.to_csr("paged_attention", 3, table, lengths, None, 16, True)
     assert found.indptr.tolist() == [0, 2, 2, 5] and found.indices.tolist() == [7, 2, 4, 9, 0]
     assert found.last.tolist() == [4, 0, 16] and found.starts_q.tolist() == [0, 1, 2, 3]
     back, counted = page_table_from_csr(found.indptr, found.indices, found.last, 16)
@@ -267,9 +267,9 @@ def test_a_page_table_and_its_csr_say_the_same():
 @pytest.mark.parametrize(("causal", "blind"), [(True, [0, 1, 5, 6]), (False, [5, 6])])
 def test_queries_before_the_first_key_are_known(causal, blind):
     table, starts = torch.tensor([[0], [1], [2]]), torch.tensor([0, 5, 7, 8])
-    found = paged.csr("paged_attention", 8, table, torch.tensor([3, 0, 9]), starts, 16, causal, 5)
+    found = paged.to_csr("paged_attention", 8, table, torch.tensor([3, 0, 9]), starts, 16, causal, 5)
     assert found.dead is not None and found.dead.nonzero()[:, 0].tolist() == blind
-    out, lse = paged._finished((torch.ones(8, 2, 4), torch.ones(8, 2)), found.dead, True, 0.5)
+    out, lse = paged._finish((torch.ones(8, 2, 4), torch.ones(8, 2)), found.dead, True, 0.5)
     assert (out[blind] == 0).all() and (lse[blind] == -torch.inf).all()
     rest = [i for i in range(8) if i not in blind]
     assert (out[rest] == 1).all() and (lse[rest] == 0.5).all()
@@ -328,9 +328,9 @@ def test_a_plan_for_inference_tensors_is_never_trusted(plans):
 
 def test_the_oldest_wrapper_is_planned_again(plans):
     shelf, get = plans
-    kept = [torch.tensor([i]) for i in range(paged.MOST_PLANS + 1)]
+    kept = [torch.tensor([i]) for i in range(paged.MAX_PLANS + 1)]
     wrappers = [get(lengths) for lengths in kept]
-    assert wrappers[-1] is wrappers[0] and len(set(map(id, wrappers))) == paged.MOST_PLANS
+    assert wrappers[-1] is wrappers[0] and len(set(map(id, wrappers))) == paged.MAX_PLANS
     assert get(kept[1]) is wrappers[1] and shelf.reused == 1
     assert get(kept[0]).planned[-1] == [0]
 
@@ -340,7 +340,7 @@ def test_the_oldest_wrapper_is_planned_again(plans):
 @pytest.mark.parametrize("width", [5, 8, 13])
 def test_a_bias_is_spaced_by_sixteen_bytes(width):
     mask = torch.randn(2, 1, 3, width, dtype=torch.float16)
-    made = xformers.spaced(mask)
+    made = xformers.align_rows(mask)
     assert torch.equal(made, mask) and made.stride(-1) == 1 and all(s % 8 == 0 for s in made.stride()[:-1])
     assert (made is mask) == (width % 8 == 0 and mask.data_ptr() % 16 == 0)
 

@@ -87,7 +87,7 @@ def test_what_cuda_decode_declares_is_what_it_needs_at_least():
         assert need == needed("cuda.paged_attention_decode", head_dim=dim, group=group, max_seqlen_q=tokens)
         for room in (*ROOMS, need):
             made = decode.config(rows, homes, keys, dim, paged, Machine(132, room))
-            takes = decode.shared_of(rows, dim, made.warps, made.stages)
+            takes = decode.shared_bytes(rows, dim, made.warps, made.stages)
             assert takes <= room if need <= room else takes > room, (dim, rows, homes, keys, paged, room)
 
 
@@ -107,7 +107,7 @@ def test_where_there_is_as_much_as_cuda_gemv_declares_it_fits():
             made = gemv.with_slots(shape, gemv.config(shape, machine), machine)
             assert shape.shared(made) <= room, (shape, room)
             tight = max(tight, shape.shared(made) / need)
-            if planes.takes(rows, k, format, group):
+            if planes.is_supported(rows, k, format, group):
                 other = planes.Shape(n, k, group, zeros)
                 assert planes.with_slots(other, planes.config(other, machine), machine).shared <= need
     assert tight > 0.5 and needed("cuda.quantized_linear", rows=16, in_features=1 << 15) <= 227 << 10

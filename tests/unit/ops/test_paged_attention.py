@@ -208,7 +208,7 @@ def test_each_kernel_checks_what_it_reads(name: str, backend: str, happened: lis
 
 
 def test_pages_that_lie_beyond_the_pool_are_not_read_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_paged, "IN_PLACE", 1)
+    monkeypatch.setattr(torch_paged, "IN_PLACE_BYTES", 1)
     given = values(context=(40,), order="neighbours")
     lz.paged_attention(**given, backend="torch.paged_pieces")
     pages = given["key_cache"].shape[0]
@@ -294,8 +294,8 @@ def test_every_float8_is_looked_up_as_torch_converts_it() -> None:
 ], ids=["decode", "window", "prefix and square", "not causal", "window over queries"])
 def test_pieces_of_any_size_join_to_the_whole(case: dict[str, Any], piece: int, in_place: int, order: str, layout: str,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_paged, "PIECE", piece)
-    monkeypatch.setattr(torch_paged, "IN_PLACE", in_place)
+    monkeypatch.setattr(torch_paged, "PIECE_BYTES", piece)
+    monkeypatch.setattr(torch_paged, "IN_PLACE_BYTES", in_place)
     monkeypatch.setattr(torch_paged, "BLOCK", 8)
     given = values(**case, page_size=4, order=order, layout=layout, lse=True)
     wanted = PAGED.reference(**given)
@@ -308,7 +308,7 @@ def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
     def no_copy(*args: Any) -> Any:
         raise AssertionError("pages were copied")
 
-    monkeypatch.setattr(torch_paged._Heads, "take", no_copy)
+    monkeypatch.setattr(torch_paged._PagedCache, "gather", no_copy)
     for case in ({"context": (640,), "order": "neighbours"}, {"context": (128,), "page_size": 64, "layout": "HND"}):
         given = values(**case, hq=8, hkv=8, d=128)
         close(call(kernel("torch.paged_pieces"), given), PAGED.reference(**given))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.models.sampling import sample_minp, sample_topk, sample_topp
-from layerzero.ops.formulas.sampling import GOLDEN, distribution, mix, mix_int, random_numbers, signed
+from layerzero.ops.formulas.sampling import GOLDEN, as_int64, distribution, mix, mix_int, random_numbers
 from layerzero.ops.sample import OP
 from layerzero.verify.kernel.contract import call, case_values, refusals, upcast
 from layerzero.world import snapshot as world
@@ -81,7 +81,7 @@ def test_splitmix64_is_the_published_one() -> None:
 
 def test_the_tensor_generator_is_the_plain_one() -> None:
     words = [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 0xDEADBEEFCAFEBABE]
-    assert mix(torch.tensor([signed(w) for w in words])).tolist() == [signed(mix_int(w)) for w in words]
+    assert mix(torch.tensor([as_int64(w) for w in words])).tolist() == [as_int64(mix_int(w)) for w in words]
     device = torch.device("cpu")
     small = random_numbers(5, 3, device, None, 42, None, 7, None)          # small ones are made in Python
     large = random_numbers(500, 3, device, None, 42, None, 7, None)

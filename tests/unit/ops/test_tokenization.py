@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 import layerzero as lz
 from layerzero.models.tokenizers import load_tokenizer
-from layerzero.ops.formulas.bpe import BYTE_CHARACTERS, BytePairs, is_plain, tiny_tokenizer
+from layerzero.ops.formulas.bpe import BYTE_CHARACTERS, ByteLevelBPE, is_byte_level_bpe, tiny_tokenizer
 from layerzero.ops.tokenize import OP
 from layerzero.spec.errors import ConfigError, DataError, InvalidCall, NamedKernelRefused, NoKernelFoundError
 from layerzero.spec.reason import Code
@@ -624,7 +624,7 @@ def test_the_formula_is_exact(text: str, prefix: bool, regex: bool, trim: bool, 
     data["post_processor"] = {"type": "Sequence", "processors": [trimming, data["post_processor"]]}
     theirs = Tokenizer.from_str(json.dumps(data))
     theirs.encode_special_tokens = not parse
-    assert is_plain(data)
+    assert is_byte_level_bpe(data)
     try:
         got = lz.tokenize(text, theirs, return_offsets=True, backend="reference.tokenize")
     except InvalidCall as e:                   # a character newer than Python's tables
@@ -651,7 +651,7 @@ def test_whole_words_before_merges() -> None:
     data["model"] = {**data["model"], "ignore_merges": True}
     data["model"]["vocab"] = {**data["model"]["vocab"], "fox": 400}
     theirs = Tokenizer.from_str(json.dumps(data))
-    assert BytePairs(data).encode("fox", True)[0] == theirs.encode("fox").ids == [400]
+    assert ByteLevelBPE(data).encode("fox", True)[0] == theirs.encode("fox").ids == [400]
 
 
 @pytest.mark.parametrize(("change", "fact"), [

@@ -30,11 +30,11 @@ from layerzero.ops.formulas import tokenizer_identity
 from layerzero.ops.formulas.bpe import tiny_tokenizer
 from layerzero.ops.formulas.prefix import (
     PrefixMemory,
-    Seams,
+    SplitPoints,
     common_length,
-    is_known,
-    seams_of_json,
-    seams_of_pattern,
+    is_known_pattern,
+    split_points_from_json,
+    split_points_from_pattern,
 )
 from layerzero.ops.formulas.tokenizer_identity import identify
 from layerzero.spec.errors import DataError
@@ -217,7 +217,7 @@ def test_another_tokenizer_than_the_one_expected() -> None:
 
 
 def test_few_objects_are_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_identity, "LIMIT", 3)
+    monkeypatch.setattr(tokenizer_identity, "MAX_REMEMBERED", 3)
     text = json.dumps(tiny())
     for n in range(8):                         # an id that Python gives to a new object is no old tokenizer
         theirs = Tokenizer.from_str(text)
@@ -238,9 +238,9 @@ def test_the_plan_tells_which_tokenizer() -> None:
 
 @pytest.mark.parametrize("pattern", [GPT2, LLAMA3, CL100K, O200K, LLAMA3.replace("{1,3}", "")])
 def test_patterns_in_use_are_known(pattern: str) -> None:
-    assert is_known(pattern)
-    assert seams_of_pattern(pattern, {"<|im|>": 300}).spaces
-    assert not seams_of_pattern(pattern, {"two words": 300}).spaces
+    assert is_known_pattern(pattern)
+    assert split_points_from_pattern(pattern, {"<|im|>": 300}).spaces
+    assert not split_points_from_pattern(pattern, {"two words": 300}).spaces
 
 
 def test_the_patterns_tiktoken_publishes_are_known(tmp_path: Any) -> None:
@@ -255,7 +255,7 @@ def test_the_patterns_tiktoken_publishes_are_known(tmp_path: Any) -> None:
 @pytest.mark.parametrize("pattern", [
     "", r"\S+ \S+", r".", r"\w+\s*", GPT2 + r"|\S+\s", r"(?<=a) ?\p{L}+", r"\b\w+", LLAMA3 + "|x y", r" ?\p{L}+ ?"])
 def test_other_patterns_are_not(pattern: str) -> None:
-    assert not is_known(pattern)
+    assert not is_known_pattern(pattern)
 
 
 @pytest.mark.parametrize(("change", "spaces"), [
@@ -270,7 +270,7 @@ def test_other_patterns_are_not(pattern: str) -> None:
     ({"added_tokens": [{**tiny()["added_tokens"][0], "content": "two words"}]}, False),
     ({"added_tokens": [{**tiny()["added_tokens"][0], "rstrip": True}]}, False)])
 def test_which_tokenizers_may_be_cut_at_spaces(change: dict[str, Any], spaces: bool) -> None:
-    assert seams_of_json(tiny(**change)).spaces is spaces
+    assert split_points_from_json(tiny(**change)).spaces is spaces
 
 
 # the property: whatever is reused, the result is that of encoding the whole text
@@ -345,8 +345,8 @@ def texts_of(dialogue: tuple[str, list[tuple[int, str]]]) -> Iterator[str]:
 @pytest.fixture
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remember texts that are long enough to go wrong, not long enough to be slow."""
-    monkeypatch.setattr(prefix_formulas, "SHORTEST", 6)
-    monkeypatch.setattr(prefix_formulas, "KEY", 1)
+    monkeypatch.setattr(prefix_formulas, "MIN_CHARACTERS", 6)
+    monkeypatch.setattr(prefix_formulas, "KEY_CHARACTERS", 1)
 
 
 REUSED = {"tokenizers": 0, "tiktoken": 0}
@@ -361,7 +361,7 @@ def test_reusing_tokens_changes_nothing(short_texts: None, dialogue: Any, normal
                                         trim: str, model: str, parse: bool, offsets: bool) -> None:
     theirs = Tokenizer.from_str(made(normalizer, splitter, added, trim, model).to_str())
     theirs.encode_special_tokens = not parse
-    memory = PrefixMemory(seams_of_json(json.loads(theirs.to_str())), eager=True)
+    memory = PrefixMemory(split_points_from_json(json.loads(theirs.to_str())), eager=True)
 
     def full(text: str) -> Any:
         found = theirs.encode(text, add_special_tokens=False)
@@ -421,7 +421,7 @@ def test_a_conversation_that_grows() -> None:
         assert lz.tokenize(text, theirs, cache_prefix=True, parse_special=True).ids == theirs.encode(
             text, allowed_special="all")
     counts = prefix_memories()[identify(theirs).id]
-    assert counts.hits == 11 and counts.texts <= prefix_formulas.PER_KEY
+    assert counts.hits == 11 and counts.texts <= prefix_formulas.MAX_TEXTS_PER_KEY
     assert counts.reused > 0.8 * 11 * len(text) / 2
 
 
@@ -524,33 +524,33 @@ def pretend(text: str) -> Any:
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = PrefixMemory(Seams(spaces=True), eager=False)
+    memory = PrefixMemory(SplitPoints(spaces=True), eager=False)
     for n in range(300):
         memory.encode(f"{n:04} " + "word " * 400, None, False, pretend)
     counts = memory.counts()
-    assert counts.texts == prefix_formulas.TEXTS
-    monkeypatch.setattr(prefix_formulas, "CHARACTERS", 10_000)
+    assert counts.texts == prefix_formulas.MAX_TEXTS
+    monkeypatch.setattr(prefix_formulas, "MAX_CHARACTERS", 10_000)
     memory.encode("last " + "word " * 400, None, False, pretend)
     assert memory.counts().characters <= 10_000
     assert memory.encode("last " + "word " * 400, None, False, pretend).ids and memory.counts().hits == 1
-    same = PrefixMemory(Seams(), eager=False)
+    same = PrefixMemory(SplitPoints(), eager=False)
     for n in range(20):
         same.encode("word " * 400 + str(n), None, False, pretend)
-    assert same.counts().texts == prefix_formulas.PER_KEY
+    assert same.counts().texts == prefix_formulas.MAX_TEXTS_PER_KEY
     same.encode("x" * 10_000, None, False, pretend)        # longer than a quarter of the room
     same.encode("short", None, False, pretend)
-    assert same.counts().texts == prefix_formulas.PER_KEY
+    assert same.counts().texts == prefix_formulas.MAX_TEXTS_PER_KEY
 
 
 def test_tokenizers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_formulas, "TOKENIZERS", 3)
+    monkeypatch.setattr(prefix_formulas, "MAX_TOKENIZERS", 3)
     for n in range(8):
         lz.tokenize(PROMPT, encoding(special={"<|im|>": 300 + n}), cache_prefix=True)
     assert len(prefix_memories()) == 3
 
 
 def test_what_is_used_stays_and_what_is_not_goes() -> None:
-    memory = PrefixMemory(Seams(spaces=True), eager=False)
+    memory = PrefixMemory(SplitPoints(spaces=True), eager=False)
     kept = "kept " + "word " * 200
     memory.encode(kept, None, False, pretend)
     for n in range(200):

@@ -470,7 +470,7 @@ def test_what_is_refused_is_built_again(root, tmp_path, monkeypatch):
 def test_cubins_are_compiled_again_unless_they_are_as_sealed(root, monkeypatch, caplog):
     monkeypatch.setattr(compiler, "nvrtc", lambda: (None, "12.0"))
     made = []
-    monkeypatch.setattr(compiler, "_compiled", lambda *given: made.append(given) or b"\x7fELF of ours")
+    monkeypatch.setattr(compiler, "_compile", lambda *given: made.append(given) or b"\x7fELF of ours")
     source = min(p.name for p in compiler.FOLDER.glob("*.cu"))
 
     def compiled() -> int:

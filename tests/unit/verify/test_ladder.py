@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import layerzero as lz
 from layerzero.models.decoder import CONFIGS, STAGES, Decoder, DecoderConfig, cast, make_weights, parse_config
 from layerzero.ops.formulas.common import attend
-from layerzero.ops.formulas.rope import per_token, rotate
+from layerzero.ops.formulas.rope import gather_angles, rotate
 from layerzero.spec.errors import ConfigError
 from layerzero.verify.model.culprit import find
 from layerzero.verify.model.ladder import Model, climb, forward_routes, layer_routes, random_model, stage_routes
@@ -174,7 +174,7 @@ def test_a_name_without_a_kernel_is_refused_with_a_suggestion():
 # What is wrong.
 
 def interleaved(q, k, cos, sin, position_ids=None, *, style, layout="bhsd"):
-    cos, sin = (per_token(t, position_ids, layout, q.dtype) for t in (cos, sin))
+    cos, sin = (gather_angles(t, position_ids, layout, q.dtype) for t in (cos, sin))
     return rotate(q, cos, sin, "interleaved"), rotate(k, cos, sin, "interleaved")
 
 

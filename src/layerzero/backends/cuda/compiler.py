@@ -1,8 +1,10 @@
-"""Our CUDA C++, compiled by NVRTC when it is first needed, kept on disk, and launched through the driver.
+"""Compiles our CUDA C++ with NVRTC on first use, caches it on disk, and launches it through the
+driver.
 
-NVRTC comes with every torch that is built for CUDA: there is no nvcc and no header of the toolkit in this. A launch is
-two reads of torch's state and one call of the driver: all that is the same each time is laid out once for each thread.
-What is launched while a call is recorded is told to spec/replay.py: the next such call needs no Python.
+NVRTC comes with every torch that is built for CUDA, so neither nvcc nor the toolkit's headers are
+needed. A launch is two reads of torch's state and one driver call: everything constant is prepared
+once per thread. Launches during a recorded call are reported to spec/replay.py, so that the next
+such call needs no Python.
 """
 
 from __future__ import annotations
@@ -34,25 +36,26 @@ from ...spec.sealed import Store
 
 _log = logging.getLogger("layerzero")
 FOLDER = Path(__file__).parent
-OPTIONS = ("--std=c++17", "--device-as-default-execution-space")               # a lambda is code of the device too
-MAJORS = ("13", "12")                          # of CUDA, where torch does not say which
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")               # lambdas are device code too
+MAJORS = ("13", "12")                          # of CUDA, if torch does not say which
 Macros = tuple[tuple[str, int], ...]
 
-# Of the driver's interface, cuda.h
+# Constants of the driver API (cuda.h).
 INVALID_VALUE = 1
-MAX_DYNAMIC_SHARED, ANY_CLUSTER_SIZE = 8, 14   # of a function
-CLUSTER_DIMENSION = 4                          # of a launch
-DEVICE_ORDINAL = 9                             # of a pointer
-SHARED_OPT_IN = 97                             # of a device
-RELAXED = 2                                    # towards a capture
+MAX_DYNAMIC_SHARED, ANY_CLUSTER_SIZE = 8, 14   # function attributes
+CLUSTER_DIMENSION = 4                          # launch attribute
+DEVICE_ORDINAL = 9                             # pointer attribute
+SHARED_OPT_IN = 97                             # device attribute
+RELAXED = 2                                    # capture mode
 PORTABLE_CLUSTER = 8
 
 
-# Finding NVRTC
+# NVRTC
 
 @lru_cache(maxsize=None)
 def nvrtc_path() -> str:
-    """The library that torch would use, as a path or, where the system knows it, as a name; "" if there is none."""
+    """Returns the library that torch would use, as a path or a name that the loader finds; "" if
+    there is none."""
     majors = (torch.version.cuda.partition(".")[0],) if torch.version.cuda else MAJORS
     wheels = importlib.util.find_spec("nvidia")
     homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))] or ["/usr/local/cuda"]
@@ -74,21 +77,21 @@ def nvrtc_path() -> str:
 
 
 def ready() -> bool | Reason:
-    """Can kernels be compiled here? Nothing is loaded for that."""
+    """Returns whether kernels can be compiled here, without loading anything."""
     return bool(nvrtc_path()) or Reason(Code.NOT_INSTALLED, "nvidia-cuda-nvrtc (the library NVRTC, libnvrtc)")
 
 
 @lru_cache(maxsize=None)
 def nvrtc() -> tuple[Any, str]:
-    """(the library, its version). ImportError where there is none, with what to do about it."""
+    """Returns (the library, its version); raises ImportError with a remedy if there is none."""
     path = nvrtc_path()
     if not path:
         raise ImportError("LayerZero's CUDA kernels are compiled by NVRTC, and libnvrtc was not found; install the "
                           "package nvidia-cuda-nvrtc, or set CUDA_HOME to where CUDA is")
     try:
-        if os.path.isabs(path):                # NVRTC opens this one by its name: by then it must be there
-            for beside in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
-                ctypes.CDLL(str(beside))
+        if os.path.isabs(path):                # NVRTC opens it by name, so it must be loaded before
+            for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
+                ctypes.CDLL(str(builtins))
         library = ctypes.CDLL(path)
     except OSError as e:
         raise ImportError(f"NVRTC does not load ({e}); install the nvidia-cuda-nvrtc that belongs to this torch "
@@ -105,12 +108,13 @@ _compiling = threading.Lock()
 
 
 def architecture(sm: int) -> str:
-    """Since Hopper each has instructions that no later one keeps; only code made for it alone may use them."""
+    """Returns the target; since Hopper with "a" for architecture-specific instructions."""
     return f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"
 
 
 def cubin(source: str, macros: Macros, arch: str) -> bytes:
-    """The machine code of a file of this folder; from disk if it was made before, by whatever process."""
+    """Returns the machine code of a file of this folder; from disk if any process compiled it
+    before."""
     text, headers = (FOLDER / source).read_bytes(), {p.name: p.read_bytes() for p in sorted(FOLDER.glob("*.h"))}
     options = (f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{name}={value}" for name, value in macros))
     _, version = nvrtc()
@@ -118,16 +122,16 @@ def cubin(source: str, macros: Macros, arch: str) -> bytes:
     for part in (text, *headers.values()):
         digest.update(hashlib.sha256(part).digest())
     store, name = Store(cache_dir(), "cuda"), f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
-    with _compiling:                           # who waited here finds it on disk
-        found = _kept(store, name)
-        if found is None:
-            found = _compiled(Path(source).name, text, headers, options)
-            _keep(store, name, found)
-    return found
+    with _compiling:                           # waiting threads find it on disk
+        image = _read_cached(store, name)
+        if image is None:
+            image = _compile(Path(source).name, text, headers, options)
+            _write_cache(store, name, image)
+    return image
 
 
-def _kept(store: Store, name: str) -> bytes | None:
-    """What was compiled before, if it is as it was sealed; it is compiled again if it is not."""
+def _read_cached(store: Store, name: str) -> bytes | None:
+    """Returns the cached machine code; None if it is missing or its seal is broken."""
     try:
         return store.read(name)
     except DataError as e:
@@ -137,39 +141,40 @@ def _kept(store: Store, name: str) -> bytes | None:
     return None
 
 
-def _keep(store: Store, name: str, made: bytes) -> None:
+def _write_cache(store: Store, name: str, image: bytes) -> None:
     try:
-        store.write(made, name)
+        store.write(image, name)
     except (OSError, DataError) as e:
         warn_caller(f"cannot keep {store.path(name)}: {e.strerror if isinstance(e, OSError) else e}. The kernel works "
                     "and will be compiled again in the next process; set LAYERZERO_CACHE_DIR to a folder that can be "
                     "written", RuntimeWarning)
 
 
-def _compiled(name: str, text: bytes, headers: Mapping[str, bytes], options: tuple[str, ...]) -> bytes:
+def _compile(name: str, text: bytes, headers: Mapping[str, bytes], options: tuple[str, ...]) -> bytes:
     library, version = nvrtc()
     program, size = c_void_p(), c_size_t()
-    many = len(headers)
-    _ask(library, library.nvrtcCreateProgram(
-        byref(program), text, name.encode(), many, (c_char_p * many)(*headers.values()),
-        (c_char_p * many)(*map(str.encode, headers))), name)
+    header_count = len(headers)
+    _check(library, library.nvrtcCreateProgram(
+        byref(program), text, name.encode(), header_count, (c_char_p * header_count)(*headers.values()),
+        (c_char_p * header_count)(*map(str.encode, headers))), name)
     try:
-        given = (c_char_p * len(options))(*map(str.encode, options))
-        if library.nvrtcCompileProgram(program, len(options), given):
+        option_array = (c_char_p * len(options))(*map(str.encode, options))
+        if library.nvrtcCompileProgram(program, len(options), option_array):
             library.nvrtcGetProgramLogSize(program, byref(size))
             log = (c_char * size.value)()
             library.nvrtcGetProgramLog(program, log)
-            raise ConfigError(_complaint(name, version, options, log.value.decode(errors="replace")))
-        _ask(library, library.nvrtcGetCUBINSize(program, byref(size)), name)
-        made = (c_char * size.value)()
-        _ask(library, library.nvrtcGetCUBIN(program, made), name)
-        return made.raw
+            raise ConfigError(_compile_error(name, version, options, log.value.decode(errors="replace")))
+        _check(library, library.nvrtcGetCUBINSize(program, byref(size)), name)
+        image = (c_char * size.value)()
+        _check(library, library.nvrtcGetCUBIN(program, image), name)
+        return image.raw
     finally:
         library.nvrtcDestroyProgram(byref(program))
 
 
-def _complaint(name: str, version: str, options: tuple[str, ...], log: str) -> str:
-    """The first line is all that a plan shows, so the first error is in it."""
+def _compile_error(name: str, version: str, options: tuple[str, ...], log: str) -> str:
+    """Returns the error message; its first line, which is all that a plan shows, has the first
+    error."""
     lines = [line.strip() for line in log.strip().splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line), lines[0] if lines else "no word of why")
     return (f"{name} did not compile with NVRTC {version}: {first}\n  options: {' '.join(options)}\n  "
@@ -178,7 +183,7 @@ def _complaint(name: str, version: str, options: tuple[str, ...], log: str) -> s
             "newer CUDA; else report this text")
 
 
-def _ask(library: Any, code: int, name: str) -> None:
+def _check(library: Any, code: int, name: str) -> None:
     if code:
         raise ConfigError(f"NVRTC did not take {name}: {library.nvrtcGetErrorString(code).decode()}; install the "
                           f"nvidia-cuda-nvrtc that belongs to this torch (CUDA {torch.version.cuda})")
@@ -187,7 +192,7 @@ def _ask(library: Any, code: int, name: str) -> None:
 # The driver
 
 class Attribute(Structure):
-    """CUlaunchAttribute of a cluster: its value is a union of 64 bytes."""
+    """CUlaunchAttribute of a cluster; its value is a union of 64 bytes."""
 
     _fields_ = (("id", c_int), ("pad", c_char * 4), ("cluster", c_uint * 3), ("rest", c_char * 52))
 
@@ -215,21 +220,21 @@ def driver() -> Any:
     return library
 
 
-def failure(code: int, doing: str) -> RuntimeError:
-    """In torch's words, which tell a lost device from a lack of memory."""
+def failure(code: int, action: str) -> RuntimeError:
+    """Returns an error in torch's format, which distinguishes a lost device from out of memory."""
     name, text = c_char_p(), c_char_p()
     driver().cuGetErrorName(code, byref(name))
     driver().cuGetErrorString(code, byref(text))
-    return RuntimeError(described(code, name.value, text.value, doing))
+    return RuntimeError(describe_error(code, name.value, text.value, action))
 
 
-def described(code: int, name: bytes | None, text: bytes | None, doing: str) -> str:
-    return f"CUDA error: {(text or b'unknown').decode()} ({(name or str(code).encode()).decode()}) {doing}"
+def describe_error(code: int, name: bytes | None, text: bytes | None, action: str) -> str:
+    return f"CUDA error: {(text or b'unknown').decode()} ({(name or str(code).encode()).decode()}) {action}"
 
 
 @contextmanager
 def outside_captures() -> Iterator[None]:
-    """What is done here is no part of a graph that this thread or another captures, and does not spoil it."""
+    """Keeps driver calls in the block out of graph captures of this or another thread."""
     mode = c_int(RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(byref(mode))
     try:
@@ -238,14 +243,14 @@ def outside_captures() -> Iterator[None]:
         driver().cuThreadExchangeStreamCaptureMode(byref(mode))
 
 
-def enter(device: int) -> None:
-    """A thread that has not called CUDA yet has no context: give it torch's."""
-    found = c_void_p()
-    if not driver().cuCtxGetCurrent(byref(found)) and found.value:
+def ensure_context(device: int) -> None:
+    """Makes torch's context current in a thread that has not called CUDA yet."""
+    context = c_void_p()
+    if not driver().cuCtxGetCurrent(byref(context)) and context.value:
         return
     handle = c_int()
-    code = driver().cuDeviceGet(byref(handle), device) or driver().cuDevicePrimaryCtxRetain(byref(found), handle)
-    code = code or driver().cuCtxSetCurrent(found)
+    code = driver().cuDeviceGet(byref(handle), device) or driver().cuDevicePrimaryCtxRetain(byref(context), handle)
+    code = code or driver().cuCtxSetCurrent(context)
     if code:
         raise failure(code, f"entering the context of cuda:{device}")
 
@@ -261,10 +266,11 @@ def limits_of(device: int) -> LaunchLimits:
 
 
 class Machine(NamedTuple):
-    """What launchers choose their configurations by. The emulator has the memory of a Hopper."""
+    """The device properties that configurations depend on. The emulator has the memory of a
+    Hopper."""
 
     processors: int = 8
-    shared: int = 227 << 10    # bytes for a block
+    shared: int = 227 << 10    # bytes per block
 
 
 @lru_cache(maxsize=None)
@@ -275,12 +281,12 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(torch.cuda.get_device_properties(index).multi_processor_count, limits_of(index).shared)
 
 
-def home_of(params: bytes, device: int) -> int:
-    """Where the memory is that the first pointer points to; `device` if that cannot be told."""
-    enter(device)
-    found = c_int(device)
+def device_of(params: bytes, device: int) -> int:
+    """Returns the device of the first pointer; `device` if it is unknown."""
+    ensure_context(device)
+    ordinal = c_int(device)
     pointer = int.from_bytes(params[:8], "little")
-    return device if driver().cuPointerGetAttribute(byref(found), DEVICE_ORDINAL, pointer) else found.value
+    return device if driver().cuPointerGetAttribute(byref(ordinal), DEVICE_ORDINAL, pointer) else ordinal.value
 
 
 _device_count = lru_cache(maxsize=None)(torch.cuda.device_count)
@@ -289,7 +295,8 @@ _device_count = lru_cache(maxsize=None)(torch.cuda.device_count)
 # Launching
 
 class _Slot:
-    """All that a launch hands to the driver. One for each thread: another may launch the same kernel meanwhile."""
+    """The arguments of a driver launch. One per thread, as others may launch the same kernel
+    concurrently."""
 
     __slots__ = ("attribute", "call", "config", "function", "params", "place")
 
@@ -304,19 +311,20 @@ class _Slot:
 
 
 class Compiled:
-    """One kernel, compiled and loaded for each device where it is first launched."""
+    """One kernel, compiled and loaded on each device on its first launch there."""
 
     def __init__(self, source: str, name: str, macros: Macros, threads: int, shared: int, cluster: int) -> None:
         self.source, self.name, self.macros = source, name, macros
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self._functions: dict[int, c_void_p] = {}
         self._loading = threading.Lock()
-        self._mine = threading.local()
+        self._thread_local = threading.local()
 
     def launch(self, grid: tuple[int, int, int], layout: Struct, *values: Any,
                varying: tuple[Varying, ...] = ()) -> None:
-        """On torch's current stream. `values`: of the kernel's struct `layout`, which begins with a pointer; for a
-        pointer a tensor, or None. `varying`: which of them may be others in a replay."""
+        """Launches on torch's current stream. `values`: of the kernel's struct `layout`, which begins
+        with a pointer; a tensor or None for a pointer. `varying`: which of them may differ in a
+        replay."""
         params = layout.pack(*[0 if v is None else v.data_ptr() if isinstance(v, Tensor) else v for v in values])
         device = self.start(grid, params)
         watcher = replay.watcher()
@@ -324,13 +332,13 @@ class Compiled:
             address, function = self.handle(device)
             pointers = tuple((i, v) for i, v in enumerate(values) if isinstance(v, Tensor))
             watcher.launched(replay.Launch(address, function, grid, self.threads, self.shared, self.cluster, params,
-                                           (0,), replay.fields_of(layout.format), pointers, varying, self._refused,
+                                           (0,), replay.fields_of(layout.format), pointers, varying, self._launch_error,
                                            kept=self))
 
     def start(self, grid: tuple[int, int, int], params: bytes) -> int:
-        """Launches; the device it was."""
+        """Launches and returns the device."""
         device = torch.cuda.current_device()
-        if _device_count() > 1 and (home := home_of(params, device)) != device:
+        if _device_count() > 1 and (home := device_of(params, device)) != device:
             with torch.cuda.device(home):
                 self._launch(home, grid, params)
             return home
@@ -338,53 +346,55 @@ class Compiled:
         return device
 
     def handle(self, device: int) -> tuple[int, int]:
-        """The addresses of the driver's launch and of the function, where it was launched before."""
+        """Returns the addresses of the driver's launch and of the function, which must be
+        loaded."""
         call = ctypes.cast(driver().cuLaunchKernelEx, c_void_p)
         return call.value or 0, self._functions[device].value or 0
 
     def _launch(self, device: int, grid: tuple[int, int, int], params: bytes) -> None:
         try:
-            slot = self._mine.slots[device]
+            slot = self._thread_local.slots[device]
         except (AttributeError, KeyError):
             slot = self._slot(device)
         config = slot.config
         config.grid_x, config.grid_y, config.grid_z = grid
         config.stream = torch._C._cuda_getCurrentRawStream(device)
-        slot.params[0] = params                # where they are: the driver copies them before it returns
+        slot.params[0] = params                # the driver copies them before it returns
         code = slot.call(slot.place, slot.function, slot.params, None)
         if code:
-            raise self._refused(code, device, grid)
+            raise self._launch_error(code, device, grid)
 
-    def _refused(self, code: int, device: int, grid: tuple[int, int, int]) -> Exception:
-        wrong = grid_problems(grid, limits_of(device)) if code == INVALID_VALUE else ()
-        if wrong:
-            return LaunchRefused.of(f"{self.source}:{self.name}", wrong)
+    def _launch_error(self, code: int, device: int, grid: tuple[int, int, int]) -> Exception:
+        reasons = grid_problems(grid, limits_of(device)) if code == INVALID_VALUE else ()
+        if reasons:
+            return LaunchRefused.of(f"{self.source}:{self.name}", reasons)
         return failure(code, f"launching {self.source}:{self.name}, grid {grid}, {self.threads} threads, {self.shared} "
                        f"bytes of shared memory, clusters of {self.cluster}")
 
     def _slot(self, device: int) -> _Slot:
-        enter(device)
+        ensure_context(device)
         with self._loading:
             function = self._functions.get(device)
             if function is None:
                 function = self._functions[device] = self._load(device)
-        slots = self._mine.__dict__.setdefault("slots", {})
+        slots = self._thread_local.__dict__.setdefault("slots", {})
         slot: _Slot = slots.setdefault(device, _Slot(function, self.threads, self.shared, self.cluster))
         return slot
 
     def _load(self, device: int) -> c_void_p:
         major, minor = torch.cuda.get_device_capability(device)
-        wrong = block_problems(-(-self.threads // 32), self.shared, limits_of(device))
+        reasons = block_problems(-(-self.threads // 32), self.shared, limits_of(device))
         if self.cluster > 1 and major < 9:
-            wrong += (Reason(Code.SM_TOO_OLD, ">= 90", 10 * major + minor, "sm"),)
-        if wrong:
-            raise LaunchRefused.of(f"{self.source}:{self.name}", wrong)
+            reasons += (Reason(Code.SM_TOO_OLD, ">= 90", 10 * major + minor, "sm"),)
+        if reasons:
+            raise LaunchRefused.of(f"{self.source}:{self.name}", reasons)
         image = cubin(self.source, self.macros, architecture(10 * major + minor))
         module, function = c_void_p(), c_void_p()
         with outside_captures():
             code = (driver().cuModuleLoadData(byref(module), image)
                     or driver().cuModuleGetFunction(byref(function), module, self.name.encode())
-                    # Of any size: it also makes the driver load the code now, which it else does at the first launch.
+                    # For any size: it also makes the driver load the code now, not at the first
+                    # launch.
                     or driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, self.shared)
                     or (self.cluster > PORTABLE_CLUSTER
                         and driver().cuFuncSetAttribute(function, ANY_CLUSTER_SIZE, 1)))
@@ -395,6 +405,6 @@ class Compiled:
 
 @lru_cache(maxsize=None)
 def kernel(source: str, name: str, macros: Macros, threads: int, shared: int = 0, cluster: int = 1) -> Compiled:
-    """The kernel `name` of the file `source` of this folder, with these macros, for blocks of so many threads, bytes
-    of shared memory and clusters of so many blocks along x."""
+    """Returns the kernel `name` of `source` with these macros, for blocks of `threads` threads and
+    `shared` bytes of shared memory, in clusters of `cluster` blocks along x."""
     return Compiled(source, name, macros, threads, shared, cluster)

@@ -1,5 +1,5 @@
-// What our CUDA kernels are written in: thin names over PTX, so that a kernel reads as what it does, needs no header
-// of the toolkit, and can be run on a CPU by an emulator that has the same names (tests/emulator/device.h).
+// Thin wrappers over PTX for our CUDA kernels. They need no header of the toolkit, and an emulator
+// with the same names runs the kernels on a CPU (tests/emulator/device.h).
 #pragma once
 
 typedef unsigned char u8;
@@ -13,11 +13,11 @@ struct alignas(16) Four { u32 x, y, z, w; };
 
 #define FN __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
-#define ROLLED _Pragma("unroll 1")                 // small code: it is cold when the caches are
+#define ROLLED _Pragma("unroll 1")                 // small code loads faster into a cold instruction cache
 #define KERNEL(name, Params, threads) \
     extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p)
 
-// Who am I
+// Indices
 
 FN int thread() { return threadIdx.x; }
 FN int lane() { return threadIdx.x & 31; }
@@ -64,7 +64,7 @@ FN void sync_block() { __syncthreads(); }
 FN void sync_warp() { __syncwarp(); }
 template <typename T> FN T shuffle_xor(T v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 template <typename T> FN T shuffle(T v, int from) { return __shfl_sync(0xFFFFFFFFu, v, from); }
-FN u32 votes(bool v) { return __ballot_sync(0xFFFFFFFFu, v); }
+FN u32 ballot(bool v) { return __ballot_sync(0xFFFFFFFFu, v); }
 
 template <typename T> FN T warp_sum(T v) {
     UNROLL for (int mask = 16; mask; mask >>= 1) v += shuffle_xor(v, mask);
@@ -104,7 +104,8 @@ template <int N> FN void copy_wait() { asm volatile("cp.async.wait_group %0;" ::
 
 template <typename T> FN T atomic_add(T* place, T v) { return atomicAdd(place, v); }
 
-// Tensor cores: d += a x b, 16 x 8 x 16; and tiles of 8 x 8 halves from shared memory, one register each
+// Tensor cores: d += a x b, 16 x 8 x 16; and four 8 x 8 tiles of halves from shared memory, one
+// register each
 
 template <bool IS_BF16> FN void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     if (IS_BF16)
@@ -117,18 +118,18 @@ template <bool IS_BF16> FN void mma(float (&d)[4], const u32 (&a)[4], const u32 
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-FN void matrices4(u32 (&r)[4], const void* row) {
+FN void ldmatrix4(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-FN void matrices4_turned(u32 (&r)[4], const void* row) {
+FN void ldmatrix4_transposed(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// 8 x 8 halves, two to a lane: rows become columns
-FN u32 turned(u32 v) {
+// Transposes 8 x 8 halves, two per lane
+FN u32 transpose_8x8(u32 v) {
     u32 r;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
     return r;
@@ -156,7 +157,7 @@ FN float reciprocal(float v) {
 
 FN float exact_exp(float v) { return expf(v); }
 
-// Clusters: blocks along x that run together and read each other's shared memory
+// Clusters: blocks along x that are co-scheduled and access each other's shared memory
 
 FN int cluster_size() {
     u32 v;
@@ -174,7 +175,7 @@ FN void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;
 FN void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 FN void sync_cluster() { cluster_arrive(); cluster_wait(); }
 
-// The last barrier, after which nothing is read that others wrote.
+// The last barrier; nothing that others wrote may be read after it.
 FN void leave_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
@@ -214,16 +215,16 @@ template <typename T> FN void cluster_write(T* here, int rank, T value) {
     }
 }
 
-// Integers. On tensor cores: d = a x b + c, 16 x 8 x 32; a without sign, b with, four in a register
+// Integers. Tensor cores: d = a x b + c, 16 x 8 x 32; a unsigned, b signed, four per register
 
-FN void mma_codes(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
+FN void mma_u8_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const u32 (&c)[4]) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%10, %11, %12, %13};" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
-FN u32 bytes_of(u32 low, u32 high, u32 which) { return __byte_perm(low, high, which); }
-FN i32 nearest(float v) { return __float2int_rn(v); }
+FN u32 permute_bytes(u32 low, u32 high, u32 which) { return __byte_perm(low, high, which); }
+FN i32 round_to_int(float v) { return __float2int_rn(v); }
 
 FN u32 warp_max_bits(u32 v) {
     u32 r;
@@ -237,8 +238,9 @@ FN u32 load_once(const u32* from) {
     return v;
 }
 
-// A mbarrier: shared memory of this block that is complete when so many bytes were sent there by the blocks of the
-// cluster. One thread opens it, all say that they are there, and nobody sends before all have.
+// An mbarrier in shared memory of this block completes when the blocks of the cluster have stored
+// `bytes` bytes. One thread initialises it, all arrive at the cluster barrier, and nobody stores
+// before all have arrived.
 
 FN void mbarrier_expect(u64* mbarrier, u32 bytes) {
     const u32 at = shared_address(mbarrier);
@@ -247,7 +249,7 @@ FN void mbarrier_expect(u64* mbarrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory");
 }
 
-FN void cluster_here() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+FN void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 FN void remote_store(Four* here, int rank, Four v, u64* mbarrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"

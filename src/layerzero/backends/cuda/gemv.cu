@@ -1,24 +1,28 @@
-// A weight of codes of few bits times one to sixteen rows of x: reading the codes is nearly all the time it takes.
+// A quantized weight times one to sixteen rows of x. The time is that of reading the codes.
 //
-// Tensor cores multiply 16 rows of the weight by eight columns. Which inputs they sum over is the same for both sides,
-// but otherwise free: so each lane reads 16 bytes of one row of the weight, and x is put in the order of these codes.
-// Codes are never converted. Put into the mantissa of a half whose exponent is fixed, an int4 code n reads 16 + n;
-// what is too much is the same for all rows of the weight, and the sum begins with its negative. The low seven bits
-// of an int8 code read 128 + n that way, and its sign, put into the last bit of an exponent, -128 or -256: both are
-// multiplied by x. Of an fp8 code sign, exponent and mantissa go where a half has them, and what is left is a power of
-// two. All of this is exact.
+// Tensor cores multiply 16 rows of the weight by eight columns. The order of the inputs in a sum is
+// free, if it is the same on both sides: so each lane reads 16 bytes of one row of the weight, and
+// x is reordered to match the codes. Codes are never converted. In the mantissa of a half with a
+// fixed exponent, an int4 code n reads as 16 + n; the excess is the same for all rows of the
+// weight, and its negative initialises the sum. The low seven bits of an int8 code read as 128 + n
+// that way, and its sign, in the last bit of an exponent, as -128 or -256: both are multiplied by
+// x. Sign, exponent and mantissa of an fp8 code are moved to those of a half, up to a power of two.
+// All of this is exact.
 //
-// A block is what four lanes read at once of a row: 128 codes of four bits, or 64 of eight. Its inputs may belong to
-// several groups of the scales. Then a row of x takes several columns, each with zeros for all groups but one.
+// A block is what four lanes read at once of a row: 128 four-bit or 64 eight-bit codes. Its inputs
+// may belong to several groups of the scales. Then a row of x takes several columns, each with
+// zeros for all groups but one.
 //
-// PARTS warps share the inputs of a tile of the weight's rows, and so do the SPLIT thread blocks of a cluster. A warp
-// has STAGES blocks of the weight on their way to its own shared memory, where each lane finds again what it asked for
-// (in registers they would wait for each other: a warp has few scoreboards). With the first block of a tile come its
-// scales. The warps' sums of a tile are kept until there are SLOTS tiles, and then added up, always in the same order.
+// PARTS warps split the inputs of a tile of the weight's rows, and so do the SPLIT thread blocks of
+// a cluster. A warp has STAGES blocks of the weight in flight to its own shared memory, where each
+// lane reads back what it copied (in registers loads would wait for each other: a warp has few
+// scoreboards). The scales of a tile come with its first block. The warps' sums of a tile are kept
+// until there are SLOTS tiles, and then added up, always in the same order.
 //
-// Macros: BF16, FORMAT (0: int4, 1: int8, 2: fp8_e4m3), ROWS (of x at most; 1, 2, 4, 8, 16), GROUP (0: a row of the
-// weight has one scale), ZEROS, SCALES (0: float32, 1: bfloat16, 2: float16), WARPS, PARTS, TALL (16 rows of a tile, or
-// twice that), STAGES, SLOTS, SPLIT, BLOCKS (thread blocks for each multiprocessor, at least).
+// Macros: BF16, FORMAT (0: int4, 1: int8, 2: fp8_e4m3), ROWS (maximum of x; 1, 2, 4, 8, 16), GROUP
+// (0: a row of the weight has one scale), ZEROS, SCALES (0: float32, 1: bfloat16, 2: float16),
+// WARPS, PARTS, TALL (16 rows of a tile, or twice that), STAGES, SLOTS, SPLIT, BLOCKS (minimum
+// thread blocks per multiprocessor).
 #include "device.h"
 
 struct Params {
@@ -30,42 +34,42 @@ struct Params {
     u16* out;
     i64 x_row;
     i32 rows, n, k, groups;
-    i32 scale_pieces, zero_pieces;             // of 16 bytes: with all a part needs of a row of scales or zeros
-    i32 scales_end, zeros_end;                 // pieces in all
-    i32 tiles_ahead;                           // whose scales a warp has room for
-    // Bits that are put beside those of the codes. Not constants: with two of them `and` and `or` would be two
-    // instructions.
+    i32 scale_pieces, zero_pieces;             // 16-byte pieces of a row of scales or zeros that a part needs
+    i32 scales_end, zeros_end;                 // total pieces
+    i32 tiles_ahead;                           // tiles whose scales fit into a warp's shared memory
+    // Bits that are combined with those of the codes. Not constants: with two constants `and` and
+    // `or` would be two instructions instead of one lop3.
     u32 exponent, sign;
 };
 
 constexpr bool INT4 = FORMAT == 0, FP8 = FORMAT == 2;
 constexpr int BITS = INT4 ? 4 : 8;
 constexpr int THREADS = WARPS * 32;
-constexpr int CODES = 128 / BITS;                          // in the 16 bytes of a lane
+constexpr int CODES = 128 / BITS;                          // per lane's 16 bytes
 constexpr int BLOCK = 4 * CODES;
 constexpr int PER_BLOCK = GROUP != 0 && GROUP < BLOCK ? BLOCK / GROUP : 1;      // groups
 constexpr int TILES = (ROWS * PER_BLOCK + 7) / 8;          // of eight columns
-constexpr int PIECES = CODES / 8;                          // 16 bytes of x each, for a lane in a block
+constexpr int PIECES = CODES / 8;                          // of 16 bytes of x, per lane and block
 constexpr int X_ROW = BLOCK * 2, X_BLOCK = ROWS * X_ROW;   // bytes
 constexpr bool OFFSET = INT4 || ZEROS;
-constexpr int CHAINS = TILES == 1 ? 2 : 1;                 // sums that do not wait for each other
+constexpr int CHAINS = TILES == 1 ? 2 : 1;                 // independent accumulators
 constexpr int SCALES_OF_LANE = PER_BLOCK == 1 ? 1 : 2;
-constexpr int COLUMN = 20;                                 // floats of 16 sums: no two lanes meet in a bank
-constexpr int HEIGHT = 16 * TALL, LINES = 2 * TALL;        // rows of a tile, and of a lane
-constexpr int UNIT = TALL * 1024;                          // bytes of a block of a tile
-constexpr int TEAMS = WARPS / PARTS;                       // tiles at a time
+constexpr int COLUMN = 20;                                 // pitch in floats of 16 sums, without bank conflicts
+constexpr int HEIGHT = 16 * TALL, LINES = 2 * TALL;        // rows per tile, and per lane
+constexpr int UNIT = TALL * 1024;                          // bytes per block of a tile
+constexpr int TEAMS = WARPS / PARTS;                       // tiles processed concurrently
 constexpr int PART = TALL * ROWS * COLUMN, SLOT = PARTS * PART + 16;
-constexpr int PLACES = SLOTS * HEIGHT;                     // sums of one row of x
+constexpr int PLACES = SLOTS * HEIGHT;                     // sums per row of x
 static_assert(GROUP == 0 || BLOCK % GROUP == 0 ? PER_BLOCK <= 4 : GROUP % BLOCK == 0, "a group that lanes share");
 static_assert(WARPS % PARTS == 0 && SLOTS % TEAMS == 0, "each round begins with the first team");
 static_assert(THREADS >= PLACES, "each thread adds up sums of one row of the weight");
 
 #if SCALES == 0
 typedef float Scale;
-FN float wide(Scale v) { return v; }
+FN float scale_to_float(Scale v) { return v; }
 #else
 typedef u16 Scale;
-FN float wide(Scale v) { return to_float<SCALES == 1>(v); }
+FN float scale_to_float(Scale v) { return to_float<SCALES == 1>(v); }
 #endif
 #if FORMAT == 0
 typedef u8 Zero;
@@ -73,14 +77,14 @@ typedef u8 Zero;
 typedef signed char Zero;
 #endif
 
-FN int least(int a, int b) { return a < b ? a : b; }
-FN u32 moved(u32 v, int right) { return right >= 0 ? v >> right : v << -right; }
+FN int minimum(int a, int b) { return a < b ? a : b; }
+FN u32 shift_right(u32 v, int right) { return right >= 0 ? v >> right : v << -right; }
 
-// Where piece h of lane t of a row of x is kept: the lanes that read at once, and those that write, use all banks.
+// Offset of piece h of lane t in a row of x, so that concurrent reads, and writes, use all banks.
 FN int swizzle(int row, int t, int h) { return (t * PIECES + (h ^ ((PIECES == 4 ? t & 2 : 0) | (row & 1)))) * 16; }
 
-// Eight inputs in the order of the codes in a word: two nibbles are 16 bits apart, and so are two bytes.
-FN Four ordered(Four v) {
+// Reorders eight inputs like the codes in a word: pairs of nibbles, or of bytes, are 16 bits apart.
+FN Four reorder_inputs(Four v) {
     const u32 high = 0xFFFF0000;
     if (INT4) return {(v.x & 0xFFFF) | v.z << 16, v.x >> 16 | (v.z & high),
                            (v.y & 0xFFFF) | v.w << 16, v.y >> 16 | (v.w & high)};
@@ -88,7 +92,7 @@ FN Four ordered(Four v) {
 }
 
 // Both halves of v times 2^120.
-FN u32 raised(u32 v) {
+FN u32 scale_by_2_120(u32 v) {
 #ifdef __CUDACC__
     asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(v) : "r"(0x7B807B80));
     return v;
@@ -97,23 +101,25 @@ FN u32 raised(u32 v) {
 #endif
 }
 
-// Of fp8 codes bytes 0 and 2 (odd = 0), or 1 and 3, as halves; as float16 2^8 times too small.
-FN u32 halves(u32 word, int odd, u32 sign) {
-    const u32 rest = BF16 ? moved(word, odd * 8 - 4) & 0x07F007F0 : moved(word, odd * 8 - 7) & 0x3F803F80;
-    const u32 v = (moved(word, odd * 8 - 8) & sign) | rest;
-    return BF16 ? raised(v) : v;
+// Returns the fp8 codes in bytes 0 and 2 (odd = 0), or 1 and 3, as halves; as float16 they are 2^8
+// times too small.
+FN u32 fp8_to_halves(u32 word, int odd, u32 sign) {
+    const u32 rest = BF16 ? shift_right(word, odd * 8 - 4) & 0x07F007F0 : shift_right(word, odd * 8 - 7) & 0x3F803F80;
+    const u32 v = (shift_right(word, odd * 8 - 8) & sign) | rest;
+    return BF16 ? scale_by_2_120(v) : v;
 }
 
-// d += the codes of a word of each of two rows times the inputs in b. Of int4 codes the pairs from `pair` on.
+// d += codes of a word of each of two rows times the inputs in b. Of int4 codes the pairs from
+// `pair` on.
 FN void multiply(float (&d)[4], u32 low, u32 high, const u32 (&b)[2], int pair, u32 exponent, u32 sign) {
     u32 a[4], signs[4];
     UNROLL for (int j = 0; j < 2; ++j) {
         const u32 mask = INT4 ? (BF16 ? 0x00780078 : 0x03C003C0) : (BF16 ? 0x007F007F : 0x03F803F8);
         const int right = INT4 ? (pair + j) * 4 - (BF16 ? 3 : 6) : j * 8 - (BF16 ? 0 : 3);
-        a[2 * j] = FP8 ? halves(low, j, sign) : (moved(low, right) & mask) | exponent;
-        a[2 * j + 1] = FP8 ? halves(high, j, sign) : (moved(high, right) & mask) | exponent;
-        signs[2 * j] = (moved(low, right) & (BF16 ? 0x00800080 : 0x04000400)) | sign;
-        signs[2 * j + 1] = (moved(high, right) & (BF16 ? 0x00800080 : 0x04000400)) | sign;
+        a[2 * j] = FP8 ? fp8_to_halves(low, j, sign) : (shift_right(low, right) & mask) | exponent;
+        a[2 * j + 1] = FP8 ? fp8_to_halves(high, j, sign) : (shift_right(high, right) & mask) | exponent;
+        signs[2 * j] = (shift_right(low, right) & (BF16 ? 0x00800080 : 0x04000400)) | sign;
+        signs[2 * j + 1] = (shift_right(high, right) & (BF16 ? 0x00800080 : 0x04000400)) | sign;
     }
     mma<BF16>(d, a, b);
     if (FORMAT == 1) mma<BF16>(d, signs, b);
@@ -127,38 +133,39 @@ KERNEL(gemv, Params, BOUNDS)
     const int rank = SPLIT > 1 ? cluster_rank() : 0, cluster = block_x() / SPLIT, clusters = grid_x() / SPLIT;
     const int start = blocks * rank / SPLIT, span = blocks * (rank + 1) / SPLIT - start;
     const int part = warp() % PARTS, team = warp() / PARTS;
-    const int skipped = span * part / PARTS, count = span * (part + 1) / PARTS - skipped;        // blocks of this warp
-    const int from = start + skipped, most = (blocks + SPLIT - 1) / SPLIT;
+    const int first_block = span * part / PARTS, count = span * (part + 1) / PARTS - first_block;        // of this warp
+    const int from = start + first_block, most = (blocks + SPLIT - 1) / SPLIT;
 
     u8* const none = shared() + most * X_BLOCK;            // 64 bytes of zeros
     float* const sums_x = reinterpret_cast<float*>(none + 64);
     float* const parts = sums_x + most * TILES * 8;
     float* const totals = parts + SLOTS * SLOT;
     u8* const rings = reinterpret_cast<u8*>(totals + (SPLIT > 1 ? ROWS * PLACES : 0));
-    // A row of scales takes an odd number of pieces, so that the lanes that read at once use all banks.
+    // A row of scales takes an odd number of pieces, so that concurrent reads use all banks.
     const int scale_line = GROUP != 0 ? (p.scale_pieces | 1) * 16 : 0, zero_line = ZEROS ? (p.zero_pieces | 1) * 16 : 0;
     const int line = scale_line + zero_line;
     u8* const ring = rings + warp() * STAGES * UNIT + lane() * 16;
     u8* const lines = rings + WARPS * STAGES * UNIT + warp() * p.tiles_ahead * HEIGHT * line;
 
-    // x goes first, since nothing can begin without it. Who asked for 16 bytes of it puts them in order.
+    // x is copied first, as everything depends on it. The thread that copies 16 bytes also reorders
+    // them.
     constexpr int LANES = BLOCK / 8, AT_ONCE = THREADS / LANES, ABREAST = ROWS < AT_ONCE ? ROWS : AT_ONCE;
-    const int inside = thread() % LANES, beside = thread() / LANES;
+    const int lane_in_block = thread() % LANES, block_and_row = thread() / LANES;
     auto each_piece = [&](auto visit) {
-        ROLLED for (int block = beside / ABREAST; block < span; block += AT_ONCE / ABREAST)
-            ROLLED for (int row = beside % ABREAST; row < p.rows; row += ABREAST)
-                visit(shared() + block * X_BLOCK + row * X_ROW + swizzle(row, inside / PIECES, inside % PIECES), row,
-                      (start + block) * BLOCK + inside * 8);
+        ROLLED for (int block = block_and_row / ABREAST; block < span; block += AT_ONCE / ABREAST)
+            ROLLED for (int row = block_and_row % ABREAST; row < p.rows; row += ABREAST)
+                visit(shared() + block * X_BLOCK + row * X_ROW + swizzle(row, lane_in_block / PIECES, lane_in_block % PIECES), row,
+                      (start + block) * BLOCK + lane_in_block * 8);
     };
     each_piece([&](u8* to, int row, int column) {
         copy_async(to, p.x + row * p.x_row + column, column < p.k);
     });
     copy_commit();
 
-    int next_tile = cluster + team * clusters, next_block = from, put = 0, put_line = 0;
-    constexpr int LONG = GROUP > BLOCK ? GROUP / BLOCK : 1;                // blocks of a group
+    int next_tile = cluster + team * clusters, next_block = from, fill_at = 0, fill_line = 0;
+    constexpr int LONG = GROUP > BLOCK ? GROUP / BLOCK : 1;                // blocks per group
     const int first_group = GROUP == 0 ? 0 : PER_BLOCK > 1 ? from * PER_BLOCK : from / LONG;
-    u32 row_at[LINES];                                     // where rows of the weight begin, in pieces
+    u32 row_at[LINES];                                     // where the rows of the weight begin, in pieces
     auto copy_line = [&](u8* to, int size, const void* of, int many, int end, int row) {
         const int piece = (row * p.groups + first_group) / (16 / size);
         ROLLED for (int c = lane() >> 4; c < many; c += 2)
@@ -168,52 +175,52 @@ KERNEL(gemv, Params, BOUNDS)
         if (next_tile < tiles) {
             if (next_block == from) {
                 UNROLL for (int r = 0; r < LINES; ++r)
-                    row_at[r] = u32(least(next_tile * HEIGHT + r * 8 + g, p.n - 1)) * pieces;
+                    row_at[r] = u32(minimum(next_tile * HEIGHT + r * 8 + g, p.n - 1)) * pieces;
                 if (GROUP != 0 || ZEROS) UNROLL for (int r = 0; r < TALL; ++r) {
-                    const int down = r * 16 + (lane() & 15), row = least(next_tile * HEIGHT + down, p.n - 1);
-                    u8* const to = lines + (put_line * HEIGHT + down) * line;
+                    const int down = r * 16 + (lane() & 15), row = minimum(next_tile * HEIGHT + down, p.n - 1);
+                    u8* const to = lines + (fill_line * HEIGHT + down) * line;
                     if (GROUP != 0) copy_line(to, sizeof(Scale), p.scales, p.scale_pieces, p.scales_end, row);
                     if (ZEROS) copy_line(to + scale_line, 1, p.zeros, p.zero_pieces, p.zeros_end, row);
                 }
-                put_line = put_line + 1 == p.tiles_ahead ? 0 : put_line + 1;
+                fill_line = fill_line + 1 == p.tiles_ahead ? 0 : fill_line + 1;
             }
-            const u32 piece = least(next_block * 4 + t, pieces - 1);       // past the end x is zero
+            const u32 piece = minimum(next_block * 4 + t, pieces - 1);       // past the end x is zero
             UNROLL for (int r = 0; r < LINES; ++r)
-                copy_async(ring + put + r * 512, p.weight + (u64(row_at[r] + piece) << 4), true);
+                copy_async(ring + fill_at + r * 512, p.weight + (u64(row_at[r] + piece) << 4), true);
             if (++next_block == from + count) {
                 next_block = from;
                 next_tile += TEAMS * clusters;
             }
         }
-        copy_commit();                                     // of nothing, at the end
-        put = put + UNIT == STAGES * UNIT ? 0 : put + UNIT;
+        copy_commit();                                     // empty at the end
+        fill_at = fill_at + UNIT == STAGES * UNIT ? 0 : fill_at + UNIT;
     };
     ROLLED for (int s = 0; s < STAGES; ++s) fetch();
 
     if (PER_BLOCK > 1 && thread() < 4) store4(none + thread() * 16, {0, 0, 0, 0});
     copy_wait<STAGES>();
-    each_piece([](u8* piece, int, int) { store4(piece, ordered(load4(piece))); });
+    each_piece([](u8* piece, int, int) { store4(piece, reorder_inputs(load4(piece))); });
     sync_block();
 
-    // The columns of this lane: where they begin in a block, and how far it is to the next.
+    // The columns of this lane: where they begin in a block, and the distance to the next block.
     const u8* column[TILES];
-    int step[TILES], apart[PIECES];                        // its rows are all even, or all odd
-    UNROLL for (int h = 0; h < PIECES; ++h) apart[h] = swizzle(ROWS == 1 ? 0 : g / PER_BLOCK, t, h) - t * PIECES * 16;
+    int step[TILES], piece_offset[PIECES];                        // its rows have equal parity
+    UNROLL for (int h = 0; h < PIECES; ++h) piece_offset[h] = swizzle(ROWS == 1 ? 0 : g / PER_BLOCK, t, h) - t * PIECES * 16;
     UNROLL for (int c = 0; c < TILES; ++c) {
         const int row = (c * 8 + g) / PER_BLOCK;
         const bool own = (c * 8 + g) % PER_BLOCK == t * PER_BLOCK / 4;
-        column[c] = own ? shared() + (row < p.rows ? row * X_ROW : 0) + t * PIECES * 16 : none;   // any, if too many
+        column[c] = own ? shared() + (row < p.rows ? row * X_ROW : 0) + t * PIECES * 16 : none;   // clamped past the last row
         step[c] = own ? X_BLOCK : 0;
     }
     if (OFFSET) {
-        // Minus the sum of each column, times 16 + 8 where that is the zero of all.
+        // Minus the sum of each column, times 16 + 8 if all zeros are 8.
         const u32 one = ZEROS ? (BF16 ? 0xBF80BF80 : 0xBC00BC00) : (BF16 ? 0xC1C0C1C0 : 0xCE00CE00);
         const u32 all[4] = {one, one, one, one};
         ROLLED for (int block = warp(); block < span; block += WARPS)
             UNROLL for (int c = 0; c < TILES; ++c) {
                 float d[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
                 UNROLL for (int h = 0; h < PIECES; ++h) {
-                    const Four b = load4(column[c] + block * step[c] + apart[h]);
+                    const Four b = load4(column[c] + block * step[c] + piece_offset[h]);
                     const u32 first[2] = {b.x, b.y}, second[2] = {b.z, b.w};
                     mma<BF16>(d[0], all, first);
                     mma<BF16>(d[1], all, second);
@@ -224,33 +231,33 @@ KERNEL(gemv, Params, BOUNDS)
         sync_block();
     }
 
-    constexpr int KEPT = PER_BLOCK == 1 ? 4 : 2;           // sums of a lane for each tile of columns and 16 rows
+    constexpr int KEPT = PER_BLOCK == 1 ? 4 : 2;           // sums per lane, tile of columns and 16 rows
     float sum[TILES][TALL][KEPT];
     UNROLL for (int c = 0; c < TILES; ++c) UNROLL for (int v = 0; v < TALL; ++v)
         UNROLL for (int e = 0; e < KEPT; ++e) sum[c][v][e] = 0;
-    UNROLL for (int c = 0; c < TILES; ++c) column[c] += skipped * step[c];
-    u32 nan[LINES];                                        // of fp8 codes: a highest bit is set if there was one
+    UNROLL for (int c = 0; c < TILES; ++c) column[c] += first_block * step[c];
+    u32 nan[LINES];                                        // fp8: a byte's highest bit is set if a code was NaN
     UNROLL for (int r = 0; r < LINES; ++r) nan[r] = 0;
     const u8* scale_at[LINES];
     const u8* zero_at[LINES];
-    int take = 0, take_line = 0;
+    int read_at = 0, read_line = 0;
 
-    auto begin = [&](int tile) {                           // where its scales are
-        sync_warp();                                       // other lanes have asked for them
+    auto begin = [&](int tile) {                           // finds the scales of a tile
+        sync_warp();                                       // make other lanes' copies visible
         UNROLL for (int r = 0; r < LINES; ++r) {
-            const u32 at = u32(least(tile * HEIGHT + r * 8 + g, p.n - 1)) * p.groups + first_group;
-            const u8* const here = lines + (take_line * HEIGHT + r * 8 + g) * line;
+            const u32 at = u32(minimum(tile * HEIGHT + r * 8 + g, p.n - 1)) * p.groups + first_group;
+            const u8* const here = lines + (read_line * HEIGHT + r * 8 + g) * line;
             scale_at[r] = here + at % (16 / sizeof(Scale)) * sizeof(Scale);
             zero_at[r] = here + scale_line + at % 16;
         }
-        take_line = take_line + 1 == p.tiles_ahead ? 0 : take_line + 1;
+        read_line = read_line + 1 == p.tiles_ahead ? 0 : read_line + 1;
     };
-    auto compute = [&](int block) {                        // and asks for what comes next
-        int group[2];                                      // of the scales that came with the tile
+    auto compute = [&](int block) {                        // also starts the next copy
+        int group[2];                                      // index into the tile's scales
         UNROLL for (int s = 0; s < SCALES_OF_LANE; ++s) {
             if (GROUP == 0) group[s] = 0;
             else if (PER_BLOCK == 1) group[s] = (from + block) / LONG - first_group;
-            else group[s] = least(block * PER_BLOCK + (PER_BLOCK == 4 ? (t & 1) * 2 : 0) + s,
+            else group[s] = minimum(block * PER_BLOCK + (PER_BLOCK == 4 ? (t & 1) * 2 : 0) + s,
                                   p.groups - 1 - first_group);
         }
         float d[TILES * CHAINS][TALL][4];
@@ -258,19 +265,19 @@ KERNEL(gemv, Params, BOUNDS)
             UNROLL for (int e = 0; e < 4; ++e) {
                 d[c][v][e] = 0;
                 if (OFFSET && c < TILES) {
-                    d[c][v][e] = sums_x[(((skipped + block) * TILES + c) * 4 + t) * 2 + (e & 1)];
+                    d[c][v][e] = sums_x[(((first_block + block) * TILES + c) * 4 + t) * 2 + (e & 1)];
                     if (ZEROS) d[c][v][e] *= (INT4 ? 16 : 0) + float(*reinterpret_cast<const Zero*>(
                         zero_at[v * 2 + e / 2] + group[SCALES_OF_LANE == 1 ? 0 : e & 1]));
                 }
             }
         u32 codes[LINES][4];
         UNROLL for (int r = 0; r < LINES; ++r) {
-            const Four here = load4(ring + take + r * 512);
+            const Four here = load4(ring + read_at + r * 512);
             codes[r][0] = here.x, codes[r][1] = here.y, codes[r][2] = here.z, codes[r][3] = here.w;
             if (FP8) UNROLL for (int w = 0; w < 4; ++w) nan[r] |= (codes[r][w] & 0x7F7F7F7F) + 0x01010101;
         }
         UNROLL for (int h = 0; h < PIECES; ++h) UNROLL for (int c = 0; c < TILES; ++c) {
-            const Four b = load4(column[c] + apart[h]);
+            const Four b = load4(column[c] + piece_offset[h]);
             const u32 first[2] = {b.x, b.y}, second[2] = {b.z, b.w};
             const int word = INT4 ? h : 2 * h, then = INT4 ? h : 2 * h + 1;
             UNROLL for (int v = 0; v < TALL; ++v) {
@@ -281,9 +288,9 @@ KERNEL(gemv, Params, BOUNDS)
         }
         float scale[LINES][2];
         UNROLL for (int r = 0; r < LINES; ++r) UNROLL for (int s = 0; s < SCALES_OF_LANE; ++s)
-            scale[r][s] = GROUP == 0 ? 1.0f : wide(reinterpret_cast<const Scale*>(scale_at[r])[group[s]]);
-        fetch();                                           // before the products are waited for
-        take = take + UNIT == STAGES * UNIT ? 0 : take + UNIT;
+            scale[r][s] = GROUP == 0 ? 1.0f : scale_to_float(reinterpret_cast<const Scale*>(scale_at[r])[group[s]]);
+        fetch();                                           // before the MMAs are waited for
+        read_at = read_at + UNIT == STAGES * UNIT ? 0 : read_at + UNIT;
         UNROLL for (int c = 0; c < TILES; ++c) {
             column[c] += step[c];
             UNROLL for (int v = 0; v < TALL; ++v) UNROLL for (int e = 0; e < 4; ++e)
@@ -291,7 +298,7 @@ KERNEL(gemv, Params, BOUNDS)
                     * (CHAINS == 1 ? d[c][v][e] : d[c][v][e] + d[c + TILES * (CHAINS - 1)][v][e]);
         }
     };
-    auto keep = [&](float* to) {                           // the sums of a tile
+    auto keep = [&](float* to) {                           // stores the sums of a tile
         UNROLL for (int r = 0; r < LINES && FP8; ++r) {
             nan[r] |= shuffle_xor(nan[r], 1);
             nan[r] |= shuffle_xor(nan[r], 2);
@@ -311,23 +318,23 @@ KERNEL(gemv, Params, BOUNDS)
         UNROLL for (int r = 0; r < LINES; ++r) nan[r] = 0;
     };
 
-    constexpr int TOGETHER = THREADS / PLACES;             // rows of x
+    constexpr int TOGETHER = THREADS / PLACES;             // rows of x at a time
     const int at = thread() % PLACES, slot_here = at / HEIGHT, down = at % HEIGHT, first_m = thread() / PLACES;
     int left = (tiles - cluster + clusters - 1) / clusters;
     ROLLED for (int first_tile = cluster; left > 0; first_tile += SLOTS * clusters, left -= SLOTS) {
         const int row = (first_tile + slot_here * clusters) * HEIGHT + down;
         const bool wanted = slot_here < left && row < p.n && first_m < TOGETHER;
-        Scale scale = 0;                                   // asked for long before it is needed, as is the bias
+        Scale scale = 0;                                   // loaded long before it is needed, as is the bias
         u16 bias = 0;
         if (wanted && GROUP == 0) scale = static_cast<const Scale*>(p.scales)[row];
         if (wanted && p.bias) bias = p.bias[row];
         auto finish = [&](int m, float total) {
             if (FP8 && !BF16) total *= 256;
-            if (GROUP == 0) total *= wide(scale);
+            if (GROUP == 0) total *= scale_to_float(scale);
             p.out[i64(m) * p.n + row] = from_float<BF16>(total + to_float<BF16>(bias));
         };
 
-        ROLLED for (int slot = team; slot < least(left, SLOTS); slot += TEAMS) {
+        ROLLED for (int slot = team; slot < minimum(left, SLOTS); slot += TEAMS) {
             ROLLED for (int block = 0; block < count; ++block) {
                 copy_wait<STAGES - 1>();
                 if (block == 0 && (GROUP != 0 || ZEROS)) begin(first_tile + slot * clusters);

@@ -1,7 +1,8 @@
-// RMS norm, with or without a residual added first, for few rows: nothing but latency. A block has one row at a time;
-// what it reads is all on its way at once, and its warps meet once.
+// RMS norm, optionally fused with a residual add, for few rows, where latency is everything. A
+// block has one row at a time; all its loads are in flight at once, and its warps synchronise once.
 //
-// BF16, HIDDEN (a multiple of 8), THREADS, ADD (a residual), WEIGHT (0: none, 1: as x, 2: float32).
+// Macros: BF16, HIDDEN (a multiple of 8), THREADS, ADD (a residual), WEIGHT (0: none, 1: like x, 2:
+// float32).
 #include "device.h"
 
 struct Params {
@@ -22,7 +23,7 @@ FN float high(u32 pair) { return to_float<BF16>(u16(pair >> 16)); }
 
 KERNEL(rms_norm, Params, THREADS)
 {
-    float* part = (float*)shared();                // two rows of sums: those of the row before may still be read
+    float* part = (float*)shared();                // two buffers of sums: those of the previous row may still be read
     float weight[EACH][8];
     ROLLED for (int row = block_x(), odd = 0; row < p.rows; row += grid_x(), odd ^= 1) {
         Four x[EACH];
@@ -71,15 +72,15 @@ KERNEL(rms_norm, Params, THREADS)
             sync_block();
             sum = warp_sum(lane() < WARPS ? part[odd * WARPS + lane()] : 0.0f);
         }
-        const float by = rsqrtf(sum / HIDDEN + p.eps);
+        const float inverse_rms = rsqrtf(sum / HIDDEN + p.eps);
         UNROLL for (int n = 0; n < EACH; ++n) {
             const int unit = n * THREADS + thread();
             if (unit >= UNITS) continue;
             const u32 pairs[4] = {x[n].x, x[n].y, x[n].z, x[n].w};
             u32 out[4];
             UNROLL for (int e = 0; e < 4; ++e)
-                out[e] = pack2<BF16>(low(pairs[e]) * by * (weight[n][2 * e] + p.offset),
-                                     high(pairs[e]) * by * (weight[n][2 * e + 1] + p.offset));
+                out[e] = pack2<BF16>(low(pairs[e]) * inverse_rms * (weight[n][2 * e] + p.offset),
+                                     high(pairs[e]) * inverse_rms * (weight[n][2 * e + 1] + p.offset));
             store4(p.out + row * (i64)HIDDEN + unit * 8, {out[0], out[1], out[2], out[3]});
         }
     }

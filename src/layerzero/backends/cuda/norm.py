@@ -1,4 +1,4 @@
-"""How norm.cu is launched."""
+"""Launches norm.cu."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PARAMS = struct.Struct("@5P2qi2f")
 
 
 @lru_cache(maxsize=4096)
-def _prepared(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: torch.dtype | None, processors: int,
-              threads: int) -> tuple[Any, tuple[int, int, int]]:
-    """A thread for each 16 bytes; with more rows than multiprocessors, one for each 32."""
+def _prepare(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: torch.dtype | None, processors: int,
+             threads: int) -> tuple[Any, tuple[int, int, int]]:
+    """Returns the kernel and the grid: a thread per 16 bytes, or per 32 with many rows."""
     units = -(-hidden // 8)
     threads = threads or min(1024, -(-units // (1 if rows <= 2 * processors else 2) // 32) * 32)
     macros = (("BF16", int(dtype == torch.bfloat16)), ("HIDDEN", hidden), ("THREADS", threads), ("ADD", int(add)),
@@ -28,7 +28,8 @@ def _prepared(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: tor
 
 def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
            threads: int = 0) -> tuple[Tensor, Tensor]:
-    """(normed, sum); the sum is x itself where there is no residual. `threads` is for measuring."""
+    """Returns (normalised, sum); the sum is x itself without a residual. `threads` is for
+    benchmarks."""
     hidden = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
@@ -36,8 +37,8 @@ def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
         return out, total
     flat = x.reshape(-1, hidden)
     other = flat if residual is None else residual.reshape(-1, hidden)
-    run, grid = _prepared(flat.shape[0], hidden, x.dtype, residual is not None,
-                          None if weight is None else weight.dtype, compiler.machine_of(x.device).processors, threads)
+    run, grid = _prepare(flat.shape[0], hidden, x.dtype, residual is not None,
+                         None if weight is None else weight.dtype, compiler.machine_of(x.device).processors, threads)
     run.launch(grid, _PARAMS, flat, other, weight, out, total, flat.stride(0), other.stride(0), flat.shape[0], eps,
                offset)
     return out, total

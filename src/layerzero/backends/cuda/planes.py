@@ -1,5 +1,5 @@
-"""How planes.cu is launched: int4 weights in groups of 128 inputs, of multiples of that or of whole rows, times one row
-of x. gemv.py, which has all other products, comes here for these."""
+"""Launches planes.cu for gemv.py: one row of x times int4 weights in groups of multiples of 128
+inputs or whole rows."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from . import compiler
 from .compiler import Machine
 
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MOST_WARPS, MOST_OWN = 16, 2             # of a multiprocessor, and pairs of blocks whose planes fit the registers
-MOST_SPLIT = 8                             # blocks of a cluster
-MOST_SLOTS = 32
+MAX_WARPS, MAX_PAIRS_PER_WARP = 16, 2             # per multiprocessor; pairs of blocks whose planes fit into registers
+MAX_SPLIT = 8                             # cluster size
+MAX_SLOTS = 32
 
 _PARAMS = struct.Struct("@6P3i")
 
 
 class Config(NamedTuple):
     warps: int
-    own: int = 1               # pairs of blocks of 128 inputs of a warp
-    split: int = 1             # thread blocks that share the inputs
-    blocks: int = 1            # thread blocks for each multiprocessor
-    slots: int = 0             # tiles between two sums over the warps; 0: all of a thread block, up to MOST_SLOTS
+    own: int = 1               # pairs of blocks of 128 inputs per warp
+    split: int = 1             # thread blocks that split the inputs
+    blocks: int = 1            # thread blocks per multiprocessor
+    slots: int = 0             # tiles between reductions over the warps; 0: all of a thread block, up to MAX_SLOTS
 
     @property
     def pairs(self) -> int:
@@ -39,7 +39,7 @@ class Config(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What all of a kernel's numbers follow from. `group`: 0 where a row of the weight has one scale."""
+    """The problem that a configuration is for. `group`: 0 if a row of the weight has one scale."""
 
     n: int
     k: int
@@ -52,33 +52,34 @@ class Shape(NamedTuple):
 
 
 def clusters(tiles: int, split: int, blocks: int, processors: int) -> int:
-    """No more than run at once. Large ones cannot use what is left over of a GPC's 16 or 18 multiprocessors."""
+    """Returns the number of clusters, at most as many as run at once; large ones cannot fill a GPC
+    of 18."""
     if split > 2:
         processors = max(8, processors // 8 * 8)
     return max(1, min(tiles, blocks * processors // split))
 
 
-def takes(rows: int, k: int, format: str, group: int) -> bool:
-    return rows == 1 and format == "int4" and group % 128 == 0 and k <= 256 * MOST_WARPS * MOST_OWN * MOST_SPLIT
+def is_supported(rows: int, k: int, format: str, group: int) -> bool:
+    return rows == 1 and format == "int4" and group % 128 == 0 and k <= 256 * MAX_WARPS * MAX_PAIRS_PER_WARP * MAX_SPLIT
 
 
 @lru_cache(maxsize=4096)
 def config(shape: Shape, machine: Machine) -> Config:
     pairs, split = -(-shape.k // 256), 1
-    # The planes of x stay in registers, and no multiprocessor should be without work.
-    while pairs > MOST_WARPS * MOST_OWN * split or (2 * split * shape.tiles <= machine.processors
-                                                      and pairs >= 8 * split and split < MOST_SPLIT):
+    # The planes of x stay in registers, and no multiprocessor should be idle.
+    while pairs > MAX_WARPS * MAX_PAIRS_PER_WARP * split or (2 * split * shape.tiles <= machine.processors
+                                                      and pairs >= 8 * split and split < MAX_SPLIT):
         split *= 2
-    own = -(-pairs // (MOST_WARPS * split))
+    own = -(-pairs // (MAX_WARPS * split))
     warps = -(-pairs // (own * split))
-    return Config(warps, own, split, MOST_WARPS // warps)
+    return Config(warps, own, split, MAX_WARPS // warps)
 
 
-def with_slots(shape: Shape, made: Config, machine: Machine) -> Config:
-    if made.slots:
-        return made
-    each = -(-shape.tiles // clusters(shape.tiles, made.split, made.blocks, machine.processors))
-    return made._replace(slots=min(each + each % 2, MOST_SLOTS))
+def with_slots(shape: Shape, cfg: Config, machine: Machine) -> Config:
+    if cfg.slots:
+        return cfg
+    each = -(-shape.tiles // clusters(shape.tiles, cfg.split, cfg.blocks, machine.processors))
+    return cfg._replace(slots=min(each + each % 2, MAX_SLOTS))
 
 
 class Launch(NamedTuple):
@@ -87,19 +88,20 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _prepared(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Machine, chosen: Config | None) -> Launch:
-    made = with_slots(shape, chosen or config(shape, machine), machine)
+def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Machine, chosen: Config | None) -> Launch:
+    cfg = with_slots(shape, chosen or config(shape, machine), machine)
     macros = (("BF16", int(dtype == torch.bfloat16)), ("GROUP", shape.group), ("ZEROS", int(shape.zeros)),
-              ("SCALES", SCALES[scales]), ("WARPS", made.warps), ("COUNT", made.own), ("SPLIT", made.split),
-              ("WHOLE", int(made.pairs * 256 == shape.k)), ("SLOTS", made.slots), ("BLOCKS", made.blocks))
-    run = compiler.kernel("planes.cu", "planes", macros, made.warps * 32, made.shared, made.split)
-    return Launch(run, (clusters(shape.tiles, made.split, made.blocks, machine.processors) * made.split, 1, 1))
+              ("SCALES", SCALES[scales]), ("WARPS", cfg.warps), ("COUNT", cfg.own), ("SPLIT", cfg.split),
+              ("WHOLE", int(cfg.pairs * 256 == shape.k)), ("SLOTS", cfg.slots), ("BLOCKS", cfg.blocks))
+    run = compiler.kernel("planes.cu", "planes", macros, cfg.warps * 32, cfg.shared, cfg.split)
+    return Launch(run, (clusters(shape.tiles, cfg.split, cfg.blocks, machine.processors) * cfg.split, 1, 1))
 
 
 def launch(out: Tensor, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
            group: int, chosen: Config | None = None) -> None:
-    """Into `out`. `x`: a row, aligned to 16 bytes. `group`: as in Shape. `chosen` is for measuring."""
+    """Writes to `out`. `x`: a row, aligned to 16 bytes. `group`: as in Shape. `chosen` is for
+    benchmarks."""
     n, k = weight.shape[0], x.shape[-1]
-    made = _prepared(Shape(n, k, group, zeros is not None), x.dtype, scales.dtype, compiler.machine_of(x.device),
-                     chosen)
-    made.run.launch(made.grid, _PARAMS, x, weight, scales, zeros, bias, out, n, k, scales.shape[1])
+    prepared = _prepare(Shape(n, k, group, zeros is not None), x.dtype, scales.dtype, compiler.machine_of(x.device),
+                        chosen)
+    prepared.run.launch(prepared.grid, _PARAMS, x, weight, scales, zeros, bias, out, n, k, scales.shape[1])

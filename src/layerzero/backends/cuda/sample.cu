@@ -1,26 +1,28 @@
-// One token for each row of logits, in one launch; what is computed is in ops/sample.py.
+// Samples one token per row of logits in one launch; ops/sample.py defines the result.
 //
-// A row is a cluster of blocks. Each block reads its part of the row once and keeps it in shared memory; what does not
-// fit is read again each time. Tokens are pieces of four: a warp owns pieces that lie one behind the other, so that
-// the masses of warps are in the order of token ids. Where the filters cut is searched for, in sample_search.h.
+// A row is a cluster of blocks. Each block reads its part of the row once and keeps it in shared
+// memory; what does not fit is read again each time. Tokens are in pieces of four: a warp has
+// consecutive pieces, so that the masses of warps are in the order of token ids. sample_search.h
+// searches for the cut of the filters.
 //
-// Macros: THREADS; HALF 0 float32, 1 float16, 2 bfloat16; PROBS; LIST, how many tokens can be listed.
+// Macros: THREADS; HALF (0: float32, 1: float16, 2: bfloat16); PROBS; LIST (how many tokens can be
+// listed).
 #include "device.h"
 #include "sample_search.h"
 
 struct Params {
     const u8* logits;
-    const void* rows[6];                           // what each row has for itself, in the order of Own; or null
+    const void* rows[6];                           // parameters per row, in the order of Own; or null
     i64* token;
-    double *chosen, *total;                        // may be null, as the next
+    double *chosen, *total;                        // may be null, like the next
     float* logprob;
-    i64 stride;                                    // of a row, in bytes
-    u64 word;                                      // of the seed; where each row has a seed, of the offset
+    i64 stride;                                    // between rows, in bytes
+    u64 word;                                      // of the seed; of the offset if each row has a seed
     double top_p, min_p;
     int vocab, top_k;
-    int steps, over, every;                        // of a warp, 32 pieces each; `over` do not fit: one of `every`
-    int kinds, scaling;                            // four bits for each of `rows`; scores are 0 as they are,
-    float scale;                                   // 1 times, 2 divided by `scale`
+    int steps, over, every;                        // of a warp, 32 pieces each; `over` of them, one of `every`, do not fit
+    int kinds, scaling;                            // four bits per entry of `rows`; scores are 0: unchanged,
+    float scale;                                   // 1: multiplied, 2: divided by `scale`
 };
 
 enum Own { UNIFORM, SEED, TEMPERATURE, TOP_K, TOP_P, MIN_P };
@@ -28,8 +30,8 @@ enum Kind { ABSENT, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64 };
 
 // The draw
 
-// Which of n masses, one behind the other, the goal is in; the goal becomes what is left of it there.
-FN int pick(const double* mass, int n, double& goal) {
+// Returns which of n consecutive masses contains the goal; the goal becomes relative to it.
+FN int pick_mass(const double* mass, int n, double& target) {
     double reached = 0.0, before = 0.0;
     int last = 0;
     ROLLED for (int i = 0; i < n; ++i) {
@@ -37,35 +39,35 @@ FN int pick(const double* mass, int n, double& goal) {
         before = reached;
         last = i;
         reached += mass[i];
-        if (reached > goal) break;                 // else by rounding: the last that has any
+        if (reached > target) break;                 // else by rounding: the last with any mass
     }
-    goal -= before;
+    target -= before;
     return last;
 }
 
-struct Found { bool here; u32 at; double weight, whole; };     // `here`: this thread has found it
+struct Found { bool here; u32 at; double weight, whole; };     // `here`: this thread found it
 
-// The first token, in the order of ids, at which the weights reach beyond the goal. `mine`: of this thread's tokens, or
-// of others of its warp.
+// Finds the first token, in the order of ids, at which the cumulative weight exceeds the goal.
+// `mine`: the mass of this thread's tokens, or of others of its warp.
 template <typename Weight, typename Goal>
-FN Found find(Shared& s, const Row& r, double mine, int& turn, Weight weight, Goal goal_of) {
+FN Found find_token(Shared& s, const Row& r, double mine, int& buffer, Weight weight, Goal target_of) {
     mine = warp_sum(mine);
     if (!lane()) s.by_warp[warp()] = mine;
     sync_block();
     if (!warp()) {
         const double here = warp_sum(lane() < WARPS ? s.by_warp[lane()] : 0.0);
-        if (lane() < cluster_size()) cluster_write(&s.by_block[turn][cluster_rank()], lane(), here);
+        if (lane() < cluster_size()) cluster_write(&s.by_block[buffer][cluster_rank()], lane(), here);
     }
     sync_cluster();
     Found found = {false, 0, 0.0, 0.0};
-    ROLLED for (int b = 0; b < cluster_size(); ++b) found.whole += s.by_block[turn][b];
-    double goal = goal_of(found.whole);
-    const int block = pick(s.by_block[turn], cluster_size(), goal);
-    turn ^= 1;
+    ROLLED for (int b = 0; b < cluster_size(); ++b) found.whole += s.by_block[buffer][b];
+    double target = target_of(found.whole);
+    const int block = pick_mass(s.by_block[buffer], cluster_size(), target);
+    buffer ^= 1;
     if (block != cluster_rank()) return found;
-    const int home = pick(s.by_warp, WARPS, goal);
+    const int home = pick_mass(s.by_warp, WARPS, target);
 
-    // The block goes through what this warp has: each thread some pieces that lie one behind the other.
+    // The whole block scans the pieces of warp `home`: each thread some consecutive ones.
     const Four* keys = r.keys - thread() + home * 32;
     const u32 first = r.first + (home - warp()) * r.steps * 32, pieces = r.steps * 32;
     const u32 share = (pieces + THREADS - 1) / THREADS, begin = thread() * share;
@@ -85,7 +87,7 @@ FN Found find(Shared& s, const Row& r, double mine, int& turn, Weight weight, Go
         read(piece, k);
         UNROLL for (int e = 0; e < 4; ++e) mass += weight(k[e], (first + piece) * 4 + e);
     }
-    double reached = mass;                         // up to this thread, in its warp
+    double reached = mass;                         // inclusive sum within the warp
     UNROLL for (int step = 1; step < 32; step *= 2) {
         const double below = shuffle(reached, lane() - step);
         if (lane() >= step) reached += below;
@@ -96,13 +98,13 @@ FN Found find(Shared& s, const Row& r, double mine, int& turn, Weight weight, Go
     sync_block();
     double lower = 0.0;
     ROLLED for (int w = 0; w < warp(); ++w) lower += s.part[w][0];
-    // The first thread that reaches beyond the goal, else by rounding the last that has any.
+    // The first thread that exceeds the goal, else by rounding the last with any mass.
     u32 claim = mass > 0.0 ? thread() + 1 : 0;
-    if (claim && lower + reached > goal) claim = 2 * THREADS - thread();
-    const u32 strongest = warp_max(claim);
-    if (!lane()) s.warp_most[warp()] = strongest;
+    if (claim && lower + reached > target) claim = 2 * THREADS - thread();
+    const u32 warp_claim = warp_max(claim);
+    if (!lane()) s.warp_maxima[warp()] = warp_claim;
     sync_block();
-    const u64 winner = warp_max(lane() < WARPS ? s.warp_most[lane()] : u64(0));
+    const u64 winner = warp_max(lane() < WARPS ? s.warp_maxima[lane()] : u64(0));
     if (!claim || claim != winner) return found;
     found.here = true;
     double up_to = lower + before;
@@ -116,14 +118,14 @@ FN Found find(Shared& s, const Row& r, double mine, int& turn, Weight weight, Go
                 found.at = (first + piece) * 4 + e;
                 found.weight = w;
                 up_to += w;
-                open = !(up_to > goal);
+                open = !(up_to > target);
             }
         }
     }
     return found;
 }
 
-// The row's own
+// Parameters of the row
 
 FN u64 mix(u64 x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
@@ -131,7 +133,7 @@ FN u64 mix(u64 x) {
     return x ^ x >> 31;
 }
 
-FN double own_number(const Params& p, int which, int row) {
+FN double row_parameter(const Params& p, int which, int row) {
     const void* of_rows = p.rows[which];
     const int kind = p.kinds >> 4 * which & 15;
     double number = which == TOP_K ? p.top_k : which == TOP_P ? p.top_p : which == MIN_P ? p.min_p : 1.0;
@@ -144,7 +146,7 @@ FN double own_number(const Params& p, int which, int row) {
         case INT32: integer = static_cast<const i32*>(of_rows)[row]; break;
         case INT64: integer = static_cast<const i64*>(of_rows)[row]; break;
     }
-    if (which == SEED) {                           // draw 0 of SplitMix64, as sampling_formulas has it
+    if (which == SEED) {                           // draw 0 of SplitMix64, see ops/formulas/sampling.py
         const u64 golden = 0x9E3779B97F4A7C15ull;
         const u64 word = kind ? mix(mix(u64(integer)) + p.word) + golden : p.word + row * golden;
         return double(mix(word) >> 11) * 1.1102230246251565e-16;
@@ -152,8 +154,8 @@ FN double own_number(const Params& p, int which, int row) {
     return kind >= INT32 ? double(integer) : number;
 }
 
-// Of a positive number: the series of atanh, which is short near one.
-FN double log_of(double x) {
+// The logarithm of a positive number, by the series of atanh, which converges fast near one.
+FN double logarithm(double x) {
     union { double number; u64 bits; } v;
     int power = 0;
     v.number = x;
@@ -167,19 +169,19 @@ FN double log_of(double x) {
     return power * 0.6931471805599453 + 2.0 * t * series;
 }
 
-FN void answer(const Params& p, int row, i64 token, double weight, double whole) {
+FN void store_result(const Params& p, int row, i64 token, double weight, double whole) {
     p.token[row] = token;
     if (p.chosen) p.chosen[row] = weight;
     if (p.total) p.total[row] = whole;
-    if (p.logprob) p.logprob[row] = token < 0 ? -bits_float(0x7F800000u) : float(log_of(weight / whole));
+    if (p.logprob) p.logprob[row] = token < 0 ? -bits_float(0x7F800000u) : float(logarithm(weight / whole));
 }
 
 KERNEL(sample, Params, THREADS) {
     Shared& s = *reinterpret_cast<Shared*>(shared());
     const int row = block_x() / cluster_size();
-    int turn = 0;
-    cluster_arrive();                              // so that nobody writes into a block that has not begun
-    if (thread() >= THREADS - 32 && lane() < 6) s.own[lane()] = own_number(p, lane(), row);
+    int buffer = 0;
+    cluster_arrive();                              // nobody may write into a block that has not started
+    if (thread() >= THREADS - 32 && lane() < 6) s.own[lane()] = row_parameter(p, lane(), row);
 
     Row r;
     const u8* begin = p.logits + row * p.stride;
@@ -194,26 +196,26 @@ KERNEL(sample, Params, THREADS) {
     r.keys = reinterpret_cast<Four*>(shared() + sizeof(Shared)) + thread();
     r.limit = ALL;
 
-    // Read the row; find the largest, and the first of the largest.
+    // Read the row; find the maximum and its first position.
     const float lowest = PROBS ? 0.0f : -bits_float(0x7F800000u);
     float best = lowest;
     u32 at = 0;                                    // the piece
-    Steps where = steps_of(r);
+    StepPosition where = first_step(r);
     const auto take = [&](Raw raw, u32 piece) {
         float v[4];
         values_of(raw, v);
         const float here = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
         if (here > best) { best = here; at = piece; }
-        if (!outside(where))
+        if (!is_outside(where))
             r.keys[where.slot * THREADS] = Four{float_bits(v[0]), float_bits(v[1]), float_bits(v[2]), float_bits(v[3])};
         advance(where, r);
     };
-    // Steps of which all pieces are whole, some at once; the others, at the ends of the row, each by itself.
+    // Steps with complete pieces several at once; those at the ends of the row one by one.
     const int whole = (r.shift + r.vocab) / 4 > r.first ? ((r.shift + r.vocab) / 4 - r.first) / 32 : 0;
     ROLLED for (int step = 0; step < r.steps;) {
         const u32 piece = r.first + step * 32 + lane();
         if (step >= whole || (!step && !r.first && r.shift)) {
-            take(of_row(r, fetch(r, piece), piece), piece);
+            take(mask_outside(r, fetch(r, piece), piece), piece);
             ++step;
             continue;
         }
@@ -225,12 +227,12 @@ KERNEL(sample, Params, THREADS) {
     }
     const u32 bits = float_bits(best + 0.0f), ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
     cluster_wait();
-    const u64 top = most(s, u64(ordered) << 32 | (0xFFFFFFFFu - at), turn);
+    const u64 top = cluster_max(s, u64(ordered) << 32 | (0xFFFFFFFFu - at), buffer);
     const u32 top_bits = u32(top >> 32);
     r.peak = bits_float(top_bits >> 31 ? top_bits & 0x7FFFFFFFu : ~top_bits);
-    const bool speaks = !cluster_rank() && !thread();
+    const bool is_writer = !cluster_rank() && !thread();
     if (!(r.peak > lowest)) {
-        if (speaks) answer(p, row, -1, 0.0, 0.0);
+        if (is_writer) store_result(p, row, -1, 0.0, 0.0);
         return;
     }
     const double top_p = s.own[TOP_P], largest = PROBS ? double(r.peak) : 1.0, bound = s.own[MIN_P] * largest;
@@ -243,24 +245,24 @@ KERNEL(sample, Params, THREADS) {
         if (!(temperature > 0.0f)) top_k = 1;
     }
     float least = bound <= 0.0 ? 0.0f : float(bound);
-    if (double(least) < bound) least = bits_float(float_bits(least) + 1);      // the first float that is not below it
+    if (double(least) < bound) least = bits_float(float_bits(least) + 1);      // the first float >= bound
     if (top_k == 1 || !(top_p > 0.0)) {
-        if (!speaks) return;
+        if (!is_writer) return;
         float v[4];
         const u32 piece = 0xFFFFFFFFu - u32(top);
-        values_of(of_row(r, fetch(r, piece), piece), v);
+        values_of(mask_outside(r, fetch(r, piece), piece), v);
         const int e = v[0] == r.peak ? 0 : v[1] == r.peak ? 1 : v[2] == r.peak ? 2 : 3;
-        if (largest >= bound) answer(p, row, i64(piece * 4 + e) - r.shift, largest, largest);
-        else answer(p, row, -1, 0.0, 0.0);
+        if (largest >= bound) store_result(p, row, i64(piece * 4 + e) - r.shift, largest, largest);
+        else store_result(p, row, -1, 0.0, 0.0);
         return;
     }
-    each<true>(r, [&](u32 (&k)[4], u32) {
+    for_each_piece<true>(r, [&](u32 (&k)[4], u32) {
         const float v[4] = {bits_float(k[0]), bits_float(k[1]), bits_float(k[2]), bits_float(k[3])};
         keys_of_values(r, v, k);
     });
 
-    // First top-k, then top-p of what it left, then the draw. Where many have the score at a cut, the last of them that
-    // is kept is found as a token is drawn: by how many come before it.
+    // First top-k, then top-p of what it kept, then the draw. If many tokens have the score of the
+    // cut, the last kept one is found like a drawn token: by the number of those before it.
     const bool by_mass = top_p < 1.0;
     bool count = top_k < r.vocab, draws = !count && !by_mass;
     Cut cut = {ALL, false, 0, 0.0};
@@ -270,7 +272,7 @@ KERNEL(sample, Params, THREADS) {
     for (;;) {
         double mine = 0.0;
         if (!draws)
-            cut = search(s, r, count, count ? double(top_k) : top_p, !(count && by_mass), least, mine, turn);
+            cut = search(s, r, count, count ? double(top_k) : top_p, !(count && by_mass), least, mine, buffer);
         if (cut.ties > 0.0 || !(count && by_mass)) {
             const auto weight = [&](u32 key, u32 place) {
                 if (cut.ties > 0.0) return key == cut.key ? 1.0 : 0.0;
@@ -283,14 +285,14 @@ KERNEL(sample, Params, THREADS) {
                     if (place / 4 - r.first < u32(r.steps) * 32) mine += weight(key, place);
                 }
             } else {
-                each<false>(r, [&](const u32 (&k)[4], u32 first) {
+                for_each_piece<false>(r, [&](const u32 (&k)[4], u32 first) {
                     UNROLL for (int e = 0; e < 4; ++e) mine += weight(k[e], first + e);
                 });
             }
-            found = find(s, r, mine, turn, weight, [&](double whole) {
-                const double goal = cut.ties > 0.0 ? cut.ties - 0.5 : uniform * whole;
-                const double below = whole * 0.99999999999999988897769753748;  // times the number next below one
-                return goal < below ? goal : below;
+            found = find_token(s, r, mine, buffer, weight, [&](double whole) {
+                const double target = cut.ties > 0.0 ? cut.ties - 0.5 : uniform * whole;
+                const double below = whole * 0.99999999999999988897769753748;  // times the largest number below one
+                return target < below ? target : below;
             });
             if (!(cut.ties > 0.0)) break;
             if (found.here) ROLLED for (int b = 0; b < cluster_size(); ++b) cluster_write(&s.found, b, found.at);
@@ -301,12 +303,12 @@ KERNEL(sample, Params, THREADS) {
         draws = !(count && by_mass);
         if (!draws) {
             r.limit = cut.place;
-            each<true>(r, [&](u32 (&k)[4], u32 first) {
+            for_each_piece<true>(r, [&](u32 (&k)[4], u32 first) {
                 UNROLL for (int e = 0; e < 4; ++e) if (place_of(k[e], first + e) > r.limit) k[e] = NEVER;
             });
         }
         count = false;
     }
-    if (found.here) answer(p, row, i64(found.at) - r.shift, found.weight, found.whole);
-    else if (speaks && !(found.whole > 0.0)) answer(p, row, -1, 0.0, 0.0);
+    if (found.here) store_result(p, row, i64(found.at) - r.shift, found.weight, found.whole);
+    else if (is_writer && !(found.whole > 0.0)) store_result(p, row, -1, 0.0, 0.0);
 }

@@ -1,39 +1,41 @@
-// Of sample.cu: where tokens are kept, what the threads of a row tell each other, and the search for a cut.
+// Part of sample.cu: storage of the tokens, reductions over a row, and the search for the cut of a
+// filter.
 //
-// A token's rank is one integer, its place: a key that rises as the score falls (the bits of a float of one sign are in
-// the order of its size), and behind it the position in the row, which breaks ties. Where a filter cuts is searched
-// for: the mass, or the number, of what lies before seven keys says between which two of them the cut is; when the
-// tokens between these are few, they are listed and the cut is found among them. Thousands of one score are counted.
-// All that decides is summed in double, as the contract says: a sum in float only where it leaves no doubt.
+// A token's rank is one integer, its place: a key that rises as the score falls (the bits of floats
+// of one sign are ordered like the floats), followed by the position in the row, which breaks ties.
+// The cut of a filter is found by a search: the mass, or the number, of tokens before seven keys
+// brackets it; when few tokens are left in the bracket, they are listed and the exact cut is found
+// among them. Thousands of equal scores are counted. Everything that decides is summed in double,
+// as the contract says; sums in float are used only where their error does not matter.
 #pragma once
 
 constexpr int WARPS = THREADS / 32;
-constexpr int CLUSTER = 16;                        // blocks at most
-constexpr int AT_ONCE = 8;                         // pieces that a thread waits for together
+constexpr int CLUSTER = 16;                        // maximum blocks
+constexpr int AT_ONCE = 8;                         // pieces that a thread loads together
 constexpr int PLACE_BITS = 21;
-constexpr u32 NEVER = PROBS ? 0x7FFFFFFFu : 0x7F800000u;   // the key of what cannot be drawn
-constexpr u64 ALL = (u64(NEVER) << PLACE_BITS) - 1;        // the last place of what can be drawn
+constexpr u32 NEVER = PROBS ? 0x7FFFFFFFu : 0x7F800000u;   // the key of impossible tokens
+constexpr u64 ALL = (u64(NEVER) << PLACE_BITS) - 1;        // the last place of a possible token
 constexpr float LARGEST = 3.4028234663852886e38f;
 
 struct alignas(16) Shared {
     double part[WARPS][8], by_warp[WARPS];
-    double sums[2][CLUSTER][8], result[8];         // two of what blocks write into each other: one may be still read
+    double sums[2][CLUSTER][8], result[8];         // double-buffered: other blocks write while one is read
     double by_block[2][CLUSTER];
-    u64 most[2][CLUSTER], warp_most[WARPS];
+    u64 cluster_max[2][CLUSTER], warp_maxima[WARPS];
     u32 many[2][CLUSTER];
-    double own[6];                                 // of the row: as Own has it, but a number drawn for SEED
+    double own[6];                                 // parameters of the row, as in Own, with a random number for SEED
     u32 listed, found;
     u64 list[LIST];
 };
 static_assert(sizeof(Shared) == 80 * WARPS + 2816 + 8 * LIST, "sampling.py counts on it");
 
 struct Row {
-    const u8* memory;                              // of piece 0: the row begins `shift` tokens later
-    Four* keys;                                    // of this thread in shared memory
-    u32 shift, vocab, first;                       // `first`: this warp's piece
+    const u8* memory;                              // piece 0; the row begins `shift` tokens later
+    Four* keys;                                    // this thread's keys in shared memory
+    u32 shift, vocab, first;                       // `first`: this warp's first piece
     int steps, over, every, scaling;
     float peak, scale;
-    u64 limit;                                     // the last place that top-k left
+    u64 limit;                                     // the last place that top-k kept
 };
 
 #if HALF
@@ -45,7 +47,8 @@ constexpr u32 RAW = sizeof(Raw);
 
 // Tokens
 
-// A piece; behind the row, its last one. Nothing is done with it here, so that many can be on their way.
+// Loads a piece, or the last one past the row. The value is not used here, so that many loads can
+// be in flight.
 FN Raw fetch(const Row& r, u32 piece) {
     const u32 last = (r.shift + r.vocab - 1) / 4;
     const u8* at = r.memory + u64(piece < last ? piece : last) * RAW;
@@ -56,8 +59,8 @@ FN Raw fetch(const Row& r, u32 piece) {
 #endif
 }
 
-// What is not of the row becomes NaN, as all bits set are in each type.
-FN Raw of_row(const Row& r, Raw raw, u32 piece) {
+// Sets tokens outside of the row to NaN: all bits set, in each type.
+FN Raw mask_outside(const Row& r, Raw raw, u32 piece) {
     bool off[4];
     UNROLL for (int e = 0; e < 4; ++e) off[e] = piece * 4 + e - r.shift >= r.vocab;
 #if HALF
@@ -68,7 +71,8 @@ FN Raw of_row(const Row& r, Raw raw, u32 piece) {
 #endif
 }
 
-// A probability that is none is zero. Of logits, what is infinite counts as the largest number; NaN stays for now.
+// Converts to float. Invalid probabilities become zero, infinite logits the largest number; NaN
+// stays for now.
 FN void values_of(Raw raw, float (&v)[4]) {
 #if HALF
     UNROLL for (int e = 0; e < 4; ++e) v[e] = to_float<HALF == 2>(u16(raw >> (16 * e)));
@@ -91,7 +95,7 @@ FN void keys_of_values(const Row& r, const float (&value)[4], u32 (&k)[4]) {
     }
     UNROLL for (int e = 0; e < 4; ++e) {
         k[e] = PROBS ? NEVER - float_bits(value[e]) : float_bits(score[e]) & 0x7FFFFFFFu;
-        k[e] = k[e] < NEVER ? k[e] : NEVER;        // NaN is beyond
+        k[e] = k[e] < NEVER ? k[e] : NEVER;        // NaN is beyond NEVER
     }
 }
 
@@ -108,29 +112,29 @@ FN void keys_of(const Row& r, Raw raw, u32 piece, u32 (&k)[4]) {
             if (piece * 4 + e - r.shift >= r.vocab || place_of(k[e], piece * 4 + e) > r.limit) k[e] = NEVER;
 }
 
-// Where the next step of a warp is: in a slot of shared memory, or outside, to be read again.
-struct Steps { int slot, until, left; };
+// The position of a warp's next step: a slot of shared memory, or outside of it, to be read again.
+struct StepPosition { int slot, until, left; };
 
-FN Steps steps_of(const Row& r) { return Steps{0, r.every - 1, r.over}; }
-FN bool outside(const Steps& at) { return !at.until; }
+FN StepPosition first_step(const Row& r) { return StepPosition{0, r.every - 1, r.over}; }
+FN bool is_outside(const StepPosition& at) { return !at.until; }
 
-FN void advance(Steps& at, const Row& r) {
-    if (outside(at)) at.until = --at.left ? r.every : 1 << 30;
+FN void advance(StepPosition& at, const Row& r) {
+    if (is_outside(at)) at.until = --at.left ? r.every : 1 << 30;
     else ++at.slot;
     --at.until;
 }
 
-// Calls f(four keys, the position of the first) for each of this thread's pieces, or those of shared memory, which it
-// may change.
-template <bool CHANGE, typename F> FN void each(const Row& r, F f) {
+// Calls f(four keys, the position of the first) for each of this thread's pieces; with CHANGE only
+// for those in shared memory, which f may change.
+template <bool CHANGE, typename F> FN void for_each_piece(const Row& r, F f) {
     u32 piece = r.first + lane();
     const u32 end = piece + r.steps * 32;
-    Steps at = steps_of(r);
+    StepPosition at = first_step(r);
     Raw next{};
     if (!CHANGE && r.over) next = fetch(r, piece + at.until * 32);
     ROLLED for (; piece != end; piece += 32, advance(at, r)) {
         u32 k[4];
-        if (outside(at)) {
+        if (is_outside(at)) {
             if (CHANGE) continue;
             const Raw raw = next;
             if (at.left > 1) next = fetch(r, piece + r.every * 32);
@@ -144,11 +148,11 @@ template <bool CHANGE, typename F> FN void each(const Row& r, F f) {
     }
 }
 
-// What all threads know
+// Reductions
 
-// The sums of eight numbers of each thread, over the block or the cluster, the same bits in every block.
-template <bool OF_CLUSTER> FN void sum(Shared& s, double (&v)[8], int& turn) {
-    UNROLL for (int half = 4; half; half >>= 1)    // lanes that differ in a bit take half of the numbers each
+// Sums eight numbers per thread over the block or the cluster, with the same bits in every block.
+template <bool OF_CLUSTER> FN void sum(Shared& s, double (&v)[8], int& buffer) {
+    UNROLL for (int half = 4; half; half >>= 1)    // lanes that differ in a bit each reduce half of the numbers
         UNROLL for (int i = 0; i < half; ++i) {
             const bool upper = lane() & (4 * half);
             const double kept = upper ? v[i + half] : v[i], given = upper ? v[i] : v[i + half];
@@ -161,38 +165,38 @@ template <bool OF_CLUSTER> FN void sum(Shared& s, double (&v)[8], int& turn) {
     ROLLED for (int j = warp(); j < 8; j += WARPS) {
         const double whole = warp_sum(lane() < WARPS ? s.part[lane()][j] : 0.0);
         if (OF_CLUSTER) {
-            if (lane() < cluster_size()) cluster_write(&s.sums[turn][cluster_rank()][j], lane(), whole);
+            if (lane() < cluster_size()) cluster_write(&s.sums[buffer][cluster_rank()][j], lane(), whole);
         } else if (!lane()) s.result[j] = whole;
     }
     if (OF_CLUSTER) {
         sync_cluster();
         ROLLED for (int j = warp(); j < 8; j += WARPS) {
-            const double whole = warp_sum(lane() < cluster_size() ? s.sums[turn][lane()][j] : 0.0);
+            const double whole = warp_sum(lane() < cluster_size() ? s.sums[buffer][lane()][j] : 0.0);
             if (!lane()) s.result[j] = whole;
         }
-        turn ^= 1;
+        buffer ^= 1;
     }
     sync_block();
     UNROLL for (int j = 0; j < 8; ++j) v[j] = s.result[j];
 }
 
-FN u64 most(Shared& s, u64 v, int& turn) {
+FN u64 cluster_max(Shared& s, u64 v, int& buffer) {
     v = warp_max(v);
-    if (!lane()) s.warp_most[warp()] = v;
+    if (!lane()) s.warp_maxima[warp()] = v;
     sync_block();
     if (!warp()) {
-        v = warp_max(lane() < WARPS ? s.warp_most[lane()] : u64(0));
-        if (lane() < cluster_size()) cluster_write(&s.most[turn][cluster_rank()], lane(), v);
+        v = warp_max(lane() < WARPS ? s.warp_maxima[lane()] : u64(0));
+        if (lane() < cluster_size()) cluster_write(&s.cluster_max[buffer][cluster_rank()], lane(), v);
     }
     sync_cluster();
-    v = warp_max(lane() < cluster_size() ? s.most[turn][lane()] : u64(0));
-    turn ^= 1;
+    v = warp_max(lane() < cluster_size() ? s.cluster_max[buffer][lane()] : u64(0));
+    buffer ^= 1;
     return v;
 }
 
 // The search
 
-// The cut is at a key in [lo, hi): less than what is looked for lies before lo, but not before hi.
+// The cut is at a key in [lo, hi): less than the target lies before lo, but not before hi.
 struct Range { u32 lo, hi; double above, reach; };
 
 FN void narrow(Range& g, const u32 (&edge)[8], const double (&v)[8], double target) {
@@ -203,8 +207,8 @@ FN void narrow(Range& g, const u32 (&edge)[8], const double (&v)[8], double targ
     }
 }
 
-// Seven of them, and behind them all that can be drawn. First at scores where cuts are: 0.75, 2, 3.75, 6, 8.75, 12,
-// 15.75 below the largest.
+// Seven edges, and one after all possible tokens. First at typical cuts: 0.75, 2, 3.75, 6, 8.75,
+// 12, 15.75 below the maximum.
 FN void first_edges(const Row& r, u32 (&edge)[8]) {
     UNROLL for (int j = 0; j < 7; ++j) {
         const float depth = 0.25f * (j + 1) * (j + 3);
@@ -213,7 +217,8 @@ FN void first_edges(const Row& r, u32 (&edge)[8]) {
     edge[7] = NEVER;
 }
 
-// Then evenly: in scores, or where that would take long in keys, which are even in the logarithm of a score.
+// Then evenly spaced in scores, or alternately in keys, which are logarithmic in the score and
+// converge faster.
 FN void edges_within(const Range& g, int round, u32 (&edge)[8]) {
     const bool by_score = !PROBS && (round & 1) && g.hi < NEVER;
     const float near = bits_float(g.lo), far = bits_float(g.hi);
@@ -225,12 +230,12 @@ FN void edges_within(const Range& g, int round, u32 (&edge)[8]) {
     edge[7] = NEVER;
 }
 
-// What of this thread's tokens lies before each edge: their mass, summed in float but for all of it; the same exactly;
-// or their number.
-FN void masses(const Row& r, const u32 (&edge)[8], double (&v)[8]) {
+// The mass of this thread's tokens before each edge, in float except for the total; the same in
+// double; their number.
+FN void mass_before(const Row& r, const u32 (&edge)[8], double (&v)[8]) {
     float mass[7] = {};
     double all = 0.0;
-    each<false>(r, [&](const u32 (&k)[4], u32) {
+    for_each_piece<false>(r, [&](const u32 (&k)[4], u32) {
         UNROLL for (int e = 0; e < 4; ++e) {
             const float weight = weight_of(k[e]), score = bits_float(k[e]);
             all += double(weight);
@@ -244,9 +249,9 @@ FN void masses(const Row& r, const u32 (&edge)[8], double (&v)[8]) {
     v[7] = all;
 }
 
-FN void exact_masses(const Row& r, const u32 (&edge)[8], double (&v)[8]) {
+FN void exact_mass_before(const Row& r, const u32 (&edge)[8], double (&v)[8]) {
     UNROLL for (int j = 0; j < 8; ++j) v[j] = 0.0;
-    each<false>(r, [&](u32 (&k)[4], u32) {
+    for_each_piece<false>(r, [&](u32 (&k)[4], u32) {
         ROLLED for (int e = 0; e < 4; ++e) {
             const double weight = weight_of(k[0]);
             UNROLL for (int j = 0; j < 8; ++j) v[j] += k[0] < edge[j] ? weight : 0.0;
@@ -255,16 +260,17 @@ FN void exact_masses(const Row& r, const u32 (&edge)[8], double (&v)[8]) {
     });
 }
 
-FN void numbers(const Row& r, const u32 (&edge)[8], double (&v)[8]) {
+FN void count_before(const Row& r, const u32 (&edge)[8], double (&v)[8]) {
     u32 many[8] = {};
-    each<false>(r, [&](const u32 (&k)[4], u32) {
+    for_each_piece<false>(r, [&](const u32 (&k)[4], u32) {
         UNROLL for (int e = 0; e < 4; ++e) UNROLL for (int j = 0; j < 8; ++j) many[j] += (k[e] - edge[j]) >> 31;
     });
     UNROLL for (int j = 0; j < 8; ++j) v[j] = many[j];
 }
 
-// Is a mass of `tokens` weights, summed in float, too near to say on which side it is?
-FN bool unsure(const double (&v)[8], double target, int tokens) {
+// Returns whether a mass of `tokens` weights, summed in float, is too close to the target to
+// decide.
+FN bool too_close(const double (&v)[8], double target, int tokens) {
     bool near = false;
     UNROLL for (int j = 0; j < 7; ++j) {
         const double apart = v[j] < target ? target - v[j] : v[j] - target;
@@ -273,15 +279,16 @@ FN bool unsure(const double (&v)[8], double target, int tokens) {
     return near;
 }
 
-// Lists the places in [lo, hi) of the block's tokens; returns how many the cluster has. With `weigh`, `mine` becomes
-// the mass of this thread's tokens before lo, without what min-p drops; `above`, but for a count, that of all, exactly.
-FN u32 gather(Shared& s, const Row& r, Range& g, bool count, bool weigh, float least, double& mine, int& turn) {
+// Lists the places in [lo, hi) of the block's tokens and returns their number in the cluster. With
+// `weigh`, `mine` becomes the mass of this thread's tokens before lo that min-p keeps; `above`,
+// unless counting, the exact mass of all before lo.
+FN u32 list_places(Shared& s, const Row& r, Range& g, bool count, bool weigh, float least, double& mine, int& buffer) {
     if (!thread()) s.listed = 0;
     sync_block();
     double mass = 0.0, enough = 0.0;
     const u32 lo = g.lo, width = g.hi - g.lo;
     const bool drops = !(least <= 0.0f);
-    each<false>(r, [&](const u32 (&k)[4], u32 at) {
+    for_each_piece<false>(r, [&](const u32 (&k)[4], u32 at) {
         if (weigh) UNROLL for (int e = 0; e < 4; ++e) {
             const float weight = weight_of(k[e]);
             mass += double(k[e] < lo ? weight : 0.0f);
@@ -302,23 +309,24 @@ FN u32 gather(Shared& s, const Row& r, Range& g, bool count, bool weigh, float l
     if (!warp()) {
         mass = warp_sum(lane() < WARPS ? s.by_warp[lane()] : 0.0);
         if (lane() < cluster_size()) {
-            cluster_write(&s.by_block[turn][cluster_rank()], lane(), mass);
-            cluster_write(&s.many[turn][cluster_rank()], lane(), s.listed);
+            cluster_write(&s.by_block[buffer][cluster_rank()], lane(), mass);
+            cluster_write(&s.many[buffer][cluster_rank()], lane(), s.listed);
         }
     }
     sync_cluster();
     u32 many = 0;
     double above = 0.0;
     ROLLED for (int b = 0; b < cluster_size(); ++b) {
-        many += s.many[turn][b];
-        above += s.by_block[turn][b];
+        many += s.many[buffer][b];
+        above += s.by_block[buffer][b];
     }
     if (!count) g.above = above;
     return many;
 }
 
-// The last place of all blocks' lists before which less than `target` lies, or one between it and the next.
-FN u64 among_listed(Shared& s, const Range& g, bool count, u32 listed, double target, int& turn) {
+// Returns the last listed place before which less than `target` lies, or one between it and the
+// next.
+FN u64 cut_among_listed(Shared& s, const Range& g, bool count, u32 listed, double target, int& buffer) {
     constexpr int EACH = (LIST + THREADS - 1) / THREADS;
     u64 place[EACH];
     double weight[EACH];
@@ -328,22 +336,22 @@ FN u64 among_listed(Shared& s, const Range& g, bool count, u32 listed, double ta
         weight[i] = 0.0;
         if (at < listed) {
             int b = 0;
-            while (at >= s.many[turn][b]) at -= s.many[turn][b++];
+            while (at >= s.many[buffer][b]) at -= s.many[buffer][b++];
             place[i] = cluster_read(&s.list[at], b);
             weight[i] = count ? 1.0 : double(weight_of(u32(place[i] >> PLACE_BITS)));
         }
     }
-    turn ^= 1;
+    buffer ^= 1;
     u64 lo = u64(g.lo) << PLACE_BITS, hi = u64(g.hi) << PLACE_BITS;
-    double before = 0.0, within = listed;          // how many are listed before lo, and before hi
+    double before = 0.0, within = listed;          // number of listed places before lo, and before hi
     while (within - before > 1.0 && hi - lo > 1) {
-        double v[8] = {};                          // four masses, four numbers
+        double v[8] = {};                          // four masses, four counts
         UNROLL for (int j = 0; j < 4; ++j) {
             const u64 edge = lo + (hi - lo) * (j + 1) / 5;
             UNROLL for (int i = 0; i < EACH; ++i)
                 if (place[i] < edge) { v[j] += weight[i]; v[4 + j] += 1.0; }
         }
-        sum<false>(s, v, turn);
+        sum<false>(s, v, buffer);
         const u64 from = lo, width = hi - lo;
         bool open = true;
         UNROLL for (int j = 0; j < 4; ++j) {
@@ -355,24 +363,25 @@ FN u64 among_listed(Shared& s, const Range& g, bool count, u32 listed, double ta
     return hi - 1;
 }
 
-// What a search found: the last place that is kept, from the lists or not; or that the cut is at the last of `ties` of
-// the tokens of one key.
+// The result of a search: the last kept place, from the lists or not; or, with `ties`, that this
+// many of the tokens with one key are kept.
 struct Cut { u64 place; bool listed; u32 key; double ties; };
 
-// The place before which less than `share` of all the mass lies; with `count`, less than so many tokens. Where it came
-// from the lists, and `weigh` is asked for, `mine` is the mass of this thread's tokens before them.
-FN Cut search(Shared& s, const Row& r, bool count, double share, bool weigh, float least, double& mine, int& turn) {
+// Finds the place before which less than `share` of the total mass lies; with `count`, less than
+// `share` tokens. If it came from the lists, and with `weigh`, `mine` is the mass of this thread's
+// tokens before them.
+FN Cut search(Shared& s, const Row& r, bool count, double share, bool weigh, float least, double& mine, int& buffer) {
     Range g = {PROBS ? NEVER - float_bits(r.peak) : 0, NEVER, 0.0, 0.0};
     double target = share;
-    bool full = true;                              // more lie between lo and hi than can be listed
-    bool exact = count, exactly = false;           // is `above`; and is what is now measured to be
+    bool full = true;                              // too many tokens between lo and hi to list
+    bool exact = count, exactly = false;           // whether `above` is exact, and whether the next sums must be
     u32 edge[8];
     for (int round = 0;;) {
-        const bool one = round && g.hi - g.lo == 1;        // key is left
+        const bool one = round && g.hi - g.lo == 1;        // one key is left
         if (!full) {
-            const u32 many = gather(s, r, g, count, weigh, least, mine, turn);
-            if (many <= LIST) return Cut{among_listed(s, g, count, many, target, turn), true, 0, 0.0};
-            turn ^= 1;
+            const u32 many = list_places(s, r, g, count, weigh, least, mine, buffer);
+            if (many <= LIST) return Cut{cut_among_listed(s, g, count, many, target, buffer), true, 0, 0.0};
+            buffer ^= 1;
             full = true;
         } else if (one && exact) {
             const double ties = (target - g.above) / (count ? 1.0f : weight_of(g.lo)), whole = double(i64(ties));
@@ -383,18 +392,18 @@ FN Cut search(Shared& s, const Row& r, bool count, double share, bool weigh, flo
             if (one) UNROLL for (int j = 0; j < 8; ++j) edge[j] = g.lo;
             else if (!exactly && round) edges_within(g, round, edge);
             else if (!exactly) first_edges(r, edge);
-            if (count) numbers(r, edge, v);
-            else if (exactly) exact_masses(r, edge, v);
-            else masses(r, edge, v);
-            sum<true>(s, v, turn);
+            if (count) count_before(r, edge, v);
+            else if (exactly) exact_mass_before(r, edge, v);
+            else mass_before(r, edge, v);
+            sum<true>(s, v, buffer);
             if (!round && !count) target = share * v[7];
             exact = count || exactly;
-            exactly = !exact && unsure(v, target, r.steps * 4);
+            exactly = !exact && too_close(v, target, r.steps * 4);
             if (exactly) continue;
             if (!round && !(v[7] >= target)) return Cut{ALL, false, 0, 0.0};
             if (!round) g.reach = v[7];
             narrow(g, edge, v, target);
-            if (!count && !(weight_of(g.lo) > 0.0f)) return Cut{ALL, false, 0, 0.0};   // what follows weighs nothing
+            if (!count && !(weight_of(g.lo) > 0.0f)) return Cut{ALL, false, 0, 0.0};   // later tokens have no weight
             const double inside = g.reach - g.above;
             ++round;
             full = !((count ? inside : inside / weight_of(g.lo + (g.hi - g.lo) / 2)) <= LIST);

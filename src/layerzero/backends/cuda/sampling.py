@@ -1,4 +1,4 @@
-"""How sample.cu is launched: once for all rows, each a cluster of blocks."""
+"""Launches sample.cu once for all rows, each of which is a cluster of blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.formulas.sampling import GOLDEN, Penalties, mix_int, penalised, per_row, random_numbers
+from ...ops.formulas.sampling import GOLDEN, Penalties, apply_penalties, mix_int, random_numbers, scalar_or_column
 from . import compiler
 
-PIECE = 4                  # tokens that a thread reads at a time
-MOST_BLOCKS = 16           # of a cluster
-ROOM = 227 << 10           # bytes of shared memory that a block may have on a Hopper
+PIECE = 4                  # tokens per read of a thread
+MAX_BLOCKS = 16           # per cluster
+SHARED_BYTES = 227 << 10           # bytes of shared memory per block on Hopper
 
 _WORD = (1 << 64) - 1
 _PARAMS = struct.Struct("@11PqQ2d7if")
@@ -25,12 +25,12 @@ _KINDS = {torch.float32: 1, torch.float64: 2, torch.float16: 3, torch.bfloat16: 
 class Config(NamedTuple):
     cluster: int
     threads: int = 512
-    listed: int = 2048     # tokens among which a cut is found exactly
-    room: int = ROOM
+    listed: int = 2048     # tokens that can be listed to find an exact cut
+    room: int = SHARED_BYTES
 
 
 class Rows(NamedTuple):
-    """What each row may have for itself."""
+    """Parameters per row."""
 
     uniforms: Tensor | None = None
     seeds: Tensor | None = None
@@ -40,18 +40,18 @@ class Rows(NamedTuple):
     min_p: Tensor | None = None
 
 
-NONE = Rows()
+NO_ROWS = Rows()
 
 
 @lru_cache(maxsize=4096)
 def config(batch: int, vocab: int, device: torch.device) -> Config:
-    """As many blocks for a row as there are multiprocessors, as long as each has some thousand tokens; and as many as
-    it takes to keep most of a row in shared memory."""
+    """Returns the configuration: enough blocks per row to use all multiprocessors, as long as each
+    has some thousand tokens, and to keep most of a row in shared memory."""
     machine, cluster = compiler.machine_of(device), 1
-    while cluster < MOST_BLOCKS and (cluster << 16 < vocab
-                                     or (2 * cluster * batch <= machine.processors and cluster << 12 < vocab)):
+    while cluster < MAX_BLOCKS and (cluster << 16 < vocab
+                                    or (2 * cluster * batch <= machine.processors and cluster << 12 < vocab)):
         cluster *= 2
-    return Config(cluster, room=min(ROOM, machine.shared))
+    return Config(cluster, room=min(SHARED_BYTES, machine.shared))
 
 
 @lru_cache(maxsize=256)
@@ -60,9 +60,9 @@ def _reciprocal(temperature: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _plan(half: int, probs: bool, vocab: int, made: Config) -> tuple[Any, int, int, int]:
-    """(the kernel, the steps of a warp, how many are not in shared memory, which): see Params in sample.cu."""
-    cluster, threads, listed, room = made
+def _plan(half: int, probs: bool, vocab: int, cfg: Config) -> tuple[Any, int, int, int]:
+    """Returns (kernel, steps, over, every): see Params in sample.cu."""
+    cluster, threads, listed, room = cfg
     warps = threads // 32
     steps = -(-(vocab + PIECE - 1) // (PIECE * 32 * warps * cluster))
     fixed, step = 80 * warps + 2816 + 8 * listed, threads * 16
@@ -73,9 +73,10 @@ def _plan(half: int, probs: bool, vocab: int, made: Config) -> tuple[Any, int, i
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, word: int, from_probs: bool,
-           rows: Rows = NONE, weights: bool = True, logprobs: bool = False, chosen: Config | None = None,
+           rows: Rows = NO_ROWS, weights: bool = True, logprobs: bool = False, chosen: Config | None = None,
            ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(token, its weight, the weight of all that are kept, log-probability) of each row; `chosen` is for measuring."""
+    """Returns (token, its weight, the total weight of the kept tokens, log-probability) of each
+    row."""
     batch, vocab = logits.shape
     device = logits.device
     token = torch.empty(batch, dtype=torch.int64, device=device)
@@ -84,19 +85,19 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     logprob = torch.empty(batch, dtype=torch.float32, device=device) if logprobs else None
     if not batch:
         return token, weight, total, logprob
-    made = chosen or config(batch, vocab, device)
-    kernel, steps, over, every = _plan(_HALF[logits.dtype], from_probs, vocab, made)
+    cfg = chosen or config(batch, vocab, device)
+    kernel, steps, over, every = _plan(_HALF[logits.dtype], from_probs, vocab, cfg)
     scaling, scale = 0, 1.0
     if rows.temperature is not None:
         scaling = 2
     elif temperature == 0.0:
         top_k, rows = 1, rows._replace(top_k=None)
     elif temperature != 1.0 and not from_probs:
-        # torch multiplies by the reciprocal on a GPU and divides on the CPU.
+        # torch multiplies by the reciprocal on a GPU, and divides on the CPU.
         scaling, scale = (1, _reciprocal(temperature)) if logits.is_cuda else (2, temperature)
-    given = [None if t is None else t.contiguous() for t in rows]
-    kinds = sum(_KINDS[t.dtype] << 4 * i for i, t in enumerate(given) if t is not None)
-    kernel.launch((batch * made.cluster, 1, 1), _PARAMS, logits, *given, token, weight, total, logprob,
+    row_tensors = [None if t is None else t.contiguous() for t in rows]
+    kinds = sum(_KINDS[t.dtype] << 4 * i for i, t in enumerate(row_tensors) if t is not None)
+    kernel.launch((batch * cfg.cluster, 1, 1), _PARAMS, logits, *row_tensors, token, weight, total, logprob,
                   logits.stride(0) * logits.element_size(), word & _WORD, top_p, min_p, vocab, min(top_k, vocab), steps,
                   over, every, kinds, scaling, scale)
     return token, weight, total, logprob
@@ -119,9 +120,10 @@ def sample(
         else:
             word = mix_int(mix_int(seed) + word) + GOLDEN
     if history is not None or token_counts is not None:
-        logits = penalised(logits, history, token_counts, Penalties(
-            per_row(repetition_penalty, repetition_penalty_rows), per_row(presence_penalty, presence_penalty_rows),
-            per_row(frequency_penalty, frequency_penalty_rows)))
+        logits = apply_penalties(logits, history, token_counts, Penalties(
+            scalar_or_column(repetition_penalty, repetition_penalty_rows),
+            scalar_or_column(presence_penalty, presence_penalty_rows),
+            scalar_or_column(frequency_penalty, frequency_penalty_rows)))
     rows = Rows(uniforms, None if uniforms is not None else seed_rows, temperature_rows, top_k_rows, top_p_rows,
                 min_p_rows)
     token, _, _, logprob = choose(logits, temperature, top_k, top_p, min_p, word, from_probs, rows, False,

@@ -1,11 +1,13 @@
 """FlashInfer on batches: decode and prefill over a paged cache, packed sequences, latent attention.
 
-Most of its batch kernels want a plan, made on the host from the lengths: which part of which sequence goes where. It
-costs far more than the attention of one layer, so the last few are kept, each with its wrapper: the same page table,
-lengths and configuration, unchanged, are planned once for all layers of a model. A plan reads the lengths on the host,
-so it cannot be part of a CUDA graph; the decode kernel without a plan (XQA) can.
+Most of its batch kernels need a plan, made on the host from the lengths, that schedules the parts
+of the sequences. It
+costs far more than the attention of one layer, so the last few are cached with their wrappers: the
+same unchanged page table, lengths and configuration are planned once for all layers of a model. A
+plan reads the lengths on the host, so it cannot be part of a CUDA graph; the decode kernel without
+a plan (XQA) can.
 
-The float workspace is one for each device and stream: what runs on one stream runs one after the other.
+There is one float workspace per device and stream: kernels on one stream run in sequence.
 """
 
 from __future__ import annotations
@@ -19,33 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.formulas.paged import spans
+from ...ops.formulas.paged import read_spans
 from ...ops.mla_paged_attention import OP as mla_paged_attention
 from ...ops.paged_attention import OP as paged_attention
 from ...ops.varlen_attention import OP as varlen_attention
+from ...spec import rules as r
 from ...spec.kernel import Kernel
 from ...spec.reason import Code
-from ...spec.rules import (
-    Condition,
-    absent,
-    aligned,
-    any_of,
-    at_least,
-    at_most,
-    dtypes,
-    equals,
-    generations,
-    off,
-    on,
-    one_of,
-    present,
-    unit_stride,
-    when,
-)
-from .common import HALF, HARDWARE, HEAD_DIMS, LN2, TRIED
+from .common import HALF, HARDWARE, HEAD_DIMS, LN2, TESTED
 
 WORKSPACE = 128 << 20                          # bytes, what FlashInfer recommends
-MOST_PLANS = 8                                 # of a kind on one device and stream; each holds 16 MiB
+MAX_PLANS = 8                                 # of a kind per device and stream; each holds 16 MiB
 
 
 class _Plan(NamedTuple):
@@ -60,39 +46,41 @@ class _Plan(NamedTuple):
 class Plans:
     """The last plans of one kind of wrapper on one device and stream.
 
-    A wrapper holds one plan, so a run must follow its plan: `lock` is held over both. It is short, as a run only
-    launches. A wrapper that is planned anew was waited for, since planning reads the lengths from the device.
+    A wrapper holds one plan, so `lock` is held from planning to running. That is short, as a run
+    only launches. A wrapper is idle when it is planned again, since planning reads the lengths from
+    the device.
     """
 
-    def __init__(self, make: Callable[[Tensor], Any], place: torch.device) -> None:
+    def __init__(self, make: Callable[[Tensor], Any], device: torch.device) -> None:
         self.lock = threading.Lock()
         self.made = self.reused = 0
         self._make = make
-        self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=place)
-        self._kept: OrderedDict[Any, _Plan] = OrderedDict()
+        self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+        self._plans: OrderedDict[Any, _Plan] = OrderedDict()
 
     def get(self, config: Any, tensors: tuple[Tensor, ...], plan: Callable[[Any], Tensor | None]) -> _Plan:
-        """The plan for this configuration of these tensors as they are now; `plan` makes it and names dead rows."""
+        """Returns the plan for this configuration and these tensors; `plan(wrapper)` plans and
+        returns dead rows."""
         key = (config, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
         versions = _versions(tensors)
-        found = self._kept.pop(key, None)
-        if found is not None and versions is not None and found.versions == versions and all(
-                owner() is t.untyped_storage() for owner, t in zip(found.owners, tensors)):
-            self._kept[key] = found            # the youngest again
+        cached = self._plans.pop(key, None)
+        if cached is not None and versions is not None and cached.versions == versions and all(
+                owner() is t.untyped_storage() for owner, t in zip(cached.owners, tensors)):
+            self._plans[key] = cached            # the most recent again
             self.reused += 1
-            return found
-        if found is None and len(self._kept) >= MOST_PLANS:
-            found = self._kept.popitem(last=False)[1]
-        wrapper = self._make(self._workspace) if found is None else found.wrapper
+            return cached
+        if cached is None and len(self._plans) >= MAX_PLANS:
+            cached = self._plans.popitem(last=False)[1]
+        wrapper = self._make(self._workspace) if cached is None else cached.wrapper
         dead = plan(wrapper)
         self.made += 1
-        self._kept[key] = made = _Plan(wrapper, tuple(weakref.ref(t.untyped_storage()) for t in tensors),
-                                       versions or (), dead)
-        return made
+        self._plans[key] = planned = _Plan(wrapper, tuple(weakref.ref(t.untyped_storage()) for t in tensors),
+                                           versions or (), dead)
+        return planned
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
-    """None for inference tensors: nobody could tell that one has changed."""
+    """Returns the versions, or None for inference tensors, whose changes cannot be detected."""
     return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
 
@@ -100,16 +88,17 @@ PLANS: dict[tuple[Any, ...], Plans] = {}       # by kind, device and stream
 _LOCK = threading.Lock()
 
 
-def _plans(kind: tuple[Any, ...], place: torch.device, make: Callable[[Tensor], Any]) -> Plans:
-    key = (*kind, place, torch.cuda.current_stream(place).stream_id)
+def _plans_of(kind: tuple[Any, ...], device: torch.device, make: Callable[[Tensor], Any]) -> Plans:
+    key = (*kind, device, torch.cuda.current_stream(device).stream_id)
     with _LOCK:
         if key not in PLANS:
-            PLANS[key] = Plans(make, place)
+            PLANS[key] = Plans(make, device)
         return PLANS[key]
 
 
 class Csr(NamedTuple):
-    """A page table as FlashInfer has it; lengths and starts on the host, page ids where they were."""
+    """A page table in FlashInfer's CSR form; lengths and starts on the host, page ids on the
+    device."""
 
     starts_q: Tensor
     indptr: Tensor
@@ -119,29 +108,30 @@ class Csr(NamedTuple):
     dead: Tensor | None                        # (tokens,): which queries see no key
 
 
-def csr(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor | None, page_size: int,
-        is_causal: bool, max_seqlen_q: int | None = None) -> Csr:
-    """The pages of all sequences one after the other, without those that are out of use."""
-    found = spans(op, tokens, block_table, context_lens, cu_seqlens_q, page_size, max_seqlen_q)
-    lengths = torch.tensor([s.length for s in found], dtype=torch.int32)
-    starts = torch.tensor([0, *(s.last for s in found)], dtype=torch.int32)
+def to_csr(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor | None, page_size: int,
+           is_causal: bool, max_seqlen_q: int | None = None) -> Csr:
+    """Returns the page table in CSR form, without unused entries."""
+    sequences = read_spans(op, tokens, block_table, context_lens, cu_seqlens_q, page_size, max_seqlen_q)
+    lengths = torch.tensor([s.length for s in sequences], dtype=torch.int32)
+    starts = torch.tensor([0, *(s.last for s in sequences)], dtype=torch.int32)
     counts = (lengths + page_size - 1) // page_size
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     used = torch.arange(block_table.shape[1]) < counts[:, None]
     indices = block_table[used.to(block_table.device)].to(torch.int32)
-    blind = [n for s in found for n in range(s.first, s.last if s.length == 0 else
-                                             max(s.first, s.last - s.length) if is_causal else s.first)]
+    dead_rows = [n for s in sequences for n in range(s.first, s.last if s.length == 0 else
+                                                     max(s.first, s.last - s.length) if is_causal else s.first)]
     dead = None
-    if blind:
+    if dead_rows:
         dead = torch.zeros(tokens, dtype=torch.bool)
-        dead[blind] = True
+        dead[dead_rows] = True
         dead = dead.to(block_table.device)
     return Csr(starts, indptr, indices, lengths, lengths - (counts - 1).clamp(min=0) * page_size, dead)
 
 
-def _finished(found: Any, dead: Tensor | None, return_lse: bool, factor: float) -> Any:
-    """Rows that see no key are zero and their log-sum-exp -inf, whatever was written there; in natural logarithms."""
-    out, lse = found if return_lse else (found, None)
+def _finish(result: Any, dead: Tensor | None, return_lse: bool, factor: float) -> Any:
+    """Sets rows that see no key to zero and their log-sum-exp to -inf, and converts it to natural
+    logarithms."""
+    out, lse = result if return_lse else (result, None)
     if dead is not None:
         out.masked_fill_(dead[:, None, None], 0.0)
     if lse is None:
@@ -151,7 +141,8 @@ def _finished(found: Any, dead: Tensor | None, return_lse: bool, factor: float) 
 
 
 def _paged(library: str) -> Callable[..., Any]:
-    """`library`: "decode" without cu_seqlens_q, else the prefill of "fa2" or "fa3"."""
+    """Returns a kernel; `library`: "decode" without cu_seqlens_q, else the prefill of "fa2" or
+    "fa3"."""
     import flashinfer
 
     def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
@@ -160,18 +151,19 @@ def _paged(library: str) -> Callable[..., Any]:
             kv_layout: str = "NHD") -> Any:
         tokens, heads, head_dim = query.shape
         page_size, kv_heads = key_cache.shape[1:3] if kv_layout == "NHD" else (key_cache.shape[2], key_cache.shape[1])
-        packed = library == "decode" and heads // kv_heads >= 4        # by tensor cores: as quick, or quicker
+        tensor_cores = library == "decode" and heads // kv_heads >= 4        # use tensor cores: as fast, or faster
         config = {"window_left": window_left, "logits_soft_cap": softcap, "sm_scale": scale,
                   "q_data_type": query.dtype, "kv_data_type": key_cache.dtype}
 
         def make(workspace: Tensor) -> Any:
             if library == "decode":
-                return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, kv_layout, use_tensor_cores=packed)
+                return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, kv_layout,
+                                                                     use_tensor_cores=tensor_cores)
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend=library)
 
         def plan(wrapper: Any) -> Tensor | None:
-            table = csr("paged_attention", tokens, block_table, context_lens, cu_seqlens_q, page_size, is_causal,
-                        max_seqlen_q)
+            table = to_csr("paged_attention", tokens, block_table, context_lens, cu_seqlens_q, page_size, is_causal,
+                           max_seqlen_q)
             if library == "decode":
                 wrapper.plan(table.indptr, table.indices, table.last, heads, kv_heads, head_dim, page_size, **config)
             else:
@@ -179,13 +171,13 @@ def _paged(library: str) -> Callable[..., Any]:
                              page_size, causal=is_causal, **config)
             return table.dead
 
-        plans = _plans((library, kv_layout, packed), query.device, make)
-        given = (block_table, context_lens) if cu_seqlens_q is None else (block_table, context_lens, cu_seqlens_q)
+        plans = _plans_of((library, kv_layout, tensor_cores), query.device, make)
+        tensors = (block_table, context_lens) if cu_seqlens_q is None else (block_table, context_lens, cu_seqlens_q)
         with plans.lock:
             shape = (tokens, heads, kv_heads, head_dim, page_size)
-            planned = plans.get((*shape, is_causal, *config.values()), given, plan)
-            found = planned.wrapper.run(query, (key_cache, value_cache), return_lse=return_lse)
-        return _finished(found, planned.dead, return_lse, LN2)
+            planned = plans.get((*shape, is_causal, *config.values()), tensors, plan)
+            result = planned.wrapper.run(query, (key_cache, value_cache), return_lse=return_lse)
+        return _finish(result, planned.dead, return_lse, LN2)
 
     return run
 
@@ -203,19 +195,20 @@ def _paged_prefill_fa3() -> Callable[..., Any]:
 
 
 def _paged_xqa() -> Callable[..., Any]:
-    """No plan: lengths and pages are read on the device, so one capture serves every length."""
+    """Needs no plan: lengths and pages are read on the device, so one capture serves every
+    length."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache as xqa
 
-    spaces: dict[tuple[Any, ...], Tensor] = {}     # of each device and stream; the semaphores in it return to zero
+    workspaces: dict[tuple[Any, ...], Tensor] = {}     # per device and stream; its semaphores return to zero
 
     def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
             is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
             max_seqlen_q: int | None = None, kv_layout: str = "NHD") -> Tensor:
-        place = (query.device, torch.cuda.current_stream(query.device).stream_id)
-        if place not in spaces:
-            spaces[place] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=query.device)
+        key = (query.device, torch.cuda.current_stream(query.device).stream_id)
+        if key not in workspaces:
+            workspaces[key] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=query.device)
         page_size = key_cache.shape[1 if kv_layout == "NHD" else 2]
-        out: Tensor = xqa(query, (key_cache, value_cache), spaces[place], block_table, context_lens,
+        out: Tensor = xqa(query, (key_cache, value_cache), workspaces[key], block_table, context_lens,
                           block_table.shape[1] * page_size, query.shape[-1] ** -0.5 if scale is None else scale, 1.0,
                           window_left=window_left, kv_layout=kv_layout)
         return out.masked_fill_((context_lens == 0)[:, None, None], 0.0)
@@ -240,18 +233,19 @@ def _ragged(library: str) -> Callable[..., Any]:
                          window_left=window_left, logits_soft_cap=softcap, sm_scale=scale, q_data_type=query.dtype,
                          kv_data_type=key.dtype)
             lengths_q, lengths_k = starts_q.diff(), starts_k.diff()
-            blind = torch.where(lengths_k == 0, lengths_q, (lengths_q - lengths_k).clamp(min=0) if is_causal else 0)
-            if not bool(blind.any()):
+            dead_counts = torch.where(lengths_k == 0, lengths_q,
+                                      (lengths_q - lengths_k).clamp(min=0) if is_causal else 0)
+            if not bool(dead_counts.any()):
                 return None
-            place = torch.arange(query.shape[0]) - starts_q[:-1].repeat_interleave(lengths_q)      # in its sequence
-            return (place < blind.repeat_interleave(lengths_q)).to(query.device)
+            position = torch.arange(query.shape[0]) - starts_q[:-1].repeat_interleave(lengths_q)  # in its sequence
+            return (position < dead_counts.repeat_interleave(lengths_q)).to(query.device)
 
-        plans = _plans(("ragged", library), query.device, make)
+        plans = _plans_of(("ragged", library), query.device, make)
         with plans.lock:
             planned = plans.get((heads, kv_heads, head_dim, is_causal, window_left, softcap, scale, query.dtype),
                                 (cu_seqlens_q, cu_seqlens_k), plan)
-            found = planned.wrapper.run(query, key, value)
-        out: Tensor = _finished(found, planned.dead, False, 1.0)
+            result = planned.wrapper.run(query, key, value)
+        out: Tensor = _finish(result, planned.dead, False, 1.0)
         return out
 
     return run
@@ -280,19 +274,19 @@ def _mla(library: str) -> Callable[..., Any]:
             return BatchMLAPagedAttentionWrapper(workspace, backend=library)
 
         def plan(wrapper: Any) -> Tensor | None:
-            table = csr("mla_paged_attention", tokens, block_table, context_lens, cu_seqlens_q, ckv_cache.shape[1],
-                        is_causal, max_seqlen_q)
+            table = to_csr("mla_paged_attention", tokens, block_table, context_lens, cu_seqlens_q, ckv_cache.shape[1],
+                           is_causal, max_seqlen_q)
             wrapper.plan(metadata=MLAPlanMetadata.csr(table.starts_q, table.indptr, table.indices, table.lengths),
                          query_layout="split", kv_cache_layout="split", **config)
             return table.dead
 
-        plans = _plans(("mla", library), q_nope.device, make)
-        given = (block_table, context_lens) if cu_seqlens_q is None else (block_table, context_lens, cu_seqlens_q)
+        plans = _plans_of(("mla", library), q_nope.device, make)
+        tensors = (block_table, context_lens) if cu_seqlens_q is None else (block_table, context_lens, cu_seqlens_q)
         with plans.lock:
-            planned = plans.get((tokens, *config.values()), given, plan)
-            found = planned.wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache), return_lse=return_lse,
-                                        return_lse_base_on_e=return_lse)
-        return _finished(found, planned.dead, return_lse, 1.0)
+            planned = plans.get((tokens, *config.values()), tensors, plan)
+            result = planned.wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache), return_lse=return_lse,
+                                         return_lse_base_on_e=return_lse)
+        return _finish(result, planned.dead, return_lse, 1.0)
 
     return run
 
@@ -305,43 +299,45 @@ def _mla_fa3() -> Callable[..., Any]:
     return _mla("fa3")
 
 
-HOPPER = generations("hopper")
+HOPPER = r.generations("hopper")
 
 
-def _stored(*names: str) -> tuple[Condition, ...]:
-    """A cache in the query's dtype, whose rows it reads 16 bytes at a time."""
-    return (*(when(equals("dtype", d), one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+def _cache_rules(*names: str) -> tuple[r.Condition, ...]:
+    """Returns the rules for a cache in the query's dtype, read 16 bytes at a time."""
+    return (*(r.when(r.equals("dtype", d), r.one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
               for n in names for d in ("float16", "bfloat16")),
-            *(unit_stride(n, repair=False) for n in names), *(aligned(n, 16) for n in names))
+            *(r.unit_stride(n, repair=False) for n in names), *(r.aligned(n, 16) for n in names))
 
 
-SOME: tuple[Condition, ...] = (
-    at_least("batch", 1, Code.EMPTY_INPUT), at_least("tokens", 1, Code.EMPTY_INPUT),
-    at_least("max_pages", 1, Code.EMPTY_INPUT), at_least("pages", 1, Code.EMPTY_INPUT))
-PAGED: tuple[Condition, ...] = (
-    *HARDWARE, HALF, *SOME, *_stored("key_cache", "value_cache"), absent("key_scale.dtype", Code.SCALE_LAYOUT_MISMATCH),
-    absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), unit_stride("query"), aligned("query", 16),
-    one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID), equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
-    at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
-DECODE = absent("cu_seqlens_q.dtype", Code.SEQ_LEN_UNSUPPORTED)
-PREFILL = present("cu_seqlens_q.dtype", Code.SEQ_LEN_UNSUPPORTED)
-BOTTOM_RIGHT = one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
-RAGGED: tuple[Condition, ...] = (
-    *HARDWARE, HALF, at_least("batch", 1, Code.EMPTY_INPUT), at_least("tokens_q", 1, Code.EMPTY_INPUT),
-    at_least("tokens_k", 1, Code.EMPTY_INPUT), at_least("kv_heads", 1, Code.EMPTY_INPUT),
-    one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID), equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
-    equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED),
-    any_of(off("is_causal"), BOTTOM_RIGHT), when(at_least("window_left", 0), BOTTOM_RIGHT),
-    any_of(equals("window_right", -1), on("is_causal", Code.WINDOW_UNSUPPORTED)),
-    dtypes("int32", of="cu_seqlens_q.dtype"), dtypes("int32", of="cu_seqlens_k.dtype"),
-    *(unit_stride(n) for n in ("query", "key", "value")), *(aligned(n, 16) for n in ("query", "key", "value")))
-LATENT: tuple[Condition, ...] = (
-    *HARDWARE, HALF, *SOME, *_stored("ckv_cache", "kpe_cache"), unit_stride("q_nope"), unit_stride("q_pe"),
-    aligned("q_nope", 16), aligned("q_pe", 16), one_of("head_dim_ckv", 128, 256, 512, code=Code.HEAD_DIM_INVALID),
-    equals("head_dim_kpe", 64, Code.HEAD_DIM_INVALID), at_least("heads", 1, Code.EMPTY_INPUT),
-    at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
+NOT_EMPTY: tuple[r.Condition, ...] = (
+    r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("tokens", 1, Code.EMPTY_INPUT),
+    r.at_least("max_pages", 1, Code.EMPTY_INPUT), r.at_least("pages", 1, Code.EMPTY_INPUT))
+PAGED: tuple[r.Condition, ...] = (
+    *HARDWARE, HALF, *NOT_EMPTY, *_cache_rules("key_cache", "value_cache"),
+    r.absent("key_scale.dtype", Code.SCALE_LAYOUT_MISMATCH),
+    r.absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), r.unit_stride("query"), r.aligned("query", 16),
+    r.one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID), r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
+    r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
+DECODE = r.absent("cu_seqlens_q.dtype", Code.SEQ_LEN_UNSUPPORTED)
+PREFILL = r.present("cu_seqlens_q.dtype", Code.SEQ_LEN_UNSUPPORTED)
+BOTTOM_RIGHT = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
+RAGGED: tuple[r.Condition, ...] = (
+    *HARDWARE, HALF, r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("tokens_q", 1, Code.EMPTY_INPUT),
+    r.at_least("tokens_k", 1, Code.EMPTY_INPUT), r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
+    r.one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID), r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
+    r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED),
+    r.any_of(r.off("is_causal"), BOTTOM_RIGHT), r.when(r.at_least("window_left", 0), BOTTOM_RIGHT),
+    r.any_of(r.equals("window_right", -1), r.on("is_causal", Code.WINDOW_UNSUPPORTED)),
+    r.dtypes("int32", of="cu_seqlens_q.dtype"), r.dtypes("int32", of="cu_seqlens_k.dtype"),
+    *(r.unit_stride(n) for n in ("query", "key", "value")), *(r.aligned(n, 16) for n in ("query", "key", "value")))
+LATENT: tuple[r.Condition, ...] = (
+    *HARDWARE, HALF, *NOT_EMPTY, *_cache_rules("ckv_cache", "kpe_cache"), r.unit_stride("q_nope"),
+    r.unit_stride("q_pe"),
+    r.aligned("q_nope", 16), r.aligned("q_pe", 16), r.one_of("head_dim_ckv", 128, 256, 512, code=Code.HEAD_DIM_INVALID),
+    r.equals("head_dim_kpe", 64, Code.HEAD_DIM_INVALID), r.at_least("heads", 1, Code.EMPTY_INPUT),
+    r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
 
-_PLANNED: dict[str, Any] = {**TRIED, "graph_safe": False, "workspace": str(WORKSPACE),
+_PLANNED: dict[str, Any] = {**TESTED, "graph_safe": False, "workspace": str(WORKSPACE),
                             "note": "plans on the host, once for the same unchanged lengths and pages"}
 BOTH = ("NHD", "HND")
 
@@ -349,11 +345,11 @@ KERNELS = (
     Kernel("flashinfer.paged_decode", paged_attention, _paged_decode, (*PAGED, DECODE), variants=BOTH, prior=9.0,
            overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.paged_xqa", paged_attention, _paged_xqa, (
-        *PAGED, DECODE, HOPPER, one_of("page_size", 16, 32, 64, 128, code=Code.PAGE_SIZE_UNSUPPORTED),
-        at_most("group", 32), equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
-        off("return_lse", Code.LSE_UNSUPPORTED), dtypes("int32", of="block_table.dtype"),
-        dtypes("int32", of="context_lens.dtype"), unit_stride("block_table")), variants=BOTH, prior=9.0,
-        overhead_us=40.0, workspace=str(WORKSPACE), **TRIED, note="reads lengths and pages on the device: no plan"),
+        *PAGED, DECODE, HOPPER, r.one_of("page_size", 16, 32, 64, 128, code=Code.PAGE_SIZE_UNSUPPORTED),
+        r.at_most("group", 32), r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
+        r.off("return_lse", Code.LSE_UNSUPPORTED), r.dtypes("int32", of="block_table.dtype"),
+        r.dtypes("int32", of="context_lens.dtype"), r.unit_stride("block_table")), variants=BOTH, prior=9.0,
+        overhead_us=40.0, workspace=str(WORKSPACE), **TESTED, note="reads lengths and pages on the device: no plan"),
     Kernel("flashinfer.paged_prefill_fa2", paged_attention, _paged_prefill_fa2, (*PAGED, PREFILL), variants=BOTH,
            prior=9.0, overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.paged_prefill_fa3", paged_attention, _paged_prefill_fa3, (*PAGED, PREFILL, HOPPER),

@@ -1,7 +1,9 @@
-"""Our own CPU kernels, compiled by `lz build` for the processor at hand; see kernels.cpp.
+"""Our own CPU kernels, compiled by `lz build` for this processor; see kernels.cpp.
 
-They read raw memory, so they take plain tensors only, and have no backward. Half types are widened in registers: on a
-CPU without arithmetic in them that is what makes them as fast as float32, or faster where memory is the limit.
+They read raw memory, so they take plain tensors only, and have no backward. Half types are
+converted to float32 in
+registers: on a CPU without half-precision arithmetic they are as fast as float32, or faster if
+memory-bound.
 """
 
 from __future__ import annotations
@@ -19,35 +21,20 @@ from ...ops.linear import OP as linear
 from ...ops.mlp import OP as mlp
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
+from ...spec import rules as r
 from ...spec.errors import InvalidCall
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.reason import Code, Reason
-from ...spec.rules import (
-    Condition,
-    absent,
-    any_of,
-    at_least,
-    at_most,
-    cpu_isa,
-    device,
-    dtypes,
-    equals,
-    one_of,
-    plain_tensors,
-    slow_half_matmul,
-    unit_stride,
-    when,
-)
 from . import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}      # as kernels.cpp numbers them
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
-               "reglu": 1, "swiglu": 2, "geglu": 3, "geglu_tanh": 4}    # of a gated one, what the gate goes through
+               "reglu": 1, "swiglu": 2, "geglu": 3, "geglu_tanh": 4}    # for a gated one, the activation of the gate
 FLOATS = ("float32", "bfloat16", "float16")
-OURS: tuple[Condition, ...] = (device("cpu"), dtypes(*FLOATS), plain_tensors())
-FEW_ROWS = 6
-MAX_QUERY_ROWS = 8         # of a decode: with more, prefill kernels gain from blocks of queries
+CPU_RULES: tuple[r.Condition, ...] = (r.device("cpu"), r.dtypes(*FLOATS), r.plain_tensors())
+MAX_SMALL_HEAD_ROWS = 6
+MAX_QUERY_ROWS = 8         # of decode: for more, prefill kernels are faster
 
 
 def _attention_decode() -> Callable[..., Any]:
@@ -74,7 +61,7 @@ def _attention_decode() -> Callable[..., Any]:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """`x` and its step from row to row; copied where that is not one number."""
+    """Returns `x` and its row stride; a copy if the rows are not evenly spaced."""
     if x.is_contiguous():
         return x, x.shape[-1]
     return (x, x.stride(0)) if x.dim() == 2 else (x.contiguous(), x.shape[-1])
@@ -115,7 +102,7 @@ def _add_rms_norm() -> Callable[..., Any]:
 
 
 def _rope() -> Callable[..., Any]:
-    turn = build.module().rope
+    rotate = build.module().rope
     empty, threads, int64 = torch.empty, torch.get_num_threads, torch.int64
 
     def run(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
@@ -126,16 +113,16 @@ def _rope() -> Callable[..., Any]:
         keys = (None, 0, None, None) if k is None or to_k is None else (
             k.data_ptr(), to_k.data_ptr(), k.shape, k.stride())
         positions, half = cos.shape[-2:]
-        # A table of one batch serves all.
+        # A table with a batch of 1 is shared.
         cos_batch, sin_batch = (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0 for t in (cos, sin))
         ids = (None, False, 0, 0) if position_ids is None else (
             position_ids.data_ptr(), position_ids.dtype is int64,
             position_ids.stride(0) if position_ids.dim() == 2 and position_ids.shape[0] > 1 else 0,
             position_ids.stride(-1))
-        out_of_range = turn(DTYPES[dtype], DTYPES[cos.dtype], layout == "bshd", style == "interleaved", q.dim(),
-                     q.data_ptr(), to_q.data_ptr(), q.shape, q.stride(), *keys,
-                     cos.data_ptr(), sin.data_ptr(), positions, half,
-                     cos_batch, cos.stride(-2), sin_batch, sin.stride(-2), *ids, threads())
+        out_of_range = rotate(
+            DTYPES[dtype], DTYPES[cos.dtype], layout == "bshd", style == "interleaved", q.dim(), q.data_ptr(),
+            to_q.data_ptr(), q.shape, q.stride(), *keys, cos.data_ptr(), sin.data_ptr(), positions, half, cos_batch,
+            cos.stride(-2), sin_batch, sin.stride(-2), *ids, threads())
         if out_of_range is not None:
             raise InvalidCall.of("rope", Reason(
                 Code.VALUE_OUT_OF_RANGE, f"between 0 and {positions - 1}, the last row of cos", out_of_range,
@@ -187,62 +174,68 @@ def _mlp() -> Callable[..., Any]:
 
 
 def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
-            *requires: Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "",
+            *requires: r.Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "",
             less_work: str = "") -> Kernel:
-    return Kernel(f"native.{name or op.name}", op, load, (*OURS, *requires), package="layerzero.backends.native",
+    return Kernel(f"native.{name or op.name}", op, load, (*CPU_RULES, *requires), package="layerzero.backends.native",
                   distribution="layerzero", prior=prior, overhead_us=overhead_us, variants=variants,
                   differentiable=False, traceable=False, note=note, built=build.is_built, less_work=less_work)
 
 
-WEIGHT: tuple[Condition, ...] = (
-    unit_stride("weight"), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED))
-TABLES: tuple[Condition, ...] = (
-    unit_stride("cos"), unit_stride("sin"), dtypes(*FLOATS, of="cos.dtype"),
-    *(when(equals("cos.dtype", d), equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED)) for d in FLOATS))
+WEIGHT_RULES: tuple[r.Condition, ...] = (
+    r.unit_stride("weight"), r.one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED))
+TABLE_RULES: tuple[r.Condition, ...] = (
+    r.unit_stride("cos"), r.unit_stride("sin"), r.dtypes(*FLOATS, of="cos.dtype"),
+    *(r.when(r.equals("cos.dtype", d), r.equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED)) for d in FLOATS))
 
-DECODE: tuple[Condition, ...] = (
-    at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED), at_least("kv_heads", 1, Code.EMPTY_INPUT),
-    at_least("head_dim", 1, Code.EMPTY_INPUT), at_least("head_dim_v", 1, Code.EMPTY_INPUT),
-    unit_stride("query"), unit_stride("key"), unit_stride("value"),
-    absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
-    equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
+DECODE_RULES: tuple[r.Condition, ...] = (
+    r.at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED), r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
+    r.at_least("head_dim", 1, Code.EMPTY_INPUT), r.at_least("head_dim_v", 1, Code.EMPTY_INPUT),
+    r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"),
+    r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
+    r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
 
 ONE_PASS = "one pass over memory, where torch runs a kernel for each step of the formula"
-# With AVX-512 torch's product is as fast from two rows on.
-ONE_ROW: tuple[Condition, ...] = (dtypes("bfloat16"), cpu_isa("avx512f"), equals("rows", 1, Code.SHAPE_UNSUPPORTED))
-LINEAR: tuple[Condition, ...] = (
-    unit_stride("x"), unit_stride("weight", repair=False), unit_stride("bias"),
-    at_least("in_features", 1, Code.EMPTY_INPUT), at_least("out_features", 1, Code.EMPTY_INPUT))
-MLP: tuple[Condition, ...] = (
-    unit_stride("x"), at_least("out", 1, Code.EMPTY_INPUT),
-    *(unit_stride(w, repair=False) for w in ("weight_in", "weight_up", "weight_down")),
-    *(unit_stride(b) for b in ("bias_in", "bias_up", "bias_down")))
+# With AVX-512 torch's matmul is as fast from two rows on.
+ONE_ROW: tuple[r.Condition, ...] = (r.dtypes("bfloat16"), r.cpu_isa("avx512f"),
+                                    r.equals("rows", 1, Code.SHAPE_UNSUPPORTED))
+LINEAR_RULES: tuple[r.Condition, ...] = (
+    r.unit_stride("x"), r.unit_stride("weight", repair=False), r.unit_stride("bias"),
+    r.at_least("in_features", 1, Code.EMPTY_INPUT), r.at_least("out_features", 1, Code.EMPTY_INPUT))
+MLP_RULES: tuple[r.Condition, ...] = (
+    r.unit_stride("x"), r.at_least("out", 1, Code.EMPTY_INPUT),
+    *(r.unit_stride(w, repair=False) for w in ("weight_in", "weight_up", "weight_down")),
+    *(r.unit_stride(b) for b in ("bias_in", "bias_up", "bias_down")))
 WIDENED = "half types are widened in registers, or once for all rows, where torch computes an element at a time"
 
 KERNELS = (
-    _kernel(linear, _linear, 10.0, 3.0, *ONE_ROW, *LINEAR, name="linear_vector",
+    _kernel(linear, _linear, 10.0, 3.0, *ONE_ROW, *LINEAR_RULES, name="linear_vector",
             note="torch's product for one row takes 20 microseconds before it begins"),
-    _kernel(mlp, _mlp, 10.0, 5.0, *ONE_ROW, *MLP, name="mlp_vector",
+    _kernel(mlp, _mlp, 10.0, 5.0, *ONE_ROW, *MLP_RULES, name="mlp_vector",
             less_work="activation and product of gate and up where they are computed"),
-    # What torch pays for each element of a half type is in no guess of its time: ours stay below it at every size.
-    _kernel(linear, _linear, 24.0, 1.0, *slow_half_matmul(), *LINEAR, name="linear_half", less_work=WIDENED),
-    _kernel(mlp, _mlp, 24.0, 5.0, *slow_half_matmul(), *MLP, name="mlp_half", less_work=WIDENED),
-    _kernel(attention, _attention_decode, 20.0, 3.0, *DECODE, at_least("group", 2),
-            any_of(at_most("seq_q", FEW_ROWS), at_least("head_dim", 65)), name="attention_decode", variants=("bhsd",),
+    # The estimate of torch's time does not include its slow half types, so these overheads are set
+    # below its own.
+    _kernel(linear, _linear, 24.0, 1.0, *r.slow_half_matmul(), *LINEAR_RULES, name="linear_half", less_work=WIDENED),
+    _kernel(mlp, _mlp, 24.0, 5.0, *r.slow_half_matmul(), *MLP_RULES, name="mlp_half", less_work=WIDENED),
+    _kernel(attention, _attention_decode, 20.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
+            r.any_of(r.at_most("seq_q", MAX_SMALL_HEAD_ROWS), r.at_least("head_dim", 65)),
+            name="attention_decode", variants=("bhsd",),
             less_work="reads keys and values once for all query heads that share them",
             note="the same result on any number of threads"),
-    # 8 rows of a small head: torch's blocks are as fast, or faster by a fifth. We serve what it needs a mask for.
-    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE, at_least("group", 2), at_least("seq_q", FEW_ROWS + 1),
-            at_most("head_dim", 64), name="attention_decode_rows", variants=("bhsd",),
+    # For 8 rows of a small head torch is as fast, or faster by a fifth; this serves what torch
+    # needs a mask for.
+    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
+            r.at_least("seq_q", MAX_SMALL_HEAD_ROWS + 1),
+            r.at_most("head_dim", 64), name="attention_decode_rows", variants=("bhsd",),
             note="for more query rows of small heads"),
-    # Where heads share nothing torch reads no more than we do: it goes first, and we serve what it does not know.
-    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE, equals("group", 1), name="attention_decode_mha",
+    # Without shared KV heads torch reads no more and ranks first; this serves what it does not
+    # support.
+    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE_RULES, r.equals("group", 1), name="attention_decode_mha",
             variants=("bhsd",), note="for as many KV heads as query heads"),
-    _kernel(attention, _attention_decode, 20.0, 1.0, *DECODE, *slow_half_matmul(), name="attention_decode_half",
+    _kernel(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(), name="attention_decode_half",
             variants=("bhsd",), less_work=WIDENED),
-    _kernel(rms_norm, _rms_norm, 12.0, 2.0, unit_stride("x"), *WEIGHT, less_work=ONE_PASS),
-    _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, unit_stride("x"), unit_stride("residual"), *WEIGHT,
+    _kernel(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS),
+    _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"), *WEIGHT_RULES,
             less_work=ONE_PASS),
-    _kernel(rope, _rope, 12.0, 4.0, unit_stride("q"), unit_stride("k"), *TABLES, less_work=ONE_PASS,
+    _kernel(rope, _rope, 12.0, 4.0, r.unit_stride("q"), r.unit_stride("k"), *TABLE_RULES, less_work=ONE_PASS,
             note="a token's angles are read once for all its heads"),
 )

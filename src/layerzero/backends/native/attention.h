@@ -1,8 +1,9 @@
 // Attention of a few query rows over a long context: what decoding does.
 //
-// All query rows that share a KV head are served together, so that each key and value is read once. The keys are
-// split into parts that depend on the sizes alone, not on the number of threads: the result does not either. Each part
-// keeps its largest score, its sum and its weighted values; the parts are merged at the end.
+// All query rows that share a KV head are processed together, so that each key and value is read
+// once. The keys are split into parts that depend on the sizes only, not on the number of threads,
+// and so does the result. Each part has its maximum score, its sum and its weighted values; the
+// parts are merged at the end.
 #pragma once
 
 #include <algorithm>
@@ -26,25 +27,25 @@ struct Attention {
   int threads;
 };
 
-constexpr int BLOCK = 64;                       // keys whose scores are kept at a time
-constexpr int TILE = 4;                         // query rows, and keys, that share registers
-constexpr int64_t PART = 512;                   // fewest keys worth a part of their own
-constexpr int64_t PARTS = 256;                  // so many pieces of work are enough for any number of threads
+constexpr int BLOCK = 64;                       // keys per block of scores
+constexpr int TILE = 4;                         // query rows, and keys, per register tile
+constexpr int64_t PART = 512;                   // minimum keys per part
+constexpr int64_t PARTS = 256;                  // enough work items for any number of threads
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Rows that will be wanted soon: asked for while others are worked on, since no prefetcher guesses what comes next.
-template <class T> struct Soon {
+// Rows to prefetch while others are processed, as the hardware prefetcher does not predict them.
+template <class T> struct Prefetch {
   const T *at;                                  // null: nothing
   int64_t row, dim;
-  void ask(int j) const {
+  void row_ahead(int j) const {
     if (!at) return;
     const char *p = (const char *)(at + j * row);
     for (int64_t b = 0; b < int64_t(dim * sizeof(T)); b += 64) __builtin_prefetch(p + b, 0, 2);
   }
 };
 
-// sums[r][i] of ROWS x TILE vectors, each summed up, to scores[r * BLOCK + i].
+// Stores the horizontal sums of ROWS x TILE vectors to scores[r * BLOCK + i].
 template <int ROWS> INLINE inline void store_sums(const vf (&sums)[ROWS][TILE], float *scores) {
 #if defined(__AVX512F__)
   __m512 rows[4];
@@ -71,12 +72,12 @@ template <int ROWS> INLINE inline void store_sums(const vf (&sums)[ROWS][TILE], 
 
 template <class T, int ROWS>
 void dot_products(const float *query, int64_t query_row, const T *key, int64_t key_row, int keys, int64_t dim,
-                  float *scores, Soon<T> soon) {
+                  float *scores, Prefetch<T> prefetch) {
   using U = Unit<T>;
   for (int j = 0; j < keys; j += TILE) {
     const T *at[TILE];
     for (int i = 0; i < TILE; i++) at[i] = key + std::min(j + i, keys - 1) * key_row;   // past the end: any key
-    for (int i = 0; i < TILE; i++) soon.ask(j + i);
+    for (int i = 0; i < TILE; i++) prefetch.row_ahead(j + i);
     vf sums[ROWS][TILE] = {};
     for (int64_t d = 0; d < dim; d += U::SIZE) {
       vf k[TILE][U::VECTORS];
@@ -93,32 +94,32 @@ void dot_products(const float *query, int64_t query_row, const T *key, int64_t k
   }
 }
 
-// mixed[r] = mixed[r] * shrink[r] + sum over j of weights[r][j] * value[j], for the columns of N units, of which the
-// last may be cut off: `some` is how many there are.
+// mixed[r] = mixed[r] * shrink[r] + sum over j of weights[r][j] * value[j], for `some` columns in N
+// units, the last of which may be partial.
 template <class T, int ROWS, int N>
-void add_columns(const T *value, int64_t row, int keys, const float *weights, const float *shrink, float *mixed,
-                 int64_t mixed_row, int some, Soon<T> soon) {
+void add_columns(const T *value, int64_t row, int keys, const float *weights, const float *rescale, float *weighted,
+                 int64_t weighted_row, int some, Prefetch<T> prefetch) {
   using U = Unit<T>;
   constexpr int V = N * U::VECTORS, LAST = (N - 1) * U::SIZE;
   const bool cut = some < N * U::SIZE;
   vf sums[ROWS][V];
   each<ROWS>([&](auto r) {
-    each<V>([&](auto n) { sums[r][n] = load(mixed + r * mixed_row + n * W) * shrink[r]; });
+    each<V>([&](auto n) { sums[r][n] = load(weighted + r * weighted_row + n * W) * rescale[r]; });
   });
   for (int j = 0; j < keys; j++) {
-    soon.ask(j);
+    prefetch.row_ahead(j);
     vf v[V];
     each<N - 1>([&](auto n) { U::get(value + j * row + n * U::SIZE, v + n * U::VECTORS); });
     if (cut) U::get_some(value + j * row + LAST, some - LAST, v + V - U::VECTORS);
     else U::get(value + j * row + LAST, v + V - U::VECTORS);
     each<ROWS>([&](auto r) { each<V>([&](auto n) { sums[r][n] += weights[r * BLOCK + j] * v[n]; }); });
   }
-  each<ROWS>([&](auto r) { each<V>([&](auto n) { store(mixed + r * mixed_row + n * W, sums[r][n]); }); });
+  each<ROWS>([&](auto r) { each<V>([&](auto n) { store(weighted + r * weighted_row + n * W, sums[r][n]); }); });
 }
 
 template <class T, int ROWS>
-void add_values(const T *value, int64_t row, int keys, int64_t dim, const float *weights, const float *shrink,
-                float *mixed, int64_t mixed_row, Soon<T> soon) {
+void add_values(const T *value, int64_t row, int keys, int64_t dim, const float *weights, const float *rescale,
+                float *weighted, int64_t weighted_row, Prefetch<T> prefetch) {
   constexpr int MOST = 4 / Unit<T>::VECTORS, WIDE = 4 * W;
   for (int64_t d = 0; d < dim; d += WIDE) {
     int some = int(std::min<int64_t>(dim - d, WIDE)), units = (some + Unit<T>::SIZE - 1) / Unit<T>::SIZE;
@@ -126,14 +127,14 @@ void add_values(const T *value, int64_t row, int keys, int64_t dim, const float 
     if (units == 1) add = add_columns<T, ROWS, 1>;
     if constexpr (MOST == 4)
       if (units == 2 || units == 3) add = units == 2 ? add_columns<T, ROWS, 2> : add_columns<T, ROWS, 3>;
-    add(value + d, row, keys, weights, shrink, mixed + d, mixed_row, some, soon);
-    soon.at = nullptr;                          // once is enough
+    add(value + d, row, keys, weights, rescale, weighted + d, weighted_row, some, prefetch);
+    prefetch.at = nullptr;                          // prefetch once
   }
 }
 
-// Scores of one row become weights; `first` to `end` are the keys it sees. Updates its largest score and its sum, and
-// returns what earlier weights must be multiplied by.
-inline float soften(float *scores, int first, int end, int keys, float scale, float softcap, float *largest_score,
+// One step of the online softmax: turns the scores of a row into weights; it sees the keys `first`
+// to `end`. Updates its maximum and sum, and returns the factor for earlier weights.
+inline float softmax_step(float *scores, int first, int end, int keys, float scale, float softcap, float *largest_score,
                     float *total) {
   const vf nothing = all(-INFINITY);
   for (int j = keys; j < rounded_up(keys, W); j++) scores[j] = 0.0f;
@@ -155,10 +156,10 @@ inline float soften(float *scores, int first, int end, int keys, float scale, fl
     sums += w;
     store(scores + j, w);
   }
-  float shrink = was == -INFINITY ? 0.0f : std::exp(was - base);
+  float rescale = was == -INFINITY ? 0.0f : std::exp(was - base);
   *largest_score = now;
-  *total = *total * shrink + sum(sums);
-  return shrink;
+  *total = *total * rescale + sum(sums);
+  return rescale;
 }
 
 template <class T> struct Decoder {
@@ -166,8 +167,8 @@ template <class T> struct Decoder {
   const Attention &a;
   int64_t group = a.heads / a.kv_heads, rows = group * a.seq_q;
   int64_t query_row = rounded_up(a.head_dim, U::SIZE), out_row = rounded_up(a.head_dim_v, U::SIZE);
-  int64_t state_row = out_row + W;              // weighted values, the largest score, the sum
-  int64_t begin, end, parts, part;              // the keys some row sees, and how they are split
+  int64_t state_row = out_row + W;              // weighted values, maximum score, sum
+  int64_t begin, end, parts, part;              // the visible keys, and how they are split
 
   explicit Decoder(const Attention &call) : a(call) {
     begin = a.left < 0 ? 0 : std::max<int64_t>(a.offset - a.left, 0);
@@ -180,10 +181,10 @@ template <class T> struct Decoder {
 
   template <int ROWS> void block(const float *query, int64_t first_row, const T *key, const T *value, int64_t at,
                                  int keys, float *state) const {
-    Soon<T> values{first_row ? nullptr : value, a.v.row, a.head_dim_v};
-    Soon<T> next{first_row ? nullptr : key + keys * a.k.row, a.k.row, a.head_dim};
+    Prefetch<T> values{first_row ? nullptr : value, a.v.row, a.head_dim_v};
+    Prefetch<T> next{first_row ? nullptr : key + keys * a.k.row, a.k.row, a.head_dim};
     alignas(64) float scores[ROWS * BLOCK];
-    float shrink[ROWS];
+    float rescale[ROWS];
     dot_products<T, ROWS>(query + first_row * query_row, query_row, key, a.k.row, keys, a.head_dim, scores,
                           values);
     for (int r = 0; r < ROWS; r++) {
@@ -192,9 +193,9 @@ template <class T> struct Decoder {
       from = std::clamp<int64_t>(from, 0, keys);
       to = std::clamp<int64_t>(to, from, keys);
       float *own = state + (first_row + r) * state_row + out_row;
-      shrink[r] = soften(scores + r * BLOCK, int(from), int(to), keys, a.scale, a.softcap, own, own + 1);
+      rescale[r] = softmax_step(scores + r * BLOCK, int(from), int(to), keys, a.scale, a.softcap, own, own + 1);
     }
-    add_values<T, ROWS>(value, a.v.row, keys, a.head_dim_v, scores, shrink, state + first_row * state_row, state_row,
+    add_values<T, ROWS>(value, a.v.row, keys, a.head_dim_v, scores, rescale, state + first_row * state_row, state_row,
                         next);
   }
 
@@ -227,7 +228,7 @@ template <class T> struct Decoder {
     }
   }
 
-  // The parts of one KV head, merged into the first of them and written out.
+  // Merges the parts of one KV head into the first and stores the result.
   void finish(int64_t batch, int64_t head, float *states) const {
     for (int64_t r = 0; r < rows; r++) {
       float *own = states + r * state_row, top = -INFINITY, total = 0.0f;
@@ -240,7 +241,7 @@ template <class T> struct Decoder {
         for (int64_t d = 0; d < out_row; d += W)
           store(own + d, p ? load(own + d) + load(other + d) * share : load(own + d) * share);
       }
-      // A sum of 0 is a row that sees nothing; NaN is neither.
+      // A sum of 0 is a row that sees no key; NaN is not.
       float inverse = total == 0.0f ? 0.0f : 1.0f / total;
       int64_t row = (batch * a.heads + head * group + r / a.seq_q) * a.seq_q + r % a.seq_q;
       T *out = (T *)a.out + row * a.head_dim_v;

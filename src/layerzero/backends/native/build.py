@@ -1,8 +1,8 @@
-"""Compiling our own CPU kernels into the cache folder, and finding them there. Never inside a user's call.
+"""Compiles our own CPU kernels into the cache folder and loads them. A user's call never compiles.
 
-The library needs nothing of torch, so it fits every torch; its name says for which processor and from which
-source it was made. It uses the OpenMP that torch has loaded: two of them in one process would each keep threads
-spinning on the same cores.
+The library does not depend on torch, so it works with every version; its name contains hashes of
+the processor and the source. It links the OpenMP that torch has loaded: two of them in one process
+would each keep threads spinning on the same cores.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def library_path(environ: Mapping[str, str] | None = None) -> Path:
 
 @lru_cache(maxsize=None)
 def is_built() -> bool | Reason:
-    """Asked once: what is built later serves from the next process on."""
+    """Returns whether the library is built, checked once per process."""
     try:
         store, parts = Store.of(library_path())
     except ConfigError:
@@ -53,23 +53,23 @@ def is_built() -> bool | Reason:
 
 @lru_cache(maxsize=None)
 def processor() -> str:
-    """A hash of what the processor can do: code made for another one may not run here."""
+    """Returns a hash of the processor's features: code for another one may not run here."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    said = next((line for line in lines if re.match(r"(flags|Features)\b", line)), platform.processor())
-    return hashlib.sha256(said.encode()).hexdigest()
+    features = next((line for line in lines if re.match(r"(flags|Features)\b", line)), platform.processor())
+    return hashlib.sha256(features.encode()).hexdigest()
 
 
 @lru_cache(maxsize=None)
 def module() -> ModuleType:
-    """The compiled module. ImportError where it is not built, with what to do about it."""
+    """Returns the compiled module; raises ImportError with a remedy if it is not built."""
     store, parts = Store.of(library_path())
-    import torch  # noqa: F401  its OpenMP must be there first
+    import torch  # noqa: F401  its OpenMP must be loaded first
 
     try:
-        # Python keeps it under this name for all to import: Hugging Face's library is called kernels.
+        # Not "kernels", as Python caches modules by name: Hugging Face's library is called that.
         return store.import_library("layerzero_cpu_kernels", *parts)
     except FileNotFoundError as e:
         raise ImportError("LayerZero's own CPU kernels are not built; run: lz build") from e
@@ -78,7 +78,7 @@ def module() -> ModuleType:
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Compile for this processor; the path of the library. Safe to run in parallel."""
+    """Compiles for this processor and returns the path of the library. Safe to run in parallel."""
     path = toolchain.build(PART, library_path(), SOURCE, "this processor", force, say,
                            lambda compiler, draft: _compile(compiler, draft.parent, say))
     module.cache_clear()
@@ -86,12 +86,12 @@ def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -
 
 
 def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> None:
-    made, library = folder / "kernels.o", folder / "kernels.so"
+    object_file, library = folder / "kernels.o", folder / "kernels.so"
     native = "-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64") else "-march=native"
     abi = ["-DPy_LIMITED_API=0x030A0000"] if _STABLE_ABI else []
     compile_ = [*compiler, *FLAGS, native, *abi, f"-I{sysconfig.get_paths()['include']}", "-c", str(SOURCE), "-o",
-                str(made)]
-    link = [*compiler, "-shared", str(made), "-o", str(library),
+                str(object_file)]
+    link = [*compiler, "-shared", str(object_file), "-o", str(library),
             *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
     runtime = loaded_openmp()
     if not (toolchain.run_compiler(PART, [*compile_, "-fopenmp"])
@@ -104,7 +104,8 @@ def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> N
 
 
 def loaded_openmp() -> str:
-    """The OpenMP library in this process, torch's; "" where there is none or it cannot be told."""
+    """Returns the path of the OpenMP library in this process, torch's; "" if there is none or it is
+    unknown."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

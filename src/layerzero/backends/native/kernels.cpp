@@ -1,7 +1,8 @@
-// Our own CPU kernels as a small Python module: numbers and addresses in, nothing of torch needed to compile it.
+// Our own CPU kernels as a Python module that takes numbers and addresses and does not depend on
+// torch.
 //
-// The callers in __init__.py have checked dtypes and strides by rules; here tuples of sizes and strides are read,
-// the GIL is released where the work is worth it, and the work is done by `threads` threads of torch's own OpenMP.
+// Rules in __init__.py check dtypes and strides; here sizes and strides are read, the GIL is
+// released if the work is worth it, and `threads` threads of torch's own OpenMP do the work.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -15,7 +16,7 @@ namespace {
 
 using namespace lz;
 
-// Reads the arguments one after the other; `ok` is false after the first that does not fit.
+// Reads the arguments in order; `ok` is false after the first error.
 struct Arguments {
   PyObject *const *at;
   Py_ssize_t left;
@@ -37,7 +38,8 @@ struct Arguments {
   }
   int64_t whole() { return whole(next()); }
   void *address() { return (void *)(intptr_t)whole(); }
-  // An address, or None for what was not given. The address of a tensor without elements may be 0: it says nothing.
+  // An address, or None if absent. An address of 0 does not mean absent: a tensor without elements
+  // may have it.
   void *address(bool &given) {
     PyObject *o = next();
     given = ok && o && o != Py_None;
@@ -67,12 +69,12 @@ template <class F> bool without_gil(bool worth_it, F work) {
   return done;
 }
 
-// work(a number of that dtype), as DTYPES in __init__.py numbers them.
+// Calls work(a value of that dtype), numbered as DTYPES in __init__.py.
 template <class F> bool for_dtype(int64_t dtype, F work) {
   return dtype == 2 ? work(fp16{}) : dtype == 1 ? work(bf16{}) : work(0.0f);
 }
 
-// The kernel for the dtypes of the data and of its parameters.
+// Runs the kernel for the dtypes of the data and of its parameters.
 #define FOR_DTYPES(run, call, dtype, of_parameters)                                                      \
   for_dtype(dtype, [&](auto t) {                                                                         \
     return for_dtype(of_parameters, [&](auto p) { return run<decltype(t), decltype(p)>(call); });        \
@@ -119,7 +121,8 @@ PyObject *rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
       a.rows * a.hidden > 65536, [&] { return FOR_DTYPES(run_norm, a, dtype, weight_dtype); }));
 }
 
-// Shape and strides of (batch,) heads, tokens, dim in the order of `tokens_first`; what is not given has no heads.
+// Reads shape and strides of (batch,) heads, tokens, dim in the order of `tokens_first`; absent
+// tensors have no heads.
 void read_heads(Arguments &in, bool tokens_first, int64_t dims, Heads &h, int64_t &batch, int64_t &seq, int64_t &dim) {
   bool given;
   h = {in.address(given), in.address()};
@@ -157,14 +160,14 @@ PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   a.ids = in.address(a.has_ids), a.wide_ids = in.whole(), a.ids_batch = in.whole(), a.ids_token = in.whole();
   a.threads = int(in.whole());
   if (!in.ok) return nullptr;
-  int64_t lost = a.astray();
-  if (lost >= 0) return PyLong_FromLongLong(a.position(lost / a.seq, lost % a.seq));
+  int64_t bad_token = a.first_out_of_range();
+  if (bad_token >= 0) return PyLong_FromLongLong(a.position(bad_token / a.seq, bad_token % a.seq));
   int64_t work = a.batch * a.seq * (a.query.count + a.key.count) * a.dim;
   return none_or_memory_error(without_gil(work > 65536, [&] { return FOR_DTYPES(run_rope, a, dtype, table_dtype); }));
 }
 
-// Half types only: with float32 weights torch's own product has nothing to widen.
-template <class F> PyObject *multiplied(int64_t dtype, const Product &first, F work) {
+// Half types only: for float32 weights torch's own matmul is as good.
+template <class F> PyObject *run_multiply(int64_t dtype, const Product &first, F work) {
   bool worth_it = first.tokens * first.inputs * first.outputs > 65536;
   return none_or_memory_error(without_gil(worth_it, [&] { return dtype == 2 ? work(fp16{}) : work(bf16{}); }));
 }
@@ -179,7 +182,7 @@ PyObject *product(PyObject *, PyObject *const *args, Py_ssize_t count) {
   a.out_row = a.outputs;
   a.activation = Activation(in.whole()), a.threads = int(in.whole());
   if (!in.ok) return nullptr;
-  return multiplied(dtype, a, [&](auto t) { return run_product<decltype(t)>(a); });
+  return run_multiply(dtype, a, [&](auto t) { return run_product<decltype(t)>(a); });
 }
 
 PyObject *feed_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -195,7 +198,7 @@ PyObject *feed_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   a.x_row = in.whole(), a.weight_row = in.whole(), a.second_row = in.whole(), b.weight_row = in.whole();
   a.activation = Activation(in.whole()), a.threads = b.threads = int(in.whole());
   if (!in.ok) return nullptr;
-  return multiplied(dtype, a, [&](auto t) { return run_feed_forward<decltype(t)>(f); });
+  return run_multiply(dtype, a, [&](auto t) { return run_feed_forward<decltype(t)>(f); });
 }
 
 PyObject *token(PyObject *, PyObject *const *args, Py_ssize_t count) {

@@ -1,5 +1,5 @@
-// RMS norm over rows, with or without a residual added first: one pass over memory, the row stays in the cache in
-// float32.
+// RMS norm over rows, optionally fused with a residual add: one pass over memory, with the row in
+// the cache in float32.
 #pragma once
 
 #include <cstdlib>
@@ -17,70 +17,72 @@ struct Norm {
   int threads;
 };
 
-// f(d, n) for every vector of a row; n < W only for the last.
-template <class F> INLINE inline void along(int64_t size, F f) {
+// Calls f(d, n) for every vector of a row; n < W only for the last.
+template <class F> INLINE inline void for_each_vector(int64_t size, F f) {
   int64_t d = 0;
   for (; d + W <= size; d += W) f(d, W);
   if (d < size) f(d, int(size - d));
 }
-template <class T> INLINE inline vf take(const T *p, int n) { return n == W ? load(p) : load_some(p, n); }
-template <class T> INLINE inline void give(T *p, vf v, int n) { n == W ? store(p, v) : store_some(p, v, n); }
+template <class T> INLINE inline vf load_n(const T *p, int n) { return n == W ? load(p) : load_some(p, n); }
+template <class T> INLINE inline void store_n(T *p, vf v, int n) { n == W ? store(p, v) : store_some(p, v, n); }
 
-// f(d, Two) for every two vectors of a row, and f(d, Rest) for what remains, which is read as if followed by zeros.
-struct Two {
-  template <class T> INLINE void take(const T *p, vf *to) const { load_two(p, to); }
-  template <class T> INLINE void give(T *p, const vf *from) const { store_two(p, from); }
+// Calls f(d, Pair) for every two vectors of a row, and f(d, Tail) for the rest, which is padded
+// with zeros.
+struct Pair {
+  template <class T> INLINE void load_n(const T *p, vf *to) const { load_two(p, to); }
+  template <class T> INLINE void store_n(T *p, const vf *from) const { store_two(p, from); }
 };
-struct Rest {
+struct Tail {
   int n;
-  template <class T> void take(const T *p, vf *to) const {
+  template <class T> void load_n(const T *p, vf *to) const {
     T some[2 * W] = {};
     std::memcpy(some, p, n * sizeof(T));
     load_two(some, to);
   }
-  template <class T> void give(T *p, const vf *from) const {
+  template <class T> void store_n(T *p, const vf *from) const {
     T some[2 * W];
     store_two(some, from);
     std::memcpy(p, some, n * sizeof(T));
   }
 };
-template <class F> INLINE inline void by_two(int64_t size, F f) {
+template <class F> INLINE inline void for_each_pair(int64_t size, F f) {
   int64_t d = 0;
-  for (; d + 2 * W <= size; d += 2 * W) f(d, Two{});
-  if (d < size) f(d, Rest{int(size - d)});
+  for (; d + 2 * W <= size; d += 2 * W) f(d, Pair{});
+  if (d < size) f(d, Tail{int(size - d)});
 }
 
-// `wide` is room for the row in float32, so that it is widened once; `weight` has its offset in it, or is null.
+// `wide` is a float32 buffer for the row, so that it is converted once; `weight` includes the
+// offset, or is null.
 template <class T> void norm_row(const Norm &a, int64_t row, const float *weight, float *wide) {
   const T *x = (const T *)a.x + row * a.x_row, *residual = (const T *)a.residual + row * a.residual_row;
   T *out = (T *)a.out + row * a.hidden, *total = (T *)a.total + row * a.hidden;
   vf sums[2] = {};
-  by_two(a.hidden, [&](int64_t d, auto part) {
+  for_each_pair(a.hidden, [&](int64_t d, auto part) {
     vf v[2], r[2];
-    part.take(x + d, v);
+    part.load_n(x + d, v);
     if (a.has_residual) {
-      part.take(residual + d, r);
+      part.load_n(residual + d, r);
       each<2>([&](auto i) { v[i] += r[i]; });
-      part.give(total + d, v), part.take(total + d, v);   // rounded, as the caller sees it
+      part.store_n(total + d, v), part.load_n(total + d, v);   // rounded, as stored
     }
     each<2>([&](auto i) { sums[i] += v[i] * v[i]; });
     store_two(wide + d, v);
   });
   float mean = sum(sums[0] + sums[1]) / float(a.hidden);
   float inverse = 1.0f / std::sqrt(mean + a.eps);
-  by_two(a.hidden, [&](int64_t d, auto part) {
+  for_each_pair(a.hidden, [&](int64_t d, auto part) {
     vf v[2], w[2];
     load_two(wide + d, v), load_two(weight ? weight + d : wide + d, w);
     each<2>([&](auto i) { v[i] = weight ? v[i] * inverse * w[i] : v[i] * inverse; });
-    part.give(out + d, v);
+    part.store_n(out + d, v);
   });
 }
 
-// The weight in float32, with its offset.
+// Converts the weight to float32 and adds the offset.
 template <class P> void widen_weight(const Norm &a, float *to) {
-  by_two(a.hidden, [&](int64_t d, auto part) {
+  for_each_pair(a.hidden, [&](int64_t d, auto part) {
     vf w[2];
-    part.take((const P *)a.weight + d, w);
+    part.load_n((const P *)a.weight + d, w);
     each<2>([&](auto i) { w[i] += a.offset; });
     store_two(to + d, w);
   });

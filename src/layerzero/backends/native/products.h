@@ -1,6 +1,7 @@
-// Rows of x times a matrix of bfloat16 or float16, in float32: weights are widened in registers, or for more rows once
-// into a panel that stays in the cache. So a CPU without arithmetic in these types reads half the bytes of float32 and
-// does no more work; and for one row nothing is set up first, which is what small models spend a third of a step on.
+// Matmuls with bfloat16 or float16 weights in float32: weights are converted in registers, or for
+// more rows once into a panel that stays in the cache. So a CPU without half-precision arithmetic
+// reads half the bytes of float32 and does no more work; and for one row there is no setup, on
+// which small models would spend a third of a step.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +13,14 @@ namespace lz {
 
 enum Activation { NONE, RELU, SILU, GELU, GELU_TANH };
 
-// out = act(x W^T + bias), and where there is a second weight: act(x W^T + bias) * (x second^T + second_bias).
+// out = act(x W^T + bias), or with a second weight act(x W^T + bias) * (x second^T + second_bias).
 struct Product {
   const void *x, *weight, *second, *bias, *second_bias;
   bool has_second, has_bias, has_second_bias;
   void *out;
   int64_t tokens, inputs, outputs;
   int64_t x_row, weight_row, second_row, out_row;         // steps from row to row, in elements
-  bool wide_x, wide_out;                                  // float32, where the weights are of a half type
+  bool wide_x, wide_out;                                  // float32 although the weights have a half type
   Activation activation;
   int threads;
 };
@@ -29,29 +30,30 @@ constexpr int REGISTERS = 16;
 #else
 constexpr int REGISTERS = 32;
 #endif
-constexpr int TOKENS = 4;                       // of x that share a weight in registers
-constexpr int MOST_ROWS = 64;                   // of the weight in a panel
-constexpr int64_t PANEL = 65536;                // floats in a panel: a quarter of a megabyte, for the second-level cache
-constexpr int AHEAD = 4;                        // times as many rows as are read at a time: asked for before they are read.
-                                                // Rows of a small model are too short for the processor to see their order
+constexpr int TOKENS = 4;                       // rows of x that share a weight in registers
+constexpr int MOST_ROWS = 64;                   // rows of the weight per panel
+constexpr int64_t PANEL = 65536;                // floats per panel: 256 KiB, for the L2 cache
+constexpr int AHEAD = 4;                        // prefetch distance in groups of rows: rows of a small model are too
+                                                // short for the hardware prefetcher
 
-// Rows of the weight that are read at a time: as many sums as fit the registers. For one token x86 is fastest with as
-// many streams of memory, a Neoverse with one after the other.
+// Rows of the weight that are read together: as many sums as fit into registers. For one token x86
+// is fastest with several memory streams, a Neoverse with one.
 #if defined(__aarch64__)
 constexpr int STREAMS = 1;
 #else
 constexpr int STREAMS = REGISTERS / 4;
 #endif
-template <int M> constexpr int together() { return M == 1 ? STREAMS : M == 2 ? REGISTERS / 4 : REGISTERS / 8; }
+template <int M> constexpr int rows_together() { return M == 1 ? STREAMS : M == 2 ? REGISTERS / 4 : REGISTERS / 8; }
 
-// to[m * MOST_ROWS + r]: R rows of the weight with M of x, which lies as Unit<T> splits it and is filled up with zeros.
+// Stores products of R rows of the weight with M rows of x to to[m * MOST_ROWS + r]; x is split
+// like Unit<T> and padded.
 template <class T, int R, int M>
 INLINE inline void tile(const T *w, int64_t row, const float *x, int64_t x_row, int64_t inputs, float *to) {
   using U = Unit<T>;
-  constexpr int V = U::VECTORS, LINE = 64 / int(sizeof(T));   // elements in a line of the cache, which is several units
-  constexpr int CHAINS = M == 1 ? std::max(1, 8 / R) : 1;     // sums that do not wait for each other
+  constexpr int V = U::VECTORS, LINE = 64 / int(sizeof(T));   // elements per cache line, which is several units
+  constexpr int CHAINS = M == 1 ? std::max(1, 8 / R) : 1;     // independent accumulators
   vf sums[R][M][CHAINS] = {};
-  auto ask = [&](int64_t d) { each<R>([&](auto r) { __builtin_prefetch(w + (AHEAD * R + r) * row + d); }); };
+  auto prefetch_rows = [&](int64_t d) { each<R>([&](auto r) { __builtin_prefetch(w + (AHEAD * R + r) * row + d); }); };
   auto add = [&](int64_t d, auto get) {
     vf xs[M][V];
     each<M>([&](auto m) { each<V>([&](auto v) { xs[m][v] = load(x + m * x_row + d + v * W); }); });
@@ -63,10 +65,10 @@ INLINE inline void tile(const T *w, int64_t row, const float *x, int64_t x_row, 
   };
   auto whole = [](const T *p, vf *v) { U::get(p, v); };
   int64_t d = 0;
-  if constexpr (M == 1 && LINE % U::SIZE == 0)  // a whole line of one row after the other: rows far apart share a place
-    for (; d + LINE <= inputs; d += LINE) {     // in the cache, and would push each other out
+  if constexpr (M == 1 && LINE % U::SIZE == 0)  // a whole cache line per row: rows far apart map to the same
+    for (; d + LINE <= inputs; d += LINE) {     // cache set and would evict each other
       constexpr int UNITS = LINE / U::SIZE;
-      if (R > 1) ask(d);
+      if (R > 1) prefetch_rows(d);
       vf xs[UNITS * V];
       each<UNITS * V>([&](auto i) { xs[i] = load(x + d + i * W); });
       each<R>([&](auto r) {
@@ -76,7 +78,7 @@ INLINE inline void tile(const T *w, int64_t row, const float *x, int64_t x_row, 
       });
     }
   for (; d + U::SIZE <= inputs; d += U::SIZE) {
-    if (M == 2 && d % LINE == 0) ask(d);
+    if (M == 2 && d % LINE == 0) prefetch_rows(d);
     add(d, whole);
   }
   if (d < inputs) add(d, [&](const T *p, vf *v) { U::get_some(p, int(inputs - d), v); });
@@ -88,10 +90,10 @@ INLINE inline void tile(const T *w, int64_t row, const float *x, int64_t x_row, 
   });
 }
 
-// `count` rows of the weight with M of x.
+// Multiplies `count` rows of the weight with M rows of x.
 template <class T, int M>
 void tiles(const T *w, int64_t row, int64_t count, const float *x, int64_t x_row, int64_t inputs, float *to) {
-  constexpr int R = together<M>();
+  constexpr int R = rows_together<M>();
   int64_t r = 0;
   for (; r + R <= count; r += R) tile<T, R, M>(w + r * row, row, x, x_row, inputs, to + r);
   for (; r < count; r++) tile<T, 1, M>(w + r * row, row, x, x_row, inputs, to + r);
@@ -108,7 +110,7 @@ void few_tokens(int64_t tokens, const T *w, int64_t row, int64_t count, const fl
   }
 }
 
-// A row as Unit<T> splits it, in float32, filled up with zeros.
+// Converts a row to float32, split like Unit<T>, padded with zeros.
 template <class T> void widen(const T *from, int64_t size, float *to) {
   using U = Unit<T>;
   for (int64_t d = 0; d < size; d += U::SIZE) {
@@ -119,7 +121,7 @@ template <class T> void widen(const T *from, int64_t size, float *to) {
   }
 }
 
-// The same of a row that is in float32 already.
+// The same for a row that is in float32 already.
 template <class T> void split(const float *from, int64_t size, int64_t filled, float *to) {
   using U = Unit<T>;
   for (int64_t d = 0; d < filled; d++) {
@@ -128,8 +130,8 @@ template <class T> void split(const float *from, int64_t size, int64_t filled, f
   }
 }
 
-inline vf activated(vf x, Activation activation) {
-  if (activation == RELU) return x < 0.0f ? vf{} : x;     // NaN stays one
+inline vf activate(vf x, Activation activation) {
+  if (activation == RELU) return x < 0.0f ? vf{} : x;     // NaN stays NaN
   if (activation == SILU) {
     vf negative = -x > 88.0f ? all(88.0f) : -x;
     return x / (1.0f + exponential(negative));
@@ -141,7 +143,7 @@ inline vf activated(vf x, Activation activation) {
   return x;
 }
 
-// Bias, activation, gate: `count` results of one token, in place.
+// Applies bias, activation and gate to `count` results of one token, in place.
 template <class T>
 void finish_products(const Product &a, int64_t first, int64_t count, float *one, float *other) {
   auto add_bias = [&](float *to, const void *bias) {
@@ -150,8 +152,8 @@ void finish_products(const Product &a, int64_t first, int64_t count, float *one,
   if (a.has_bias) add_bias(one, a.bias);
   if (a.has_second_bias) add_bias(other, a.second_bias);
   if (a.activation == NONE && !a.has_second) return;
-  for (int64_t r = 0; r < count; r += W) {      // past the end: rows of MOST_ROWS hold as many vectors as fit
-    vf v = activated(load(one + r), a.activation);
+  for (int64_t r = 0; r < count; r += W) {      // may run past the end: rows of MOST_ROWS are whole vectors
+    vf v = activate(load(one + r), a.activation);
     store(one + r, a.has_second ? v * load(other + r) : v);
   }
 }
@@ -159,10 +161,10 @@ void finish_products(const Product &a, int64_t first, int64_t count, float *one,
 template <class T> bool run_product(const Product &a) {
   using U = Unit<T>;
   const int64_t filled = (a.inputs + U::SIZE - 1) / U::SIZE * U::SIZE, matrices = a.has_second ? 2 : 1;
-  const int64_t wide_row = (filled + 15) / 16 * 16 + 16;  // rows a power of two apart share a place in the cache
-  const bool panels = a.tokens > TOKENS;        // fewer read every weight once anyway
+  const int64_t wide_row = (filled + 15) / 16 * 16 + 16;  // avoids rows a power of two apart, which share a cache set
+  const bool panels = a.tokens > TOKENS;        // fewer tokens read every weight only once anyway
   const int threads = a.tokens * a.outputs * a.inputs < 32768 ? 1 : a.threads;
-  // A share of the rows for each thread, cut so that a panel fits the cache.
+  // Rows per block: a share for each thread, small enough that a panel fits into the cache.
   int64_t rows = panels ? std::clamp<int64_t>(PANEL / wide_row / matrices, 8, MOST_ROWS) : 32;
   rows = std::clamp<int64_t>((a.outputs / (2 * threads) + 7) / 8 * 8, 8, rows / 8 * 8);
   const int64_t blocks = (a.outputs + rows - 1) / rows, panel = panels ? matrices * rows * wide_row : 0;
@@ -208,9 +210,9 @@ template <class T> bool run_product(const Product &a) {
   return true;
 }
 
-// The feed-forward layer: what lies between its products stays in float32.
+// The feed-forward layer; the intermediate result stays in float32.
 struct FeedForward {
-  Product in, down;                             // in.out and down.x are for this to set
+  Product in, down;                             // run_feed_forward sets in.out and down.x
 };
 
 template <class T> bool run_feed_forward(FeedForward &a) {

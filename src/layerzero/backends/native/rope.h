@@ -28,7 +28,7 @@ struct Rope {
     return !has_ids ? s : wide_ids ? ((const int64_t *)ids)[at] : ((const int32_t *)ids)[at];
   }
   // The first token whose id is not in the table, or -1.
-  int64_t astray() const {
+  int64_t first_out_of_range() const {
     if (has_ids)
       for (int64_t i = 0; i < batch * seq; i++) {
         int64_t id = position(i / seq, i % seq);
@@ -38,24 +38,24 @@ struct Rope {
   }
 };
 
-template <class T> inline void turn_halves(const T *x, T *out, const float *cos, const float *sin, int64_t half) {
-  along(half, [&](int64_t d, int n) {
-    vf a = take(x + d, n), b = take(x + half + d, n), c = take(cos + d, n), s = take(sin + d, n);
-    give(out + d, a * c - b * s, n);
-    give(out + half + d, b * c + a * s, n);
+template <class T> inline void rotate_halves(const T *x, T *out, const float *cos, const float *sin, int64_t half) {
+  for_each_vector(half, [&](int64_t d, int n) {
+    vf a = load_n(x + d, n), b = load_n(x + half + d, n), c = load_n(cos + d, n), s = load_n(sin + d, n);
+    store_n(out + d, a * c - b * s, n);
+    store_n(out + half + d, b * c + a * s, n);
   });
 }
 
 template <class T>
-inline void turn_neighbours(const T *__restrict x, T *__restrict out, const float *cos, const float *sin,
+inline void rotate_interleaved(const T *__restrict x, T *__restrict out, const float *cos, const float *sin,
                             int64_t half) {
   int64_t d = 0;
-  if (Unit<T>::VECTORS == 2)                    // even and odd ones come apart by themselves
+  if (Unit<T>::VECTORS == 2)                    // loads split even and odd elements
     for (; d + W <= half; d += W) {
       vf pair[2], c = load(cos + d), s = load(sin + d);
       Unit<T>::get(x + 2 * d, pair);
-      vf turned[2] = {pair[0] * c - pair[1] * s, pair[1] * c + pair[0] * s};
-      Unit<T>::put(out + 2 * d, turned);
+      vf rotated[2] = {pair[0] * c - pair[1] * s, pair[1] * c + pair[0] * s};
+      Unit<T>::put(out + 2 * d, rotated);
     }
   for (; d < half; d++) {
     float a = to_float(x[2 * d]), b = to_float(x[2 * d + 1]);
@@ -64,13 +64,13 @@ inline void turn_neighbours(const T *__restrict x, T *__restrict out, const floa
   }
 }
 
-template <class T> void turn_heads(const Rope &a, const Heads &h, int64_t b, int64_t s, const float *cos,
+template <class T> void rotate_heads(const Rope &a, const Heads &h, int64_t b, int64_t s, const float *cos,
                                    const float *sin) {
   for (int64_t i = 0; i < h.count; i++) {
     const T *x = (const T *)h.from + b * h.from_batch + i * h.from_head + s * h.from_token;
     T *out = (T *)h.to + b * h.to_batch + i * h.to_head + s * h.to_token;
-    if (a.interleaved) turn_neighbours(x, out, cos, sin, a.half);
-    else turn_halves(x, out, cos, sin, a.half);
+    if (a.interleaved) rotate_interleaved(x, out, cos, sin, a.half);
+    else rotate_halves(x, out, cos, sin, a.half);
     if (2 * a.half < a.dim) std::memcpy(out + 2 * a.half, x + 2 * a.half, (a.dim - 2 * a.half) * sizeof(T));
   }
 }
@@ -87,9 +87,9 @@ template <class T, class P> bool run_rope(const Rope &a) {
       int64_t b = i / a.seq, s = i % a.seq, row = a.position(b, s);
       const P *c = (const P *)a.cos + b * a.cos_batch + row * a.cos_row;
       const P *n = (const P *)a.sin + b * a.sin_batch + row * a.sin_row;
-      along(a.half, [&](int64_t d, int k) { give(cos + d, take(c + d, k), k), give(sin + d, take(n + d, k), k); });
-      turn_heads<T>(a, a.query, b, s, cos, sin);
-      turn_heads<T>(a, a.key, b, s, cos, sin);
+      for_each_vector(a.half, [&](int64_t d, int k) { store_n(cos + d, load_n(c + d, k), k), store_n(sin + d, load_n(n + d, k), k); });
+      rotate_heads<T>(a, a.query, b, s, cos, sin);
+      rotate_heads<T>(a, a.key, b, s, cos, sin);
     }
   }
   return true;

@@ -1,5 +1,6 @@
-// One token of a decoder layer: queries and keys are turned where they lie, key and value go into the cache, and the
-// queries attend to all that is there. Three operations on a few kilobytes, of which each alone costs more to call.
+// One token of a decoder layer, fused: rotates queries and keys in place, appends key and value to
+// the cache, and attends to it. Each of these operations on a few kilobytes would cost more to call
+// than to run.
 #pragma once
 
 #include "attention.h"

@@ -1,4 +1,5 @@
-// Vectors of floats in the compiler's own terms, as wide as the target has them, and what the kernels do with them.
+// Vectors of floats as compiler extensions, as wide as the target's registers, and operations on
+// them.
 #pragma once
 
 #include <cmath>
@@ -39,7 +40,7 @@ struct fp16 { uint16_t bits; };
 
 #define INLINE __attribute__((always_inline))
 
-// f(0), ..., f(N - 1), written out: only so do arrays of vectors stay in registers.
+// Calls f(0), ..., f(N - 1), unrolled, so that arrays of vectors stay in registers.
 template <class F, int... I> INLINE inline void each(F f, std::integer_sequence<int, I...>) {
   (f(std::integral_constant<int, I>{}), ...);
 }
@@ -61,7 +62,7 @@ inline vf load(const bf16 *p) {
   return bits_to_float(__builtin_convertvector(h, vu) << 16);
 }
 
-// To the nearest, ties to even; NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline void store(bf16 *p, vf v) {
 #if defined(__aarch64__)
   uint32x4_t bits = (uint32x4_t)v, odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -87,7 +88,7 @@ inline float to_float(fp16 x) {
 #else
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
   float f;
-  if (rest < 0x400) {                           // zero, or below the normal numbers: a multiple of 2^-24
+  if (rest < 0x400) {                           // zero or subnormal: a multiple of 2^-24
     f = float(rest) * 5.9604644775390625e-8f;
     return sign ? -f : f;
   }
@@ -97,7 +98,7 @@ inline float to_float(fp16 x) {
 #endif
 }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline void from_float(fp16 *to, float x) {
 #if defined(__aarch64__)
   __fp16 h = __fp16(x);
@@ -110,7 +111,7 @@ inline void from_float(fp16 *to, float x) {
   const uint32_t sign = (u >> 16) & 0x8000, rest = u & 0x7fffffff;
   if (rest > 0x7f800000) to->bits = uint16_t(sign | 0x7e00);
   else if (rest >= 0x477ff000) to->bits = uint16_t(sign | 0x7c00);
-  else if (rest < 0x38800000) {                 // below the normal numbers: adding 1/2 puts the unit at 2^-24
+  else if (rest < 0x38800000) {                 // subnormal: adding 1/2 puts the last bit at 2^-24
     float shifted;
     std::memcpy(&shifted, &rest, sizeof shifted);
     shifted += 0.5f;
@@ -149,7 +150,7 @@ inline void store(fp16 *p, vf v) {
 #endif
 }
 
-// Two vectors, one after the other: of half types that is one load of a whole vector.
+// Two consecutive vectors: for half types one load of a whole vector.
 template <class T> INLINE inline void load_two(const T *p, vf *to) { to[0] = load(p), to[1] = load(p + W); }
 template <class T> INLINE inline void store_two(T *p, const vf *from) { store(p, from[0]), store(p + W, from[1]); }
 #if defined(__aarch64__)
@@ -176,7 +177,7 @@ INLINE inline void store_two(fp16 *p, const vf *from) {
 }
 #endif
 
-// The first n < W elements; the others are zero.
+// The first n < W elements; the rest is zero.
 template <class T> inline vf load_some(const T *p, int n) {
   T some[W] = {};
   std::memcpy(some, p, n * sizeof(T));
@@ -188,8 +189,8 @@ template <class T> inline void store_some(T *p, vf v, int n) {
   std::memcpy(p, some, n * sizeof(T));
 }
 
-// A vector's worth of memory as floats. Of bfloat16 that is twice as many: the even ones come in one vector and the odd
-// ones in another, which needs one operation each where the order of memory needs two.
+// A vector of memory as floats. For bfloat16 these are two vectors: one of the even and one of the
+// odd elements, which takes one operation each instead of two in memory order.
 template <class T> struct Unit;
 
 template <> struct Unit<float> {
@@ -232,7 +233,7 @@ template <> struct Unit<bf16> {
     get(some, to);
 #endif
   }
-  static vu rounded(vf v) {                     // in the upper half
+  static vu rounded(vf v) {                     // in the upper half of each word
     vu u = float_to_bits(v);
     u += 0x7fff + ((u >> 16) & 1);
     return v == v ? u : vu{} + 0x7fc00000u;
@@ -281,9 +282,9 @@ inline float largest(vf v) {
   return m;
 }
 
-// e^x for x <= 88: about one unit in the last place; 0 where the true value is not a normal number; NaN stays one.
+// e^x for x <= 88, to about one ulp; 0 where the true value is subnormal; NaN stays NaN.
 inline vf exponential(vf x) {
-  const float magic = 12582912.0f;              // 1.5 * 2^23: adding it rounds to a whole number
+  const float magic = 12582912.0f;              // 1.5 * 2^23: adding it rounds to an integer
   vf shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
   vf f = x - n * 0.693359375f - n * -2.12194440e-4f;
   vf p = all(1.9875691500e-4f);

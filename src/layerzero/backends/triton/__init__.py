@@ -1,9 +1,9 @@
 """Our own GPU kernels, written in Triton and compiled by it on first use; one file for each family.
 
-This file declares them. Triton itself is imported when a kernel is first loaded. They read raw memory, so they take
-plain tensors only, and have no backward. How many programs are best depends on the card: what was fastest on an H200 is
-the default, and half and twice as many are kernels of their own, as every configuration is that tuning chooses among:
-their times are kept with all others, and no call searches.
+This file declares them. Triton is imported when a kernel is first loaded. They read raw memory, so
+they take plain tensors only, and have no backward. The best number of programs depends on the GPU:
+the default is what was fastest on an H200, and half and twice as many are separate kernels, so that
+tuning measures and ranks them like all others.
 """
 
 from __future__ import annotations
@@ -23,37 +23,16 @@ from ...ops.quantized_linear import OP as quantized_linear
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
 from ...ops.sample import OP as sample
+from ...spec import rules as r
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...spec.reason import Code
-from ...spec.rules import (
-    Condition,
-    absent,
-    aligned,
-    any_of,
-    at_least,
-    at_most,
-    contiguous,
-    device,
-    differs,
-    dtypes,
-    equals,
-    multiple_of,
-    on,
-    one_of,
-    plain_tensors,
-    present,
-    sm,
-    unit_stride,
-    vendor,
-    when,
-)
 
-# What a test in Triton's interpreter, on the CPU, does without.
-HARDWARE: tuple[Condition, ...] = (device("cuda"), vendor("nvidia"), sm(at_least=80))
-HALF = dtypes("float16", "bfloat16")
-FLOATS = dtypes("float16", "bfloat16", "float32")
-MOST_GRID = 65535          # programs along the second and third axis
+# Tests in Triton's interpreter, on the CPU, drop these rules.
+HARDWARE: tuple[r.Condition, ...] = (r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80))
+HALF = r.dtypes("float16", "bfloat16")
+FLOATS = r.dtypes("float16", "bfloat16", "float32")
+MAX_GRID = 65535          # grid limit of the second and third axis
 
 
 def _attention() -> Callable[..., Any]:
@@ -139,114 +118,124 @@ def _quantized_linear_double() -> Callable[..., Any]:
 
 
 def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
-            *requires: Condition, **more: Any) -> Kernel:
-    return Kernel(f"triton.{name}", op, load, (*HARDWARE, plain_tensors(), *requires), package="triton", prior=prior,
+            *requires: r.Condition, **more: Any) -> Kernel:
+    return Kernel(f"triton.{name}", op, load, (*HARDWARE, r.plain_tensors(), *requires), package="triton", prior=prior,
                   overhead_us=overhead_us, differentiable=False, traceable=False, jit=True,
                   **{"replayable": True, **more})
 
 
-def _few_rows(tokens: str) -> tuple[Condition, ...]:
-    """At most 64 query rows for a KV head, the group counted as the next power of two: rules read one fact each."""
-    return (at_most(tokens, 64, Code.SEQ_LEN_UNSUPPORTED), at_most("group", 64),
-            *(when(at_least("group", 64 // (2 * most) + 1), at_most(tokens, most, Code.SEQ_LEN_UNSUPPORTED))
+def _few_rows(tokens: str) -> tuple[r.Condition, ...]:
+    """At most 64 query rows per KV head, with the group rounded up to a power of two; a rule reads
+    one fact."""
+    return (r.at_most(tokens, 64, Code.SEQ_LEN_UNSUPPORTED), r.at_most("group", 64),
+            *(r.when(r.at_least("group", 64 // (2 * most) + 1), r.at_most(tokens, most, Code.SEQ_LEN_UNSUPPORTED))
               for most in (32, 16, 8, 4, 2, 1)))
 
 
 def _power_of_two(fact: str, most: int, least: int = 16) -> str:
-    """The next power of two, from `least` to `most`: the sizes of Triton's tiles."""
+    """Returns an expression for the next power of two, from `least` to `most`: the sizes of
+    Triton's tiles."""
     steps = [1 << n for n in range(least.bit_length() - 1, most.bit_length() - 1)]
     return "(" + " + ".join([str(least), *(f"{n} * ({fact} > {n})" for n in steps)]) + ")"
 
 
 def _decode_shared(tokens: str) -> str:
-    """What decode.shared_of gives for a single stage: the launcher takes as many as the device has room for."""
+    """Returns the shared memory of decode.py with one stage; the launcher uses as many stages as
+    fit."""
     rows, block = _power_of_two(f"group * {tokens}", 64), f"(64 + 64 * (group * {tokens} > 16))"
     dim, dim_v = _power_of_two("head_dim", 256), _power_of_two("head_dim_v", 256)
     return f"2 * {block} * ({dim} + {dim_v}) + 2 * {rows} * ({dim} + {block}) + 16 * {block}"
 
 
-# Of several rows: four stages of a tile of 64 x 128 of the weight and 128 x 16 of x; of one: where threads add up.
+# For several rows four stages of 64 x 128 of the weight and 128 x 16 of x; for one row the
+# reduction over threads.
 GEMV_SHARED = "8192 + 81920 * (rows > 1)"
-SMALL_SHARED = "16384"         # where threads exchange what they have, and nothing is kept
+SMALL_SHARED = "16384"         # for reductions and layout conversions only
 
-POSITIVE_SCALE = at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
-HEADS: tuple[Condition, ...] = (
-    at_least("head_dim", 1, Code.EMPTY_INPUT), at_most("head_dim", 256), at_most("head_dim_v", 256),
-    at_least("head_dim_v", 1, Code.EMPTY_INPUT), at_most("kv_heads", MOST_GRID), at_most("batch", MOST_GRID))
+POSITIVE_SCALE = r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
+HEAD_RULES: tuple[r.Condition, ...] = (
+    r.at_least("head_dim", 1, Code.EMPTY_INPUT), r.at_most("head_dim", 256), r.at_most("head_dim_v", 256),
+    r.at_least("head_dim_v", 1, Code.EMPTY_INPUT), r.at_most("kv_heads", MAX_GRID), r.at_most("batch", MAX_GRID))
 
 
-def _cache(name: str) -> tuple[Condition, ...]:
-    """What is stored must be exact in the query's dtype."""
+def _cache_rules(name: str) -> tuple[r.Condition, ...]:
+    """Returns the rules for a cache whose values are exact in the query's dtype."""
     small = ("float8_e4m3fn", "float8_e5m2", "int8")
-    return (unit_stride(name, repair=False),
-            when(equals("dtype", "float16"), one_of(f"{name}.dtype", "float16", *small,
-                                                    code=Code.KV_CACHE_DTYPE_MISMATCH)),
-            when(equals("dtype", "bfloat16"), one_of(f"{name}.dtype", "bfloat16", "float16", *small,
-                                                     code=Code.KV_CACHE_DTYPE_MISMATCH)),
-            any_of(one_of(f"{name}.dtype", "float16", "bfloat16", "float8_e5m2", "int8"), sm(at_least=89)))
+    return (r.unit_stride(name, repair=False),
+            r.when(r.equals("dtype", "float16"), r.one_of(f"{name}.dtype", "float16", *small,
+                                                          code=Code.KV_CACHE_DTYPE_MISMATCH)),
+            r.when(r.equals("dtype", "bfloat16"), r.one_of(f"{name}.dtype", "bfloat16", "float16", *small,
+                                                           code=Code.KV_CACHE_DTYPE_MISMATCH)),
+            r.any_of(r.one_of(f"{name}.dtype", "float16", "bfloat16", "float8_e5m2", "int8"), r.sm(at_least=89)))
 
 
-NORM: tuple[Condition, ...] = (
-    FLOATS, unit_stride("x"), unit_stride("weight"), at_most("hidden", 1 << 15),
-    one_of("weight.dtype", None, "float16", "bfloat16", "float32", code=Code.DTYPE_UNSUPPORTED))
+NORM: tuple[r.Condition, ...] = (
+    FLOATS, r.unit_stride("x"), r.unit_stride("weight"), r.at_most("hidden", 1 << 15),
+    r.one_of("weight.dtype", None, "float16", "bfloat16", "float32", code=Code.DTYPE_UNSUPPORTED))
 
-FEW: tuple[Condition, ...] = (HALF, at_least("rows", 1, Code.EMPTY_INPUT), at_most("rows", 16), unit_stride("x"))
+FEW_ROWS: tuple[r.Condition, ...] = (HALF, r.at_least("rows", 1, Code.EMPTY_INPUT),
+                                     r.at_most("rows", 16), r.unit_stride("x"))
 
 DEFAULTS = (
-    _kernel("attention_decode", attention, _attention, 8.0, 25.0, HALF, *_few_rows("seq_q"), *HEADS, POSITIVE_SCALE,
-            at_most("group", 16),              # with all heads on one KV head, merging the parts takes too long
-            at_least("batch", 1, Code.EMPTY_INPUT), at_least("seq_q", 1, Code.EMPTY_INPUT),
-            at_least("kv_heads", 1, Code.EMPTY_INPUT), unit_stride("query"), unit_stride("key"), unit_stride("value"),
-            unit_stride("alibi_slopes"), absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
-            equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), variants=("bhsd", "bshd"),
+    _kernel("attention_decode", attention, _attention, 8.0, 25.0, HALF, *_few_rows("seq_q"),
+            *HEAD_RULES, POSITIVE_SCALE,
+            r.at_most("group", 16),              # with more heads per KV head, merging the parts takes too long
+            r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
+            r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.unit_stride("query"),
+            r.unit_stride("key"), r.unit_stride("value"),
+            r.unit_stride("alibi_slopes"), r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
+            r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), variants=("bhsd", "bshd"),
             workspace="264 * 4 * 64 * (head_dim_v + 1)", shared_memory=_decode_shared("seq_q"),
             note="reads each key and value once for all query heads and tokens that share it; one launch"),
     _kernel("paged_attention_decode", paged_attention, _paged_attention, 8.0, 25.0, HALF, *_few_rows("max_seqlen_q"),
-            *HEADS, POSITIVE_SCALE, at_least("batch", 1, Code.EMPTY_INPUT),
-            any_of(absent("cu_seqlens_q.dtype"), present("max_seqlen_q", Code.MISSING_METADATA)),
-            unit_stride("query"), *_cache("key_cache"), *_cache("value_cache"), unit_stride("block_table"),
-            unit_stride("context_lens"), unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
+            *HEAD_RULES, POSITIVE_SCALE, r.at_least("batch", 1, Code.EMPTY_INPUT),
+            r.any_of(r.absent("cu_seqlens_q.dtype"), r.present("max_seqlen_q", Code.MISSING_METADATA)),
+            r.unit_stride("query"), *_cache_rules("key_cache"), *_cache_rules("value_cache"),
+            r.unit_stride("block_table"),
+            r.unit_stride("context_lens"), r.unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
             workspace="264 * 4 * 64 * (head_dim_v + 1)", shared_memory=_decode_shared("max_seqlen_q"),
             less_work="reads each page once, where it lies; no length is read on the host"),
     _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM, shared_memory="1024"),
-    _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM, unit_stride("residual"),
+    _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM, r.unit_stride("residual"),
             shared_memory="1024", less_work="one pass for sum and norm"),
-    _kernel("linear_gemv", linear, _linear, 1.2, 14.0, *FEW, unit_stride("weight"), absent("activation"),
-            at_least("in_features", 16), at_least("out_features", 1, Code.EMPTY_INPUT),
+    _kernel("linear_gemv", linear, _linear, 1.2, 14.0, *FEW_ROWS, r.unit_stride("weight"), r.absent("activation"),
+            r.at_least("in_features", 16), r.at_least("out_features", 1, Code.EMPTY_INPUT),
             shared_memory=GEMV_SHARED,
             note="for as few rows as a decode step has: reading the weight is all the time there is"),
-    _kernel("quantized_linear_gemv", quantized_linear, _quantized_linear, 8.0, 16.0, *FEW,
-            equals("activations", "none"), contiguous("weight_q"), aligned("weight_q", 16), contiguous("scales"),
-            contiguous("zeros"), multiple_of("in_features", 32), equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
-            one_of("group_size", 0, 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
-            any_of(one_of("format", "int8", "int4"), sm(at_least=89)),
+    _kernel("quantized_linear_gemv", quantized_linear, _quantized_linear, 8.0, 16.0, *FEW_ROWS,
+            r.equals("activations", "none"), r.contiguous("weight_q"), r.aligned("weight_q", 16),
+            r.contiguous("scales"),
+            r.contiguous("zeros"), r.multiple_of("in_features", 32),
+            r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
+            r.one_of("group_size", 0, 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
+            r.any_of(r.one_of("format", "int8", "int4"), r.sm(at_least=89)),
             shared_memory=GEMV_SHARED, less_work="reads the codes, and writes no dequantized weight"),
-    _kernel("sample", sample, _sample, 4.0, 90.0, FLOATS, unit_stride("logits"), at_most("vocab", 1 << 20),
-            at_most("batch", MOST_GRID), at_most("top_k", 1024), absent("temperature_rows.dtype"),
-            absent("top_k_rows.dtype"), absent("top_p_rows.dtype"), absent("min_p_rows.dtype"),
-            differs("temperature", 0.0), workspace="batch * (49152 + vocab // 64)",
+    _kernel("sample", sample, _sample, 4.0, 90.0, FLOATS, r.unit_stride("logits"), r.at_most("vocab", 1 << 20),
+            r.at_most("batch", MAX_GRID), r.at_most("top_k", 1024), r.absent("temperature_rows.dtype"),
+            r.absent("top_k_rows.dtype"), r.absent("top_p_rows.dtype"), r.absent("min_p_rows.dtype"),
+            r.differs("temperature", 0.0), workspace="batch * (49152 + vocab // 64)",
             shared_memory=SMALL_SHARED,
             less_work="finds where top-k and top-p cut without a sort"),
-    _kernel("rope", rope, _rope, 6.0, 12.0, FLOATS, unit_stride("q"), unit_stride("k"), unit_stride("cos"),
-            unit_stride("sin"), at_most("heads", MOST_GRID), at_most("half", 1024), variants=("bhsd", "bshd"),
+    _kernel("rope", rope, _rope, 6.0, 12.0, FLOATS, r.unit_stride("q"), r.unit_stride("k"), r.unit_stride("cos"),
+            r.unit_stride("sin"), r.at_most("heads", MAX_GRID), r.at_most("half", 1024), variants=("bhsd", "bshd"),
             shared_memory=SMALL_SHARED,
             less_work="q and k in one pass, where torch runs a kernel for each step of the formula",
             note="an id outside the table gives NaN"),
-    _kernel("mlp", mlp, _mlp, 1.1, 20.0, FLOATS, at_most("rows", MOST_GRID),
-            one_of("activation", "swiglu", "geglu", "geglu_tanh", "reglu"), workspace="3 * itemsize * rows * inner",
+    _kernel("mlp", mlp, _mlp, 1.1, 20.0, FLOATS, r.at_most("rows", MAX_GRID),
+            r.one_of("activation", "swiglu", "geglu", "geglu_tanh", "reglu"), workspace="3 * itemsize * rows * inner",
             less_work="activation and product between the matrix products in one pass", replayable=False),
-    _kernel("quantize", quantize, _quantize, 6.0, 12.0, FLOATS, unit_stride("x"), on("symmetric"),
-            one_of("format", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
-            one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),
-            any_of(equals("granularity", "block"), at_most("width", 1 << 15)), at_most("block_size", 4096),
-            at_most("block_rows", 256),
-            one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), absent("zeros.dtype"),
-            absent("global_scale.dtype"),
+    _kernel("quantize", quantize, _quantize, 6.0, 12.0, FLOATS, r.unit_stride("x"), r.on("symmetric"),
+            r.one_of("format", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
+            r.one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),
+            r.any_of(r.equals("granularity", "block"), r.at_most("width", 1 << 15)), r.at_most("block_size", 4096),
+            r.at_most("block_rows", 256),
+            r.one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), r.absent("zeros.dtype"),
+            r.absent("global_scale.dtype"),
             less_work="one pass, where torch runs a kernel for each step of the formula", shared_memory=SMALL_SHARED),
 )
 
-# After the defaults where nothing was measured.
-CONFIGURED: tuple[tuple[str, str, Callable[[], Callable[..., Any]]], ...] = (
+# Ranked after the defaults if nothing was measured.
+PROGRAM_VARIANTS: tuple[tuple[str, str, Callable[[], Callable[..., Any]]], ...] = (
     ("triton.attention_decode", "half", _attention_half), ("triton.attention_decode", "double", _attention_double),
     ("triton.paged_attention_decode", "half", _paged_attention_half),
     ("triton.paged_attention_decode", "double", _paged_attention_double),
@@ -255,4 +244,4 @@ CONFIGURED: tuple[tuple[str, str, Callable[[], Callable[..., Any]]], ...] = (
     ("triton.quantized_linear_gemv", "double", _quantized_linear_double))
 KERNELS = (*DEFAULTS, *(replace(k, id=f"{k.id}_{name}", load=load, prior=0.99 * k.prior,
                                 note=f"{name} as many programs: for tuning to choose")
-                        for of, name, load in CONFIGURED for k in DEFAULTS if k.id == of))
+                        for of, name, load in PROGRAM_VARIANTS for k in DEFAULTS if k.id == of))

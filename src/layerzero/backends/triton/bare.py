@@ -1,8 +1,10 @@
-"""A kernel that Triton compiled, as the driver is to be given it: without Triton.
+"""Describes the launch of a kernel that Triton compiled, so that it can be launched through the
+driver without Triton.
 
-Which parameters the machine code takes is asked of the driver, not assumed of a version of Triton: first those of the
-signature that are no constants, then up to two pointers to scratch memory, which are null where none is wanted. What
-does not come out so, or is launched in another way (clusters, cooperative grids, dependent launches), stays Triton's.
+The driver says which parameters the machine code takes, instead of assuming a version of Triton:
+first those of the signature that are not constants, then up to two pointers to scratch memory,
+which are null if unused. Kernels that do not match this, or are launched differently (clusters,
+cooperative grids, dependent launches), are left to Triton.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from torch import Tensor
 
 from ...spec.replay import MOST, Grid, Launch, Varying, expand_format, fields_of, places_of
 
-# Of types in a signature of Triton, as the struct module has them; pointers begin with a star.
+# Types in a Triton signature -> codes of the struct module; pointers begin with a star.
 CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I",
          "u64": "Q", "fp32": "f", "fp64": "d"}
-MOST_SCRATCH = 2                               # pointers: global scratch since Triton 3.3, that of a profiler since 3.5
-ALIGNED = 16                                   # what Triton compiles in of a number: is it a multiple of this?
+MAX_SCRATCH = 2                               # pointers: global scratch since Triton 3.3, a profiler's since 3.5
+ALIGNED = 16                                   # Triton specializes on whether a number is a multiple of this
 UNUSUAL = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size", "tensordesc_meta")
 
 
@@ -31,57 +33,63 @@ def driver() -> Any:
 
 
 def parameter_sizes(function: int) -> tuple[int, ...] | None:
-    """Bytes of each parameter of a loaded function; None where the driver (before CUDA 12.4) cannot tell."""
-    ask = getattr(driver(), "cuFuncGetParamInfo", None)
-    if ask is None:
+    """Returns the bytes of each parameter of a loaded function; None if the driver (before CUDA
+    12.4) cannot tell."""
+    get_info = getattr(driver(), "cuFuncGetParamInfo", None)
+    if get_info is None:
         return None
-    found: list[int] = []
+    sizes: list[int] = []
     offset, size = c_size_t(), c_size_t()
-    while ask(c_void_p(function), c_size_t(len(found)), byref(offset), byref(size)) == 0:
-        found.append(size.value)
-    return tuple(found)
+    while get_info(c_void_p(function), c_size_t(len(sizes)), byref(offset), byref(size)) == 0:
+        sizes.append(size.value)
+    return tuple(sizes)
 
 
-def launch(fn: Any, made: Any, grid: Grid, args: tuple[Any, ...], varying: tuple[Varying, ...],
+def launch(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...], varying: tuple[Varying, ...],
            hooks: tuple[list[Any], ...]) -> Launch | str:
-    """The launch of a CompiledKernel with these run-time arguments; or why it must be left to Triton."""
-    metadata = made.metadata
+    """Returns the launch of a CompiledKernel with these run-time arguments, or why it is left to
+    Triton."""
+    metadata = compiled.metadata
     unusual = [name for name in UNUSUAL if getattr(metadata, name, None)]
     if unusual or getattr(metadata, "num_ctas", 1) != 1:
         return f"it is launched with {', '.join(unusual) or 'clusters'}"
-    sizes = parameter_sizes(made.function)
+    sizes = parameter_sizes(compiled.function)
     if sizes is None:
         return "the driver does not tell the parameters of a function"
-    return describe(fn, made, grid, args, varying, hooks, sizes)
+    return describe(fn, compiled, grid, args, varying, hooks, sizes)
 
 
-def describe(fn: Any, made: Any, grid: Grid, args: tuple[Any, ...], varying: tuple[Varying, ...],
+def describe(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...], varying: tuple[Varying, ...],
              hooks: tuple[list[Any], ...], sizes: tuple[int, ...]) -> Launch | str:
-    """As `launch`, of a function with parameters of these sizes."""
-    passed = [(i, p, str(made.src.signature.get(p.name, ""))) for i, p in enumerate(fn.params[:len(args)])]
-    passed = [(i, p, kind) for i, p, kind in passed if kind != "constexpr"]    # a number that is 1, say
+    """Like `launch`, for a function with parameters of these sizes."""
+    passed = [(i, p, str(compiled.src.signature.get(p.name, ""))) for i, p in enumerate(fn.params[:len(args)])]
+    passed = [(i, p, kind) for i, p, kind in passed if kind != "constexpr"]    # such as a number that is 1
     codes = ["P" if kind.startswith("*") else CODES.get(kind, "") for _, _, kind in passed]
     scratch = len(sizes) - len(codes)
     format = "@" + "".join(codes) + "P" * scratch
-    if "" in codes or not 0 <= scratch <= MOST_SCRATCH or tuple(map(struct.calcsize, expand_format(format))) != sizes:
+    if "" in codes or not 0 <= scratch <= MAX_SCRATCH or tuple(map(struct.calcsize, expand_format(format))) != sizes:
         return f"parameters of {sizes} bytes are not those of the signature {[kind for _, _, kind in passed]}"
-    given = [args[i] for i, _, _ in passed]
+    values = [args[i] for i, _, _ in passed]
     try:
-        params = struct.pack(format, *[v.data_ptr() if isinstance(v, Tensor) else v for v in given], *[0] * scratch)
+        params = struct.pack(format, *[v.data_ptr() if isinstance(v, Tensor) else v for v in values], *[0] * scratch)
     except (struct.error, OverflowError) as e:
         return f"its numbers do not fit their types: {e}"
     fields = fields_of(format)
-    place = {i: at for at, (i, _, _) in enumerate(passed)}
-    free = tuple(found for v in varying if (found := _bounded(v, fn, args, place)) is not None)
+    field_of = {i: field for field, (i, _, _) in enumerate(passed)}
+    free = tuple(bounded for v in varying if (bounded := _bound(v, fn, args, field_of)) is not None)
     return Launch(
-        ctypes.cast(driver().cuLaunchKernelEx, c_void_p).value or 0, made.function, grid,
-        made.metadata.num_warps * 32, made.metadata.shared, 1, params, places_of(fields), fields,
-        tuple((at, v) for at, v in enumerate(given) if isinstance(v, Tensor)), free, refused, hooks, made)
+        ctypes.cast(driver().cuLaunchKernelEx, c_void_p).value or 0, compiled.function, grid,
+        compiled.metadata.num_warps * 32, compiled.metadata.shared, 1, params, places_of(fields), fields,
+        tuple((field, v) for field, v in enumerate(values) if isinstance(v, Tensor)), free,
+        launch_error, hooks, compiled)
 
 
-def _bounded(v: Varying, fn: Any, args: tuple[Any, ...], place: dict[int, int]) -> Varying | None:
-    """Where the compiled kernel is the same: a number of 32 bits stays one, a multiple of 16 stays one. None: nowhere
-    else."""
+def _bound(v: Varying, fn: Any, args: tuple[Any, ...], place: dict[int, int]) -> Varying | None:
+    """Returns the range in which the specialization is the same: 32 bits stay 32, multiples of 16
+    stay multiples.
+
+    None if there is no other value.
+    """
     if v.field < 0:
         return v
     now = args[v.field]
@@ -95,8 +103,8 @@ def _bounded(v: Varying, fn: Any, args: tuple[Any, ...], place: dict[int, int]) 
     return bounded._replace(step=ALIGNED)
 
 
-def refused(code: int, device: int, grid: Grid) -> BaseException:
-    """In the words of Triton's own launcher."""
+def launch_error(code: int, device: int, grid: Grid) -> BaseException:
+    """Returns the error that Triton's own launcher raises."""
     text = c_char_p()
     driver().cuGetErrorString(code, byref(text))
     return RuntimeError(f"Triton Error [CUDA]: {(text.value or b'unknown').decode()}")

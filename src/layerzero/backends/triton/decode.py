@@ -1,4 +1,4 @@
-"""How decode_kernel is launched: for K and V as tensors, and for a cache of pages."""
+"""Launches decode_kernel for dense K and V and for a paged cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...spec import replay
 from ...spec.replay import MOST, Varying
 from .decode_attention import decode_kernel
 from .launch import Launcher
-from .machine import counters, size_of
+from .machine import counters, device_size
 
-MOST_ROWS = 64             # of one tile: query heads that share a KV head times their tokens
-MOST_SPLITS = 32           # the last program of a KV head merges them all: more take longer than they save
-MERGED_AT_ONCE = 8192      # numbers of a tile of parts
+MAX_ROWS = 64             # of one tile: query heads of a KV head times their tokens
+MAX_SPLITS = 32           # the last program of a KV head merges all: more cost more than they save
+MERGE_TILE = 8192      # elements of a tile of parts
 
 
 _launch = Launcher(decode_kernel)
@@ -33,14 +33,18 @@ class Config(NamedTuple):
     splits: int
 
 
-def stage_of_64(dim: int, dim_v: int, key_bytes: int, value_bytes: int) -> int:
-    """Bytes of 64 keys and values in shared memory: Triton's tiles are powers of two."""
+def stage_bytes(dim: int, dim_v: int, key_bytes: int, value_bytes: int) -> int:
+    """Returns the bytes of 64 keys and values in shared memory: Triton's tiles are powers of
+    two."""
     return 64 * (_tile(dim) * key_bytes + _tile(dim_v) * value_bytes)
 
 
-def beside_stages(rows: int, dim: int, dim_v: int, converted: bool) -> int:
-    """Bytes of shared memory beside the stages: queries, probabilities, pages; and what is stored with fewer bits is
-    converted once more. As Triton's compiler lays it out; a test on a GPU compares."""
+def bytes_beside_stages(rows: int, dim: int, dim_v: int, converted: bool) -> int:
+    """Returns the bytes of shared memory beside the stages: queries, probabilities, pages, and
+    converted tiles.
+
+    As Triton's compiler lays it out; a test on a GPU compares.
+    """
     block_n = 64 if rows <= 16 else 128
     return (2 * rows * (_tile(dim) + block_n) + 16 * block_n
             + (2 * block_n * max(_tile(dim), _tile(dim_v)) if converted else 0))
@@ -51,29 +55,35 @@ def _tile(n: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def config(rows: int, homes: int, tiles_of_64: int, stage_bytes_of_64: int, paged: bool,
+def config(rows: int, kv_rows: int, tiles_of_64: int, stage_bytes_of_64: int, paged: bool,
            device: torch.device, programs: float = 1.0, beside: int = 16 << 10) -> Config:
-    """`homes` is batch x KV heads. A split has a tile at least; on an H200 one program for each multiprocessor was
-    fastest. Rows of pages are of many lengths, so that four programs for each are better than one that others wait
-    for. `programs`: how many, as a multiple of that; tuning finds out what is fastest elsewhere."""
-    processors, shared = size_of(device)
+    """Returns the launch configuration for `kv_rows`, batch x KV heads.
+
+    A split has at least one tile; on an H200 one program per multiprocessor was fastest. Paged
+    sequences differ in length, so four programs per KV head balance better than one. `programs` is
+    a multiple of that, for tuning.
+    """
+    processors, shared = device_size(device)
     block_n, warps = (64, 4) if rows <= 16 else (128, 8)
     fit = (shared - beside) // (stage_bytes_of_64 * (block_n // 64))
     stages = max(1, min(4 if block_n == 64 and not paged else 3, fit))
     tiles = max(1, tiles_of_64 * 64 // block_n)
-    splits = max(int(4 * programs) if paged else 1, min(int(processors * programs) // homes, MOST_SPLITS))
+    splits = max(int(4 * programs) if paged else 1, min(int(processors * programs) // kv_rows, MAX_SPLITS))
     return Config(block_n, warps, stages, min(splits, tiles))
 
 
-def alike(keys: int, reach: int, config_of: Callable[[int], Config]) -> tuple[int, int]:
-    """The numbers of keys, from and to, of the same configuration. `reach`: keys that a window lets be seen, -1 for
-    all. Of more tiles there are never fewer splits, and nothing else depends on them."""
+def same_config_range(keys: int, reach: int, config_of: Callable[[int], Config]) -> tuple[int, int]:
+    """Returns the range of key counts with the same configuration; `reach`: keys inside the window,
+    -1 for all.
+
+    Splits never decrease with the number of tiles, and nothing else depends on it.
+    """
     if 0 <= reach <= keys:
         return reach, MOST
     tiles, last = -(-keys // 64), MOST // 64
-    made = config_of(tiles)
-    first = bisect_left(range(tiles), True, key=lambda t: config_of(t) == made)
-    beyond = bisect_left(range(tiles, last), True, key=lambda t: config_of(t) != made) + tiles
+    current = config_of(tiles)
+    first = bisect_left(range(tiles), True, key=lambda t: config_of(t) == current)
+    beyond = bisect_left(range(tiles, last), True, key=lambda t: config_of(t) != current) + tiles
     low, high = max(0, 64 * (first - 1) + 1), MOST if beyond == last else 64 * (beyond - 1)
     return low, high if reach < 0 else min(high, reach - 1)
 
@@ -87,28 +97,30 @@ def launch(
     chosen: Config | None = None, programs: float = 1.0,
     growing: Callable[[int, int], tuple[Varying, ...]] | None = None,
 ) -> None:
-    """`shape`: batch, heads, kv_heads, room (queries per head), keys, dim, dim_v. Strides: batch, head, token.
-    `growing`: of the fewest and most keys that are launched like these, what varies."""
-    batch, heads, kv_heads, room, keys, dim, dim_v = shape
+    """`shape`: batch, heads, kv_heads, max_queries (per head), keys, dim, dim_v. Strides: batch,
+    head, token. `growing(low, high)`: the arguments that may vary in a replay with low to high
+    keys."""
+    batch, heads, kv_heads, max_queries, keys, dim, dim_v = shape
     group = heads // kv_heads
-    rows = max(16, triton.next_power_of_2(group * room))
-    reach = -1 if left < 0 else left + room + 63
+    rows = max(16, triton.next_power_of_2(group * max_queries))
+    reach = -1 if left < 0 else left + max_queries + 63
     seen = keys if reach < 0 else min(keys, reach)
     sizes = key.element_size(), value.element_size()
-    stage, beside = stage_of_64(dim, dim_v, *sizes), beside_stages(rows, dim, dim_v, min(sizes) < 2)
+    stage, beside = stage_bytes(dim, dim_v, *sizes), bytes_beside_stages(rows, dim, dim_v, min(sizes) < 2)
 
     def config_of(tiles: int) -> Config:
         return chosen or config(rows, batch * kv_heads, tiles, stage, page > 0, query.device, programs, beside)
 
-    made = config_of(-(-seen // 64))
+    cfg = config_of(-(-seen // 64))
     varying: tuple[Varying, ...] = ()
     if growing is not None and replay.watcher() is not None:
-        varying = growing(*alike(keys, reach, config_of))
-    splits, many, used = made.splits, triton.next_power_of_2(made.splits), triton.next_power_of_2(group * room)
-    parts = stats = count = query                  # not read where there is one split
+        varying = growing(*same_config_range(keys, reach, config_of))
+    splits, splits_pow = cfg.splits, triton.next_power_of_2(cfg.splits)
+    rows_pow = triton.next_power_of_2(group * max_queries)
+    parts = stats = count = query                  # unused with one split
     if splits > 1:
-        parts = torch.empty(batch * heads * room * splits * dim_v, dtype=torch.float32, device=query.device)
-        stats = torch.empty(batch * heads * room * splits, dtype=torch.float32, device=query.device)
+        parts = torch.empty(batch * heads * max_queries * splits * dim_v, dtype=torch.float32, device=query.device)
+        stats = torch.empty(batch * heads * max_queries * splits, dtype=torch.float32, device=query.device)
         count = counters(query.device, batch * kv_heads)
     _launch((splits, kv_heads, batch), (
         query, key, value, out, query if lse is None else lse, parts, stats, count, query if table is None else table,
@@ -116,14 +128,16 @@ def launch(
         query if slopes is None else slopes, query if k_scale is None else k_scale,
         query if v_scale is None else v_scale,
         *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, 0 if table is None else table.stride(0),
-        _per_head(k_scale), _per_head(v_scale), scale, softcap, left, right, keys, room, splits), {
-        "GROUP": group, "ROWS": rows, "BLOCK_N": made.block_n, "DIM": dim, "DIM_V": dim_v,
+        _per_head(k_scale), _per_head(v_scale), scale, softcap, left, right, keys, max_queries, splits), {
+        "GROUP": group, "ROWS": rows, "BLOCK_N": cfg.block_n, "DIM": dim, "DIM_V": dim_v,
         "DIM_POW": max(16, triton.next_power_of_2(dim)), "DIM_V_POW": max(16, triton.next_power_of_2(dim_v)),
         "PAGE": page, "LENGTHS": lengths is not None, "STARTS": starts is not None, "K_SCALE": k_scale is not None,
         "V_SCALE": v_scale is not None, "BOTTOM": bottom, "LEFT": left >= 0, "RIGHT": right >= 0,
-        "ALIBI": slopes is not None, "SOFTCAP": softcap > 0.0, "LSE": lse is not None, "SPLITS": many, "USED": used,
-        "DEPTH": min(triton.next_power_of_2(dim_v), max(1, MERGED_AT_ONCE // (many * used))), "STAGES": made.stages,
-        "num_warps": made.warps}, varying)
+        "ALIBI": slopes is not None, "SOFTCAP": softcap > 0.0, "LSE": lse is not None,
+        "SPLITS": splits_pow, "USED": rows_pow,
+        "DEPTH": min(triton.next_power_of_2(dim_v), max(1, MERGE_TILE // (splits_pow * rows_pow))),
+        "STAGES": cfg.stages,
+        "num_warps": cfg.warps}, varying)
 
 
 def _per_head(scale: Tensor | None) -> int:
@@ -145,33 +159,36 @@ def dense(
     softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd", chosen: Config | None = None,
     programs: float = 1.0,
 ) -> Any:
-    """`chosen` is for measuring."""
+    """`chosen` overrides the configuration, for benchmarks."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
-    batch, heads, room, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
+    batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
     whole = key, value
-    if key.stride(head) == 0 == value.stride(head) and heads * room <= MOST_ROWS:
-        key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)      # one head, expanded: it is read once
+    if key.stride(head) == 0 == value.stride(head) and heads * max_queries <= MAX_ROWS:
+        key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)      # one expanded head: read it once
     kv_heads, keys, dim_v = key.shape[head], key.shape[seq], value.shape[3]
     out = torch.empty((*sizes[:3], dim_v), dtype=query.dtype, device=query.device)
-    lse = torch.empty((batch, heads, room), dtype=torch.float32, device=query.device) if return_lse else None
+    lse = torch.empty((batch, heads, max_queries), dtype=torch.float32, device=query.device) if return_lse else None
     bottom = causal_align == "bottom_right"
     right = 0 if is_causal else window_right
-    if bottom and room == 1:
-        right = -1                                 # the one query sits at the last key: nothing is to its right
+    if bottom and max_queries == 1:
+        right = -1                                 # the query is at the last key: nothing is to its right
 
     def strides(t: Tensor) -> tuple[int, int, int]:
         return t.stride(0), t.stride(head), t.stride(seq)
 
     def growing(low: int, high: int) -> tuple[Varying, ...]:
-        """With every token there are more keys; where they are one dense tensor, the strides grow with them."""
+        """Returns what varies as keys are appended: their number, and the strides of dense
+        tensors."""
         return (Varying(whole[0], "size", seq, FIELDS["keys"], low, high),
                 Varying(whole[1], "size", seq, -1, low, high),
-                *(Varying(t, "stride", axis, FIELDS[f"{name}_{of}"], 1) for t, name in zip(whole, "kv")
-                  for axis, of in ((0, "batch"), (head, "head")) if t.stride(axis) > 0))
+                *(Varying(t, "stride", axis, FIELDS[f"{name}_{axis_name}"], 1) for t, name in zip(whole, "kv")
+                  for axis, axis_name in ((0, "batch"), (head, "head")) if t.stride(axis) > 0))
 
-    launch(query, key, value, out, lse, (batch, heads, kv_heads, room, keys, dim, dim_v), strides(query), strides(key),
-           strides(value), strides(out), (heads * room, room, 1), dim ** -0.5 if scale is None else scale, softcap,
+    launch(query, key, value, out, lse, (batch, heads, kv_heads, max_queries, keys, dim, dim_v),
+           strides(query), strides(key),
+           strides(value), strides(out), (heads * max_queries, max_queries,
+                                          1), dim ** -0.5 if scale is None else scale, softcap,
            window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs, growing=growing)
     return out if lse is None else (out, lse)
 
@@ -197,11 +214,12 @@ def paged(
     slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
     page, kv_heads, dim_v = key_cache.shape[slot], key_cache.shape[head], value_cache.shape[3]
     batch, pages = block_table.shape
-    room = 1 if cu_seqlens_q is None else int(max_seqlen_q or 0)
+    max_queries = 1 if cu_seqlens_q is None else int(max_seqlen_q or 0)
     out = torch.empty((tokens, heads, dim_v), dtype=query.dtype, device=query.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if return_lse else None
-    if room and batch:
-        # A packed row of queries is a batch of one token each, or begins where cu_seqlens_q says.
+    if max_queries and batch:
+        # Without cu_seqlens_q each token is a batch entry; with it, it says where the queries of a
+        # sequence begin.
         packed = cu_seqlens_q is not None
 
         def strides(t: Tensor) -> tuple[int, int, int]:
@@ -214,9 +232,9 @@ def paged(
             return (Varying(block_table, "size", 1, FIELDS["keys"], -(-low // page), high // page, factor=page),
                     Varying(block_table, "stride", 0, FIELDS["table_batch"], 1))
 
-        launch(query, key_cache, value_cache, out, lse, (batch, heads, kv_heads, room, pages * page, dim, dim_v),
+        launch(query, key_cache, value_cache, out, lse, (batch, heads, kv_heads, max_queries, pages * page, dim, dim_v),
                strides(query), pool(key_cache), pool(value_cache), strides(out),
                (0 if packed else heads, 1, heads), dim ** -0.5 if scale is None else scale, softcap, window_left,
-               0 if is_causal and room > 1 else -1, True, None, block_table, context_lens, cu_seqlens_q, page,
+               0 if is_causal and max_queries > 1 else -1, True, None, block_table, context_lens, cu_seqlens_q, page,
                key_scale, value_scale, chosen, programs, growing)
     return out if lse is None else (out, lse)

@@ -1,4 +1,4 @@
-"""The feed-forward layer: torch's matrix products, and between them activation and product in one pass."""
+"""The feed-forward layer: torch's matmuls, and between them activation and gating in one kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _activate(x, KIND: tl.constexpr):
         return x * tl.sigmoid(x)
     if KIND == 1:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    if KIND == 2:                                  # 0.5 (1 + tanh(y)) is the sigmoid of 2 y
+    if KIND == 2:                                  # 0.5 (1 + tanh(y)) = sigmoid(2 y)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return tl.maximum(x, 0.0)
 
@@ -39,7 +39,7 @@ _launch = Launcher(gate_kernel)
 
 
 def gate(gates: Tensor, ups: Tensor, activation: str, block: int = BLOCK, warps: int = 4) -> Tensor:
-    """act(gates) * ups of two (rows, inner) with dense rows."""
+    """Returns act(gates) * ups for two (rows, inner) tensors with dense rows."""
     rows, inner = gates.shape
     out = torch.empty((rows, inner), dtype=gates.dtype, device=gates.device)
     if out.numel():

@@ -1,15 +1,17 @@
-"""Linear layers for few rows of x: the weight is read once, at the speed of memory, whatever it is stored as.
+"""Linear layers for few rows of x: the weight is read once, at memory bandwidth, in any format.
 
-One row: every thread reads 16 bytes of each of several rows of the weight, multiplies in float32, and the threads of a
-program add up at the end. No shared memory, no tensor cores, and eight loads of each thread are on their way at once.
+One row: every thread reads 16 bytes of each of several rows of the weight, multiplies in float32,
+and the threads of a program reduce at the end. No shared memory, no tensor cores, and each thread
+has eight loads in flight.
 
-Two to sixteen rows: tensor cores, with the weight as the tall side. Where there are too few rows of the weight to
-occupy the device, several programs share the inputs; the last one to finish adds up their parts, always in the same
-order.
+Two to sixteen rows: tensor cores, with the weight as the M side. If the weight has too few rows to
+occupy the device, several programs split the inputs (split-K); the last one to finish adds up their
+parts, always in the same order.
 
-Four-bit codes are not converted one by one. Put into the mantissa of a float whose exponent is fixed, code n reads
-256 + n or 16 + n, depending on where its four bits lie in the word; what is too much is taken off once for all rows.
-Where a row of x fits into the registers of a program, the program keeps it and goes through many rows of the weight.
+Four-bit codes are not converted one by one. In the mantissa of a float with a fixed exponent, code
+n reads as 256 + n or 16 + n, depending on the position of its bits in the word; the excess is
+subtracted once for all rows. If a row of x fits into the registers of a program, the program keeps
+it and goes through many rows of the weight.
 """
 
 from __future__ import annotations
@@ -22,23 +24,23 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
-from .machine import counters, size_of
+from .machine import counters, device_size
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 
 
 @triton.jit
-def _wanted(x_ptr, column, K: tl.constexpr, EVEN: tl.constexpr):
+def _load_x(x_ptr, column, K: tl.constexpr, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(x_ptr + column).to(tl.float32)
     return tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _two(word, x_low, x_high, total, ASM: tl.constexpr):
-    """total + the products of two codes, each with its offset; they lie in bits 15 to 18 and 19 to 22.
+def _add_two_products(word, x_low, x_high, total, ASM: tl.constexpr):
+    """Adds the products of two codes plus their offsets; the codes are in bits 15 to 18 and 19 to 22.
 
-    On a GPU `and` and `or` are one instruction, where left to itself the compiler takes two, having two constants.
+    On a GPU `and` and `or` are one lop3 instruction; the compiler would use two for two constants.
     """
     if ASM:
         low = tl.inline_asm_elementwise(
@@ -54,10 +56,11 @@ def _two(word, x_low, x_high, total, ASM: tl.constexpr):
 
 
 @triton.jit
-def _eight(x_ptr, word, K: tl.constexpr, EVEN: tl.constexpr):
-    """The eight inputs that meet the codes of each of `word` (quads, 4), as eight tensors of that shape."""
+def _load_eight(x_ptr, word, K: tl.constexpr, EVEN: tl.constexpr):
+    """Loads the eight inputs for the codes of each of `word` (quads, 4), as eight tensors of that
+    shape."""
     column = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    x = _wanted(x_ptr, column, K, EVEN)
+    x = _load_x(x_ptr, column, K, EVEN)
     even, odd = tl.split(tl.reshape(x, (word.shape[0], 4, 4, 2)))
     x04, x26 = tl.split(tl.reshape(even, (word.shape[0], 4, 2, 2)))
     x15, x37 = tl.split(tl.reshape(odd, (word.shape[0], 4, 2, 2)))
@@ -69,7 +72,7 @@ def _eight(x_ptr, word, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, row, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: tl.constexpr, BIAS: tl.constexpr):
+def _store_row(total, row, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: tl.constexpr, BIAS: tl.constexpr):
     inside = row < n
     if BY_ROW:
         total *= tl.load(scales_ptr + row * scale_row, mask=inside, other=0.0).to(tl.float32)
@@ -84,77 +87,80 @@ def one_row_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The weight as numbers, or as codes of one byte. GROUP: inputs that share a scale, 0 where the whole row does."""
+    """For weights of floats or of one-byte codes. GROUP: inputs that share a scale, 0 for the whole
+    row."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    source = tl.minimum(row, n - 1).to(tl.int64)           # rows past the end are read again, and not written
+    source = tl.minimum(row, n - 1).to(tl.int64)           # rows past the end are clamped, and not stored
     block: tl.constexpr = LANES * VEC
     even: tl.constexpr = K % block == 0
     lane = tl.arange(0, LANES)
     column = lane[:, None] * VEC + tl.arange(0, VEC)[None, :]
     total = tl.zeros((BLOCK_N, LANES), tl.float32)
     for first in tl.range(0, K, block, num_stages=STAGES):
-        place = w_ptr + source[:, None, None] * w_row + (first + column)[None, :, :]
+        w_ptrs = w_ptr + source[:, None, None] * w_row + (first + column)[None, :, :]
         if even:
-            w = tl.load(place, eviction_policy="evict_first")
+            w = tl.load(w_ptrs, eviction_policy="evict_first")
         else:
-            w = tl.load(place, mask=(first + column)[None, :, :] < K, other=0.0, eviction_policy="evict_first")
-        x = _wanted(x_ptr, first + column, K, even)
-        part = tl.sum(w.to(tl.float32) * x[None, :, :], 2)
+            w = tl.load(w_ptrs, mask=(first + column)[None, :, :] < K, other=0.0, eviction_policy="evict_first")
+        x = _load_x(x_ptr, first + column, K, even)
+        sums = tl.sum(w.to(tl.float32) * x[None, :, :], 2)
         if GROUP > 0 or ZEROS:
-            near = first + lane * VEC < K
-            at = source[:, None] * scale_row
+            in_row = first + lane * VEC < K
+            scale_offset = source[:, None] * scale_row
             if GROUP > 0:
-                at += ((first + lane * VEC) // GROUP)[None, :]
+                scale_offset += ((first + lane * VEC) // GROUP)[None, :]
             if ZEROS:
-                zero = tl.load(zeros_ptr + at, mask=near[None, :], other=0).to(tl.float32)
-                part -= zero * tl.sum(x, 1)[None, :]
+                zero = tl.load(zeros_ptr + scale_offset, mask=in_row[None, :], other=0).to(tl.float32)
+                sums -= zero * tl.sum(x, 1)[None, :]
             if GROUP > 0:
-                part *= tl.load(scales_ptr + at, mask=near[None, :], other=0.0).to(tl.float32)
-        total += part
-    _finish(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+                sums *= tl.load(scales_ptr + scale_offset, mask=in_row[None, :], other=0.0).to(tl.float32)
+        total += sums
+    _store_row(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
 
 
 @triton.jit
-def _int4_read(
+def _load_int4(
     w_ptr, scales_ptr, zeros_ptr, source, first, scale_row,
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, QUADS: tl.constexpr,
 ):
-    """The words (rows, quads, 4) from `first` on, and scale and zero of each quad: its 32 codes are of one group."""
+    """Loads the words (rows, quads, 4) from `first` on, and scale and zero of each quad: its 32
+    codes share a group."""
     words: tl.constexpr = K // 8
     even: tl.constexpr = words % (4 * QUADS) == 0
     quad = tl.arange(0, QUADS)
     word = first + quad[:, None] * 4 + tl.arange(0, 4)[None, :]
-    place = w_ptr + source[:, None, None] * words + word[None, :, :]
+    w_ptrs = w_ptr + source[:, None, None] * words + word[None, :, :]
     if even:
-        w = tl.load(place, eviction_policy="evict_first")
+        w = tl.load(w_ptrs, eviction_policy="evict_first")
     else:
-        w = tl.load(place, mask=word[None, :, :] < words, other=0, eviction_policy="evict_first")
-    at = source[:, None] * scale_row
+        w = tl.load(w_ptrs, mask=word[None, :, :] < words, other=0, eviction_policy="evict_first")
+    scale_offset = source[:, None] * scale_row
     if GROUP > 0:
-        at += ((first + quad * 4) * 8 // GROUP)[None, :]
-    near = (first + quad * 4 < words)[None, :]
+        scale_offset += ((first + quad * 4) * 8 // GROUP)[None, :]
+    in_row = (first + quad * 4 < words)[None, :]
     scale, zero = 1.0, 0.0
     if GROUP > 0:
-        scale = tl.load(scales_ptr + at) if even else tl.load(scales_ptr + at, mask=near, other=0.0)
+        scale = tl.load(scales_ptr + scale_offset) if even else tl.load(scales_ptr + scale_offset,
+                                                                        mask=in_row, other=0.0)
     if ZEROS:
-        zero = tl.load(zeros_ptr + at) if even else tl.load(zeros_ptr + at, mask=near, other=0)
+        zero = tl.load(zeros_ptr + scale_offset) if even else tl.load(zeros_ptr + scale_offset, mask=in_row, other=0)
     return w, scale, zero
 
 
 @triton.jit
-def _int4_part(
+def _int4_products(
     w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):
-    """(rows, quads): what these words contribute."""
+    """Returns (rows, quads), the sums of products of these words."""
     low, high = x0 + x2 + x4 + x6, x1 + x3 + x5 + x7
     excess = low * 256.0 + high * 16.0
     if not ZEROS:
         excess += (low + high) * 8.0
     part = tl.zeros(w.shape, tl.float32) - excess[None, :, :]
-    part = _two(w << 15, x0, x1, part, ASM)
-    part = _two(w << 7, x2, x3, part, ASM)
-    part = _two(w >> 1, x4, x5, part, ASM)
-    part = _two(w >> 9, x6, x7, part, ASM)
+    part = _add_two_products(w << 15, x0, x1, part, ASM)
+    part = _add_two_products(w << 7, x2, x3, part, ASM)
+    part = _add_two_products(w >> 1, x4, x5, part, ASM)
+    part = _add_two_products(w >> 9, x6, x7, part, ASM)
     part = tl.sum(part, 2)
     if ZEROS:
         part -= zero.to(tl.float32) * tl.sum(low + high, 1)[None, :]
@@ -169,26 +175,27 @@ def one_row_int4_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
     QUADS: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Eight codes in a word, the first in its lowest bits. Each program takes every so many-th block of rows."""
+    """Eight codes per word, the first in the lowest bits. Programs take blocks of rows in turn."""
     words: tl.constexpr = K // 8
     even: tl.constexpr = words % (4 * QUADS) == 0
     word = tl.arange(0, QUADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     inner = tl.arange(0, BLOCK_N)
     begin, blocks, step = tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.num_programs(0)
-    if words <= 4 * QUADS:                                 # all of x at once, and kept
+    if words <= 4 * QUADS:                                 # all of x is kept in registers
         row = begin * BLOCK_N + inner
-        # Rows past the end are read as the last one, and not written.
-        w, scale, zero = _int4_read(w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K,
+        # Rows past the end are clamped, and not stored.
+        w, scale, zero = _load_int4(w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K,
                                     GROUP, ZEROS, QUADS)
-        x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x_ptr, word, K, even)
-        for block in range(begin, blocks, step):           # the next block is on its way while this one is computed
+        x0, x1, x2, x3, x4, x5, x6, x7 = _load_eight(x_ptr, word, K, even)
+        for block in range(begin, blocks, step):           # the next block is loaded while this one is computed
             row = (block + step) * BLOCK_N + inner
-            w_next, scale_next, zero_next = _int4_read(
+            w_next, scale_next, zero_next = _load_int4(
                 w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K, GROUP, ZEROS,
                 QUADS)
-            part = _int4_part(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
-            _finish(tl.sum(part, 1), block * BLOCK_N + inner, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0,
-                    BIAS)
+            part = _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
+            _store_row(tl.sum(part, 1), block * BLOCK_N + inner, n, scales_ptr, scale_row, bias_ptr,
+                       out_ptr, GROUP == 0,
+                       BIAS)
             w, scale, zero = w_next, scale_next, zero_next
     else:
         for block in range(begin, blocks, step):
@@ -196,16 +203,16 @@ def one_row_int4_kernel(
             source = tl.minimum(row, n - 1).to(tl.int64)
             total = tl.zeros((BLOCK_N, QUADS), tl.float32)
             for first in range(0, words, 4 * QUADS):
-                w, scale, zero = _int4_read(w_ptr, scales_ptr, zeros_ptr, source, first, scale_row, K, GROUP, ZEROS,
+                w, scale, zero = _load_int4(w_ptr, scales_ptr, zeros_ptr, source, first, scale_row, K, GROUP, ZEROS,
                                             QUADS)
-                x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x_ptr, first + word, K, even)
-                total += _int4_part(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
-            _finish(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
+                x0, x1, x2, x3, x4, x5, x6, x7 = _load_eight(x_ptr, first + word, K, even)
+                total += _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
+            _store_row(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
 
 
 @triton.jit
-def _product(w, x, acc, scale):
-    """acc + w x^T, the codes of w in x's dtype, times the scale of each row of w."""
+def _scaled_dot(w, x, acc, scale):
+    """Returns acc + w x^T times the scale of each row of w, with the codes of w in x's dtype."""
     return acc + tl.dot(w.to(x.dtype), x) * scale[:, None]
 
 
@@ -216,40 +223,42 @@ def few_rows_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
     INT4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Codes of four bits: BLOCK_K bytes at a time, whose low halves meet the even inputs and high halves the odd."""
+    """For four-bit codes BLOCK_K bytes at a time; low nibbles belong to even inputs, high ones to
+    odd."""
     block, split = tl.program_id(0), tl.program_id(1)
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     source = tl.minimum(row, n - 1).to(tl.int64)
     m = tl.arange(0, ROWS)
     width: tl.constexpr = K // 2 if INT4 else K
-    each: tl.constexpr = 2 if INT4 else 1                  # inputs of a stored column
+    inputs_per_column: tl.constexpr = 2 if INT4 else 1                  # inputs per stored column
     even: tl.constexpr = width % BLOCK_K == 0
-    stretch = tl.cdiv(tl.cdiv(width, BLOCK_K), splits) * BLOCK_K
+    split_width = tl.cdiv(tl.cdiv(width, BLOCK_K), splits) * BLOCK_K
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for first in tl.range(split * stretch, tl.minimum((split + 1) * stretch, width), BLOCK_K, num_stages=STAGES):
+    for first in tl.range(split * split_width, tl.minimum((split + 1) * split_width, width),
+                          BLOCK_K, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK_K)
-        place = w_ptr + source[:, None] * w_row + column[None, :]
-        x_place = x_ptr + m[None, :] * x_row + column[:, None] * each
+        w_ptrs = w_ptr + source[:, None] * w_row + column[None, :]
+        x_ptrs = x_ptr + m[None, :] * x_row + column[:, None] * inputs_per_column
         x_mask = (m[None, :] < rows) & (column[:, None] < width)
-        w = tl.load(place) if even else tl.load(place, mask=column[None, :] < width, other=0)
-        x = tl.load(x_place, mask=x_mask, other=0.0)
+        w = tl.load(w_ptrs) if even else tl.load(w_ptrs, mask=column[None, :] < width, other=0)
+        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
         scale = tl.full((BLOCK_N,), 1.0, tl.float32)
         if GROUP > 0:
-            scale = tl.load(scales_ptr + source * scale_row + first * each // GROUP).to(tl.float32)
+            scale = tl.load(scales_ptr + source * scale_row + first * inputs_per_column // GROUP).to(tl.float32)
         if INT4:
             zero = tl.full((BLOCK_N,), 8.0, tl.float32)
         if ZEROS:
-            at = source * scale_row + (first * each // GROUP if GROUP > 0 else 0)
-            zero = tl.load(zeros_ptr + at).to(tl.float32)
+            zero_offset = source * scale_row + (first * inputs_per_column // GROUP if GROUP > 0 else 0)
+            zero = tl.load(zeros_ptr + zero_offset).to(tl.float32)
         if INT4:
-            x_odd = tl.load(x_place + 1, mask=x_mask, other=0.0)
+            x_odd = tl.load(x_ptrs + 1, mask=x_mask, other=0.0)
             low, high = (w & 15).to(tl.float32) - zero[:, None], (w >> 4).to(tl.float32) - zero[:, None]
-            acc = _product(low.to(x.dtype), x, acc, scale)
-            acc = _product(high.to(x.dtype), x_odd, acc, scale)
+            acc = _scaled_dot(low.to(x.dtype), x, acc, scale)
+            acc = _scaled_dot(high.to(x.dtype), x_odd, acc, scale)
         elif ZEROS:
-            acc = _product((w.to(tl.float32) - zero[:, None]).to(x.dtype), x, acc, scale)
+            acc = _scaled_dot((w.to(tl.float32) - zero[:, None]).to(x.dtype), x, acc, scale)
         elif GROUP > 0:
-            acc = _product(w, x, acc, scale)
+            acc = _scaled_dot(w, x, acc, scale)
         else:
             acc = tl.dot(w.to(x.dtype), x, acc)
     if splits > 1:
@@ -261,16 +270,17 @@ def few_rows_kernel(
         if done == splits - 1:
             tl.store(count_ptr + block, 0)
             acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
-            for s in range(splits):                        # in order, so that the sum is always the same
+            for s in range(splits):                        # in order, so that the result is deterministic
                 part = (tl.program_id(0).to(tl.int64) * splits + s) * BLOCK_N * ROWS
                 acc += tl.load(part_ptr + part + inner, cache_modifier=".cg")
-            _write(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+            _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
     else:
-        _write(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+        _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
 
 
 @triton.jit
-def _write(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: tl.constexpr, BIAS: tl.constexpr):
+def _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr,
+                BY_ROW: tl.constexpr, BIAS: tl.constexpr):
     inside = row < n
     if BY_ROW:
         acc *= tl.load(scales_ptr + row * scale_row, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -285,20 +295,21 @@ _one_row, _one_row_int4, _few_rows = Launcher(one_row_kernel), Launcher(one_row_
 
 class Config(NamedTuple):
     block_n: int
-    block_k: int               # of one row: lanes of 16 bytes; of few: columns of the weight
+    block_k: int               # one row: lanes of 16 bytes; few rows: columns of the weight
     warps: int
     stages: int
-    splits: int = 1            # of the inputs; of one row of four-bit codes: programs for each multiprocessor
+    splits: int = 1            # of the inputs; one row of four-bit codes: programs per multiprocessor
 
 
 def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.device,
            programs: float = 1.0) -> Config:
-    """`width`: bytes or numbers in a row of the weight; `group`: of them, how many share a scale, 0 for all.
+    """Returns the launch configuration; `width`: elements in a row of the weight; `group`: elements
+    per scale, 0 for all.
 
-    `programs`: how many, as a multiple of what was fastest on an H200; tuning finds out what is fastest elsewhere.
+    `programs` is a multiple of what was fastest on an H200, for tuning.
     """
-    processors, _ = size_of(device)
-    if rows == 1 and int4:                                 # threads enough to hold all of x, where that can be
+    processors, _ = device_size(device)
+    if rows == 1 and int4:                                 # enough threads to hold all of x, if possible
         quads = max(128, triton.next_power_of_2(-(-width // 16)))
         quads = quads if quads <= 512 else 128
         return Config(2, quads, quads // 32, 1, max(1, int(512 // quads * programs)))
@@ -312,39 +323,40 @@ def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None, bias: Tensor | None, format: str,
            group_size: int, chosen: Config | None = None, programs: float = 1.0) -> Tensor:
-    """`format`: that of the codes, or "" where the weight is stored as it is."""
+    """`format`: that of the codes, or "" for a weight of floats."""
     k, n = x.shape[-1], weight.shape[0]
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     flat = x.reshape(-1, k)
     rows = flat.shape[0]
     int4 = format == "int4"
     group = 0 if group_size >= k else group_size
-    by = (x if scales is None else scales, x if zeros is None else zeros, x if bias is None else bias)
+    optional_args = (x if scales is None else scales, x if zeros is None else zeros, x if bias is None else bias)
     scale_row = 0 if scales is None else scales.stride(0)
     if not out.numel():
         return out
-    made = chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, int4, x.device, programs)
+    cfg = chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, int4, x.device, programs)
     options: dict[str, Any] = {"K": k, "GROUP": group, "ZEROS": zeros is not None, "BIAS": bias is not None,
-                               "BLOCK_N": made.block_n, "STAGES": made.stages, "num_warps": made.warps}
-    grid = (-(-n // made.block_n),)
+                               "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "num_warps": cfg.warps}
+    grid = (-(-n // cfg.block_n),)
     if rows == 1 and int4:
-        programs = min(grid[0], made.splits * size_of(x.device)[0])
+        programs = min(grid[0], cfg.splits * device_size(x.device)[0])
         del options["STAGES"]
-        _one_row_int4((programs,), (flat, weight.view(torch.int32), *by, out, n, scale_row), {
-            **options, "ASM": x.is_cuda, "QUADS": min(made.block_k, triton.next_power_of_2(-(-k // 32)))})
+        _one_row_int4((programs,), (flat, weight.view(torch.int32), *optional_args, out, n, scale_row), {
+            **options, "ASM": x.is_cuda, "QUADS": min(cfg.block_k, triton.next_power_of_2(-(-k // 32)))})
     elif rows == 1:
         vec = 16 // weight.element_size()
-        _one_row(grid, (flat, weight, *by, out, n, weight.stride(0), scale_row), {
+        _one_row(grid, (flat, weight, *optional_args, out, n, weight.stride(0), scale_row), {
             **options, "SCALED": scales is not None, "VEC": vec,
-            "LANES": min(made.block_k, triton.next_power_of_2(-(-k // vec)))})
+            "LANES": min(cfg.block_k, triton.next_power_of_2(-(-k // vec)))})
     else:
         parts = count = x
-        if made.splits > 1:
-            parts = torch.empty(grid[0] * made.splits * made.block_n * MOST_ROWS, dtype=torch.float32, device=x.device)
+        if cfg.splits > 1:
+            parts = torch.empty(grid[0] * cfg.splits * cfg.block_n * MAX_ROWS, dtype=torch.float32, device=x.device)
             count = counters(x.device, grid[0])
-        _few_rows((grid[0], made.splits), (
-            flat, weight, *by, out, parts, count, rows, n, made.splits, flat.stride(0), weight.stride(0), scale_row), {
-            **options, "SCALED": scales is not None, "INT4": int4, "BLOCK_K": made.block_k, "ROWS": MOST_ROWS})
+        _few_rows((grid[0], cfg.splits), (
+            flat, weight, *optional_args, out, parts, count, rows, n, cfg.splits, flat.stride(0), weight.stride(0),
+            scale_row), {
+            **options, "SCALED": scales is not None, "INT4": int4, "BLOCK_K": cfg.block_k, "ROWS": MAX_ROWS})
     return out
 
 

@@ -1,11 +1,12 @@
-"""A launch without what Triton works out anew at every call.
+"""Launches Triton kernels without the overhead of JITFunction.run.
 
-JITFunction.run binds arguments, asks each for its specialisation, and makes a text of that to look up what was
-compiled. Here a function made for the types of the arguments reads what the specialisation depends on (dtypes, whether
-a pointer or a number is a multiple of 16, whether a number is 1 or needs 64 bits, the constants) into a tuple. A tuple
-that was seen before leads straight to the compiled kernel, which gets bare pointers. Anything unusual, such as a hook
-of a profiler, is launched by Triton itself. What is launched while a call is recorded is told to spec/replay.py: the
-next such call needs no Python; bare.py makes of a compiled kernel what the driver is to be given.
+JITFunction.run binds arguments, computes the specialization of each, and formats it as a string to
+look up the compiled kernel. Here a function generated for the types of the arguments reads what the
+specialization depends on (dtypes, whether a pointer or a number is a multiple of 16, whether a
+number is 1 or needs 64 bits, the constants) into a tuple. A known tuple leads straight to the
+compiled kernel, which gets raw pointers. Unusual launches, such as with a profiler's hook, are left
+to Triton. Launches during a recorded call are reported to spec/replay.py, so that the next such
+call needs no Python; bare.py describes them for the driver.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from ...spec.launch import LaunchLimits, LaunchRefused, block_problems, config_p
 from ...spec.replay import Varying
 from . import bare
 
-MOST_KNOWN = 4096                              # exact argument tuples of one function; a growing length has no end
-WIDE = 1 << 31
+MAX_EXACT_KEYS = 4096                              # exact argument tuples of a function; growing lengths add new ones
+INT32_END = 1 << 31
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One specialisation that was made ready. `cache`: where it was: nowhere (compiled), on disk, or in memory."""
+    """A specialization that was loaded. `cache`: compiled, or found on disk or in memory."""
 
     function: str
     cache: str                                 # compiled | disk | memory
@@ -45,7 +46,8 @@ class Compiled:
 
 
 class Counts(NamedTuple):
-    """Of one function: launches of what was ready, and specialisations by where they came from."""
+    """Statistics of one function: launches of loaded specializations, and specializations by their
+    source."""
 
     hits: int
     compiled: int
@@ -56,22 +58,22 @@ class _Ready(NamedTuple):
     run: Callable[..., Any]
     function: Any
     packed: Any
-    constants: tuple[Any, ...]                 # of the parameters after those that are passed at run time
+    constants: tuple[Any, ...]                 # of the parameters after the run-time ones
     made: Any                                  # Triton's CompiledKernel
 
 
-told: list[Callable[[Compiled], None]] = []    # called with every specialisation that is made ready
-_listening = threading.Lock()
+listeners: list[Callable[[Compiled], None]] = []    # called with every loaded specialization
+_listener_lock = threading.Lock()
 _limits: dict[int, LaunchLimits] = {}
 
 
 def limits_of(device: int) -> LaunchLimits:
-    """As the driver says."""
-    found = _limits.get(device)
-    if found is None:
-        given = driver.active.utils.get_device_properties(device)
-        found = _limits[device] = LaunchLimits(shared=int(given["max_shared_mem"]))
-    return found
+    """Returns the launch limits of a device, from the driver."""
+    limits = _limits.get(device)
+    if limits is None:
+        properties = driver.active.utils.get_device_properties(device)
+        limits = _limits[device] = LaunchLimits(shared=int(properties["max_shared_mem"]))
+    return limits
 
 
 class Launcher:
@@ -85,7 +87,7 @@ class Launcher:
         self._hits = itertools.count()
         self._tick = self._hits.__next__
         self._made = {"compiled": 0, "disk": 0, "memory": 0}
-        self._runtime = _leading(fn) if isinstance(fn, JITFunction) and torch.version.hip is None else -1
+        self._runtime = _runtime_parameters(fn) if isinstance(fn, JITFunction) and torch.version.hip is None else -1
 
     @property
     def counts(self) -> Counts:
@@ -93,14 +95,17 @@ class Launcher:
 
     def __call__(self, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any],
                  varying: tuple[Varying, ...] = ()) -> None:
-        """`args`: the parameters that are no constants, in order. `meta`: constants, num_warps and the like.
-        `varying`: which of `args`, by their place, may be others in a replay."""
+        """Launches with `args`, the run-time arguments in order, and `meta`, the constants, num_warps
+        and the like.
+
+        `varying`: which of `args`, by index, may differ in a replay.
+        """
         types = tuple(map(type, args))
         reader = self._readers.get(types)
         if reader is None and types not in self._readers:
             reader = self._readers[types] = self._reader(types)
         watcher = replay.watcher()
-        if reader is None or self.fn.pre_run_hooks or _hooked():
+        if reader is None or self.fn.pre_run_hooks or _has_hooks():
             self.fn[tuple(grid)](*args, **meta)
             if watcher is not None:
                 watcher.refuse(f"Triton itself launches {self.name}")
@@ -127,125 +132,131 @@ class Launcher:
 
     def _obtain(self, key: Any, device: int, grid: Sequence[int], args: tuple[Any, ...],
                 meta: Mapping[str, Any]) -> _Ready:
-        """Numbers that were not seen before may be of a kind that was: then nothing is compiled."""
+        """Returns the specialization for new arguments; it is compiled only if it is new too."""
         kind = (device, *map(self._kind, self.fn.params, args), *meta.items())
         ready = self._kinds.get(kind)
         if ready is None:
             ready = self._kinds[kind] = self._compile(device, grid, args, meta)
         else:
             self._tick()
-        if len(self._exact) >= MOST_KNOWN:
+        if len(self._exact) >= MAX_EXACT_KEYS:
             self._exact.clear()
         self._exact[key] = ready
         return ready
 
     def _compile(self, device: int, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any]) -> _Ready:
-        wrong = config_problems(meta, blocks_of(meta))
-        if wrong:
-            raise LaunchRefused.of(self.name, wrong)
-        found: list[bool] = []
-        began = time.perf_counter()
-        with _compilations(found):
-            made = self.fn.warmup(*args, grid=tuple(grid), **meta)
-        wrong = block_problems(made.metadata.num_warps, made.metadata.shared, limits_of(device))
-        if wrong:
-            raise LaunchRefused.of(self.name, wrong)
-        made[(1, 1, 1)]                        # loads it; nothing runs
-        cache = "memory" if not found else "disk" if found[-1] else "compiled"
+        reasons = config_problems(meta, blocks_of(meta))
+        if reasons:
+            raise LaunchRefused.of(self.name, reasons)
+        cache_hits: list[bool] = []
+        start = time.perf_counter()
+        with _compilations(cache_hits):
+            compiled = self.fn.warmup(*args, grid=tuple(grid), **meta)
+        reasons = block_problems(compiled.metadata.num_warps, compiled.metadata.shared, limits_of(device))
+        if reasons:
+            raise LaunchRefused.of(self.name, reasons)
+        compiled[(1, 1, 1)]                        # loads it without a launch
+        cache = "memory" if not cache_hits else "disk" if cache_hits[-1] else "compiled"
         self._made[cache] += 1
-        event = Compiled(self.name, cache, time.perf_counter() - began, made.metadata.shared, made.metadata.num_warps)
-        for sink in told:
-            sink(event)
+        event = Compiled(self.name, cache, time.perf_counter() - start, compiled.metadata.shared,
+                         compiled.metadata.num_warps)
+        for listener in listeners:
+            listener(event)
         constants = tuple(meta.get(p.name, p.default) for p in self.fn.params[self._runtime:])
-        return _Ready(made.run, made.function, made.packed_metadata, constants, made)
+        return _Ready(compiled.run, compiled.function, compiled.packed_metadata, constants, compiled)
 
     def _reader(self, types: tuple[type, ...]) -> Callable[..., Any] | None:
-        """A function of the arguments that gives (what their specialisation may depend on, what to pass)."""
+        """Generates a function of the arguments that returns (what their specialization depends on,
+        what to pass)."""
         if len(types) != self._runtime:
             return None
-        given = [f"a{i}" for i in range(len(types))]
-        lines: list[str] = []                  # of the function
-        parts = [str(len(self._readers))]      # of the key: first, which types these are
+        names = [f"a{i}" for i in range(len(types))]
+        lines: list[str] = []                  # body of the function
+        parts = [str(len(self._readers))]      # of the key; the first identifies the types
         passed: list[str] = []
-        for name, kind, param in zip(given, types, self.fn.params):
+        for name, kind, param in zip(names, types, self.fn.params):
             passed.append(name)
             if issubclass(kind, Tensor):
                 lines.append(f"{name}_at = {name}.data_ptr()")
                 parts += [f"{name}.dtype", f"{name}_at % 16"]
                 passed[-1] = f"{name}_at"
             elif kind is int and param.do_not_specialize:
-                parts.append(f"-{WIDE} <= {name} < {WIDE}")
+                parts.append(f"-{INT32_END} <= {name} < {INT32_END}")
             elif kind is int:
                 parts.append(name)
             elif kind not in (bool, float, type(None)):
                 return None
         lines.append(f"return ({', '.join(parts)},), ({', '.join(passed)},)")
         scope: dict[str, Any] = {}
-        source = f"def read({', '.join(given)}):\n    " + "\n    ".join(lines)     # made of types alone
+        source = f"def read({', '.join(names)}):\n    " + "\n    ".join(lines)     # depends on types alone
         exec(codegen.compile(source, "launch read"), scope)
         return scope["read"]  # type: ignore[no-any-return]
 
     @staticmethod
     def _kind(param: Any, value: Any) -> Any:
-        """What Triton tells apart of one argument."""
+        """Returns what Triton specializes an argument on."""
         if isinstance(value, Tensor):
             return value.dtype, value.data_ptr() % 16 == 0
         if type(value) is int:
-            small = -WIDE <= value < WIDE, value < 1 << 63
+            small = -INT32_END <= value < INT32_END, value < 1 << 63
             return small if param.do_not_specialize else (*small, value == 1, value % 16 == 0)
-        return type(value)                     # of a float or a bool no value is compiled in
+        return type(value)                     # values of floats and bools are not compiled in
 
 
 def blocks_of(meta: Mapping[str, Any]) -> list[str]:
-    """The constants that are sizes of blocks, by their name."""
+    """Returns the names of the constants that are block sizes."""
     return [name for name, value in meta.items() if name.startswith("BLOCK") and type(value) is int]
 
 
 def checked_grid(name: str, grid: Sequence[int], device: int | None) -> tuple[int, ...]:
-    """The grid, or LaunchRefused if the device cannot take it. `device` None: the interpreter."""
-    if len(grid) == 1 and type(grid[0]) is int and 0 < grid[0] < WIDE:
+    """Returns the grid; raises LaunchRefused if it exceeds the device's limits. `device` None: the
+    interpreter."""
+    if len(grid) == 1 and type(grid[0]) is int and 0 < grid[0] < INT32_END:
         return grid[0],
-    wrong = grid_problems(grid, LaunchLimits() if device is None else limits_of(device))
-    if wrong:
-        raise LaunchRefused.of(name, wrong)
+    reasons = grid_problems(grid, LaunchLimits() if device is None else limits_of(device))
+    if reasons:
+        raise LaunchRefused.of(name, reasons)
     return tuple(grid)
 
 
-def _leading(fn: Any) -> int:
-    """How many parameters are passed at run time; -1 if constants stand between them."""
+def _runtime_parameters(fn: Any) -> int:
+    """Returns the number of leading run-time parameters; -1 if constants are between them."""
     flags = [p.is_constexpr for p in fn.params]
     count = flags.index(True) if True in flags else len(flags)
     return count if all(flags[count:]) else -1
 
 
-def _hooked() -> bool:
-    """Does somebody watch launches? Before Triton 3.5 a hook was a function or None, later it is a chain."""
+def _has_hooks() -> bool:
+    """Returns whether launch hooks are set. Before Triton 3.5 a hook was a function or None, later
+    it is a chain."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool((enter is not None and getattr(enter, "calls", True))
                 or (leave is not None and getattr(leave, "calls", True)))
 
 
 def hook_lists(fn: Any) -> tuple[list[Any], ...]:
-    """Lists that are empty as long as nobody watches launches; none before Triton 3.5, where hooks are no lists."""
+    """Returns the lists of launch hooks, to be checked in a replay; () before Triton 3.5, where
+    hooks are not lists."""
     chains = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     lists = [*(getattr(chain, "calls", None) for chain in chains), fn.pre_run_hooks]
-    found = tuple(hooks for hooks in lists if type(hooks) is list)
-    return found if len(found) == len(lists) else ()
+    usable = tuple(hooks for hooks in lists if type(hooks) is list)
+    return usable if len(usable) == len(lists) else ()
 
 
 @contextmanager
-def _compilations(found: list[bool]) -> Iterator[None]:
-    """For each compilation meanwhile, whether it was in the cache on disk."""
-    with _listening:
-        before = knobs.compilation.listener
+def _compilations(cache_hits: list[bool]) -> Iterator[None]:
+    """Appends to `cache_hits`, for each compilation inside the block, whether it was in the disk
+    cache."""
+    with _listener_lock:
+        previous = knobs.compilation.listener
 
-        def listener(**given: Any) -> None:
-            found.append(bool(given["cache_hit"]))
-            if before is not None:
-                before(**given)
+        def listener(**event: Any) -> None:
+            cache_hits.append(bool(event["cache_hit"]))
+            if previous is not None:
+                previous(**event)
 
         knobs.compilation.listener = listener
         try:
             yield
         finally:
-            knobs.compilation.listener = before
+            knobs.compilation.listener = previous

@@ -1,8 +1,9 @@
-"""What the launchers share: the size of the device, and counters by which programs find out who finishes last.
+"""Device properties, and counters by which the programs of a kernel find out which of them finishes
+last.
 
-A kernel whose programs meet at the end counts them, and the last one sets the counter back to zero, so counters are
-zeroed once and for all. Calls on one stream follow each other and share theirs. A captured graph may be replayed on
-any stream beside anything, so each captured call keeps counters that no other call ever uses.
+The last program resets the counter, so counters are zeroed only once. Calls on one stream run in
+sequence and share their counters. A captured graph may be replayed on any stream, concurrently with
+anything, so each captured call has counters of its own.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from torch import Tensor
 
 from ...spec import replay
 
-ROOM = 1 << 16             # counters of one stream
-CAPTURED_ROOM = 1 << 20    # of all captured calls of a device; beyond it a captured call clears its own
+COUNTERS_PER_STREAM = 1 << 16             # counters of one stream
+CAPTURED_COUNTERS = 1 << 20    # of all captured calls of a device; beyond it a captured call zeroes its own
 
 _lock = threading.Lock()
 _streams: dict[tuple[int, int], Tensor] = {}
-_captured: dict[int, tuple[Tensor, int]] = {}  # counters of a device, and how many of them are taken
+_captured: dict[int, tuple[Tensor, int]] = {}  # counters of a device, and how many are in use
 
 
 @lru_cache(maxsize=None)
-def size_of(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, bytes of shared memory a program may have)."""
+def device_size(device: torch.device) -> tuple[int, int]:
+    """Returns (multiprocessors, bytes of shared memory per program)."""
     if device.type != "cuda":
         return 8, 1 << 20                      # the interpreter
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 96 << 10)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 96 << 10)
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """`count` zeros (int32), to be left as zeros."""
+    """Returns `count` int32 zeros; the kernel must leave them zero."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -41,26 +42,27 @@ def counters(device: torch.device, count: int) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         if watcher is not None:
             watcher.refuse("a captured call has counters of its own")
-        return _for_graph(index, device, count)
+        return _captured_counters(index, device, count)
     stream = torch.cuda.current_stream(device).cuda_stream
-    found = _streams.get((index, stream))
-    if found is None or found.numel() < count:
+    zeros = _streams.get((index, stream))
+    if zeros is None or zeros.numel() < count:
         with _lock:
-            if index not in _captured:         # here, since nothing can be set aside while a graph is captured
-                _captured[index] = torch.zeros(CAPTURED_ROOM, dtype=torch.int32, device=device), 0
-            found = torch.zeros(max(count, ROOM), dtype=torch.int32, device=device)
-            _streams[index, stream] = found
-            # Other streams may use them from now on. Not the whole device: another thread may be capturing.
+            if index not in _captured:         # allocated here, since a capture cannot allocate persistently
+                _captured[index] = torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device), 0
+            zeros = torch.zeros(max(count, COUNTERS_PER_STREAM), dtype=torch.int32, device=device)
+            _streams[index, stream] = zeros
+            # Other streams may use them from now on. Only this stream is synchronised: another
+            # thread may be capturing.
             torch.cuda.current_stream(device).synchronize()
     if watcher is not None:
-        watcher.keeps(found, stream)
-    return found
+        watcher.keeps(zeros, stream)
+    return zeros
 
 
-def _for_graph(index: int, device: torch.device, count: int) -> Tensor:
+def _captured_counters(index: int, device: torch.device, count: int) -> Tensor:
     with _lock:
-        whole, taken = _captured.get(index, (None, 0))
-        if whole is not None and taken + count <= CAPTURED_ROOM:
-            _captured[index] = whole, taken + count
-            return whole[taken:taken + count]
-    return torch.zeros(count, dtype=torch.int32, device=device)            # a node of the graph clears them
+        pool, taken = _captured.get(index, (None, 0))
+        if pool is not None and taken + count <= CAPTURED_COUNTERS:
+            _captured[index] = pool, taken + count
+            return pool[taken:taken + count]
+    return torch.zeros(count, dtype=torch.int32, device=device)            # a node of the graph zeroes them

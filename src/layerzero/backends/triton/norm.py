@@ -1,7 +1,9 @@
-"""RMS norm, with or without a residual added first, in one pass: each row is read once and stays in registers.
+"""RMS norm, optionally fused with a residual add, in one pass: each row is read once and stays in
+registers.
 
-A program holds a few whole rows at a time and goes on to its next ones; weights are loaded once, before the rows. With
-one row there is nothing but latency: the weight is on its way while the squares are summed.
+A program holds a few whole rows at a time and loops over its rows; the weight is loaded once,
+before the rows. For one
+row latency is everything: the weight is loaded while the squares are summed.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
-from .machine import size_of
+from .machine import device_size
 
-TILE = 4096                # elements of narrow rows that a program holds at a time
+TILE = 4096                # elements of narrow rows per program
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -41,7 +43,7 @@ def rms_norm_kernel(
                 y = tl.load(residual_ptr + row * residual_row + column, mask=inside, other=0.0)
         wide = x.to(tl.float32)
         if RESIDUAL:
-            x = (wide + y.to(tl.float32)).to(x.dtype)                          # rounded before it is normed
+            x = (wide + y.to(tl.float32)).to(x.dtype)                          # rounded before it is normalised
             tl.store(total_ptr + row * HIDDEN + column, x, mask=inside)
             wide = x.to(tl.float32)
         wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / HIDDEN + eps)[:, None]
@@ -54,25 +56,25 @@ _launch = Launcher(rms_norm_kernel)
 
 
 def config(rows: int, hidden: int, device: torch.device) -> tuple[int, int, int, int]:
-    """(rows of a tile, warps, programs, stages)."""
+    """Returns (rows of a tile, warps, programs, stages)."""
     block = triton.next_power_of_2(hidden)
     tile = 1 if block >= TILE // 2 else min(TILE // block, triton.next_power_of_2(rows))
     tiles = -(-rows // tile)
     elements = tile * block
-    if tiles <= size_of(device)[0]:            # latency: as many threads as there are loads of 16 bytes
+    if tiles <= device_size(device)[0]:            # latency-bound: one thread per 16-byte load
         return tile, max(1, min(16, elements // 256)), tiles, 1
     return tile, max(1, min(16, elements // 1024)), tiles, 1
 
 
 def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
            chosen: tuple[int, int, int, int] | None = None) -> tuple[Tensor, Tensor]:
-    """(normed, sum); the sum is x itself where there is no residual."""
+    """Returns (normalised, sum); the sum is x itself without a residual."""
     hidden = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
     if not out.numel():
         return out, total
-    flat = x.reshape(-1, hidden)               # a view where the rows are evenly spaced, as they mostly are
+    flat = x.reshape(-1, hidden)               # a view if the rows are evenly spaced
     other = flat if residual is None else residual.reshape(-1, hidden)
     tile, warps, programs, stages = chosen or config(flat.shape[0], hidden, x.device)
     _launch((programs,), (

@@ -1,7 +1,7 @@
 """Rotary positions of queries and keys in one launch; either convention, any strides with a dense last dimension.
 
-A program turns a block of heads of one token. What it reads it reads before it writes, so the result may take the
-place of the input.
+A program rotates a block of heads of one token. It loads before it stores, so the output may be the
+input.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .launch import Launcher
 
-TILE = 2048                # pairs of one program
+TILE = 2048                # pairs per program
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     x_ptr, out_ptr, head, heads, cos, sin, x_head, out_head, HALF: tl.constexpr, DIM: tl.constexpr,
     HALF_POW: tl.constexpr, REST_POW: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):
@@ -36,15 +36,15 @@ def _turn(
         second = tl.load(x_ptr + HALF + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
     if 2 * HALF < DIM:
         rest = 2 * HALF + tl.arange(0, REST_POW)[None, :]
-        passed = tl.load(x_ptr + rest, mask=inside & (rest < DIM), other=0.0)
-        tl.store(out_ptr + rest, passed, mask=inside & (rest < DIM))
-    turned, other = first * cos - second * sin, second * cos + first * sin
+        unrotated = tl.load(x_ptr + rest, mask=inside & (rest < DIM), other=0.0)
+        tl.store(out_ptr + rest, unrotated, mask=inside & (rest < DIM))
+    rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
     if INTERLEAVED:
-        both = tl.reshape(tl.join(turned, other), (head.shape[0], 2 * HALF_POW))
+        both = tl.reshape(tl.join(rotated_first, rotated_second), (head.shape[0], 2 * HALF_POW))
         tl.store(out_ptr + column, both.to(out_ptr.dtype.element_ty), mask=inside & (column < 2 * HALF))
     else:
-        tl.store(out_ptr + pair, turned.to(out_ptr.dtype.element_ty), mask=inside & (pair < HALF))
-        tl.store(out_ptr + HALF + pair, other.to(out_ptr.dtype.element_ty), mask=inside & (pair < HALF))
+        tl.store(out_ptr + pair, rotated_first.to(out_ptr.dtype.element_ty), mask=inside & (pair < HALF))
+        tl.store(out_ptr + HALF + pair, rotated_second.to(out_ptr.dtype.element_ty), mask=inside & (pair < HALF))
 
 
 @triton.jit(do_not_specialize=["seq", "positions"])
@@ -56,23 +56,28 @@ def rope_kernel(
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):
     token, block = tl.program_id(0), tl.program_id(1)
-    batch, place = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
-    at = place
+    batch, position = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
+    row = position
     pair = tl.arange(0, HALF_POW)[None, :]
-    here = pair < HALF
-    if IDS:                                        # of an id outside the table nothing is read: NaN comes out
-        at = tl.load(ids_ptr + batch * ids_batch + place * ids_token).to(tl.int64)
-        here = here & (at + pair * 0 >= 0) & (at + pair * 0 < positions)
-    cos = tl.load(cos_ptr + batch * cos_batch + at * cos_row + pair, mask=here, other=float("nan")).to(tl.float32)
-    sin = tl.load(sin_ptr + batch * sin_batch + at * sin_row + pair, mask=here, other=float("nan")).to(tl.float32)
+    valid = pair < HALF
+    if IDS:                                        # an id outside the table gives NaN
+        row = tl.load(ids_ptr + batch * ids_batch + position * ids_token).to(tl.int64)
+        valid = valid & (row + pair * 0 >= 0) & (row + pair * 0 < positions)
+    cos = tl.load(cos_ptr + batch * cos_batch + row * cos_row + pair, mask=valid, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr + batch * sin_batch + row * sin_row + pair, mask=valid, other=float("nan")).to(tl.float32)
     if block < q_blocks:
-        _turn(q_ptr + batch * q_batch + place * q_token, to_q_ptr + batch * to_q_batch + place * to_q_token,
-              block * HEADS + tl.arange(0, HEADS), heads, cos, sin, q_head, to_q_head, HALF, DIM, HALF_POW, REST_POW,
-              INTERLEAVED)
+        _rotate_heads(q_ptr + batch * q_batch + position * q_token,
+                      to_q_ptr + batch * to_q_batch + position * to_q_token,
+                      block * HEADS + tl.arange(0,
+                                                HEADS), heads, cos, sin, q_head, to_q_head, HALF,
+                                                DIM, HALF_POW, REST_POW,
+                      INTERLEAVED)
     else:
-        _turn(k_ptr + batch * k_batch + place * k_token, to_k_ptr + batch * to_k_batch + place * to_k_token,
-              (block - q_blocks) * HEADS + tl.arange(0, HEADS), kv_heads, cos, sin, k_head, to_k_head, HALF, DIM,
-              HALF_POW, REST_POW, INTERLEAVED)
+        _rotate_heads(k_ptr + batch * k_batch + position * k_token,
+                      to_k_ptr + batch * to_k_batch + position * to_k_token,
+                      (block - q_blocks) * HEADS + tl.arange(0, HEADS), kv_heads, cos, sin, k_head,
+                      to_k_head, HALF, DIM,
+                      HALF_POW, REST_POW, INTERLEAVED)
 
 
 launch = Launcher(rope_kernel)
@@ -80,7 +85,7 @@ launch = Launcher(rope_kernel)
 
 def rotate(q: Tensor, k: Tensor | None, to_q: Tensor, to_k: Tensor | None, cos: Tensor, sin: Tensor,
            position_ids: Tensor | None, style: str, layout: str, tile: int = TILE, warps: int = 4) -> None:
-    """Writes q and k, turned, to `to_q` and `to_k`, which may be q and k themselves."""
+    """Writes the rotated q and k to `to_q` and `to_k`, which may be q and k themselves."""
     head, token = (-3, -2) if layout == "bhsd" else (-2, -3)
     batch = q.shape[0] if q.dim() == 4 else 1
     heads, seq, dim = q.shape[head], q.shape[token], q.shape[-1]

@@ -1,4 +1,4 @@
-"""How the kernels of sampling_search.py are launched for lz.sample."""
+"""Launches the kernels of sampling_search.py for lz.sample."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ import torch
 import triton
 from torch import Tensor
 
-from ...ops.formulas.sampling import GOLDEN, Penalties, mix_int, penalised, per_row, random_numbers, signed
+from ...ops.formulas.sampling import (
+    GOLDEN,
+    Penalties,
+    apply_penalties,
+    as_int64,
+    mix_int,
+    random_numbers,
+    scalar_or_column,
+)
 from .launch import Launcher
 from .machine import counters
-from .sampling_search import MOST_LISTED, draw_kernel, narrow_kernel, peak_kernel
+from .sampling_search import MAX_LISTED, draw_kernel, narrow_kernel, peak_kernel
 
-CHUNK = 16384              # tokens of one program; 255 x 256 at most
+CHUNK = 16384              # tokens per program, at most 255 x 256
 NARROWINGS = 3
-TILE = 4096                # tokens of a program that are in registers at a time
+TILE = 4096                # tokens of a program in registers at a time
 
 
 _peak, _narrow, _draw = Launcher(peak_kernel), Launcher(narrow_kernel), Launcher(draw_kernel)
@@ -30,7 +38,7 @@ def _reciprocal(temperature: float) -> float:
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: Tensor | None,
            word: int, from_probs: bool, chunk: int = 0, tile: int = TILE, warps: int = 8,
            narrowings: int = NARROWINGS) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, its weight, the weight of all that are kept) of each row."""
+    """Returns (token, its weight, the total weight of the kept tokens) of each row."""
     batch, vocab = logits.shape
     device = logits.device
     token = torch.empty(batch, dtype=torch.int64, device=device)
@@ -47,7 +55,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     chunks, tiles = -(-vocab // chunk), -(-vocab // tile)
     scaled, divisor = 0, 1.0
     if temperature not in (0.0, 1.0) and not from_probs:
-        # torch multiplies by the reciprocal on a GPU and divides on the CPU.
+        # torch multiplies by the reciprocal on a GPU, and divides on the CPU.
         scaled = 1 if logits.is_cuda else 2
         divisor = _reciprocal(temperature) if scaled == 1 else temperature
     floats = torch.empty(batch * (chunks + 1), dtype=torch.float32, device=device)
@@ -65,8 +73,8 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
           {"CHUNKS": triton.next_power_of_2(chunks), **shared})
     listing = places = logits
     if search:
-        places = torch.empty(batch * MOST_LISTED, dtype=torch.int64, device=device)
-        listing = torch.empty(batch * MOST_LISTED, dtype=torch.float32, device=device)
+        places = torch.empty(batch * MAX_LISTED, dtype=torch.int64, device=device)
+        listing = torch.empty(batch * MAX_LISTED, dtype=torch.float32, device=device)
         for i in range(narrowings):
             _narrow(grid, (logits, peaks, part_masses, part_counts, whole, mass, count, step, vocab, divisor, top_k,
                            top_p),
@@ -90,14 +98,15 @@ def sample(
 ) -> Tensor | tuple[Tensor, Tensor]:
     uniform, word = None, 0
     if uniforms is None and seed is not None and seed_rows is None:
-        word = signed(mix_int(mix_int(seed) + offset * GOLDEN) + GOLDEN)
+        word = as_int64(mix_int(mix_int(seed) + offset * GOLDEN) + GOLDEN)
     else:
         uniform = random_numbers(len(logits), 1, logits.device, uniforms, seed, seed_rows, offset,
                                  generator).contiguous()
     if history is not None or token_counts is not None:
-        logits = penalised(logits, history, token_counts, Penalties(
-            per_row(repetition_penalty, repetition_penalty_rows), per_row(presence_penalty, presence_penalty_rows),
-            per_row(frequency_penalty, frequency_penalty_rows)))
+        logits = apply_penalties(logits, history, token_counts, Penalties(
+            scalar_or_column(repetition_penalty, repetition_penalty_rows),
+            scalar_or_column(presence_penalty, presence_penalty_rows),
+            scalar_or_column(frequency_penalty, frequency_penalty_rows)))
     token, chosen, total = choose(logits, temperature, top_k, top_p, min_p, uniform, word, from_probs)
     if not return_logprobs:
         return token

@@ -1,17 +1,18 @@
-"""lz.sample without a sort: where the filters cut is searched for, not ranked for.
+"""lz.sample without a sort: the cut of the filters is found by a search.
 
-A row is cut into chunks, one program each, and every step is one launch over all chunks; the last program of a row to
-finish looks at what all of them found, decides, and leaves the decision for the next launch.
+A row is split into chunks, one program each, and every step is one launch over all chunks; the last
+program of a row to finish combines the results of all and stores the decision for the next launch.
 
-peak     the largest value, which scores are relative to
-narrow   how much mass, and how many tokens, lie above each of seven scores: the cut is between two of them. Two of
-         these, or three, leave some hundred candidates of 128,000
-draw     the candidates are collected and the cut is found among them exactly; then the token is drawn: first its
-         chunk, then its place in the chunk
+peak     the maximum, which scores are relative to
+narrow   the mass and the number of tokens above each of seven scores, which bracket the cut. Two or three of these
+         launches leave some hundred candidates of 128,000
+draw     collects the candidates, finds the exact cut among them, and draws the token: first its tile, then its place
+         in the tile
 
-Tokens rank by (score, id) as one integer: the bits of a float of one sign are in the order of its size, and the id
-breaks ties. A cut is one such integer, the last that is kept. The cut and the draw are from sums in float64, as the
-contract says, and the exponential is the one torch uses, so the tokens are those of every other kernel.
+Tokens rank by (score, id) as one integer, the place: the bits of floats of one sign are ordered
+like the floats, and the id breaks ties. A cut is the last place that is kept. Cut and draw use sums
+in float64, as the contract says, and the exponential is torch's, so the tokens are those of every
+other kernel.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-MOST_LISTED = 2048         # candidates that the last step can hold
-UNSURE = tl.constexpr(4e-6)    # what a mass of narrow_kernel may be wrong by, relatively
+MAX_LISTED = 2048         # candidates that draw_kernel can hold
+MASS_ERROR = tl.constexpr(4e-6)    # the relative error of a mass of narrow_kernel
 ID_BITS = tl.constexpr(20)
 ID_MASK = tl.constexpr((1 << 20) - 1)
-LIST = tl.constexpr(MOST_LISTED)
+LIST = tl.constexpr(MAX_LISTED)
 
 
 @triton.jit
-def _clean(value, PROBS: tl.constexpr):
-    """NaN is impossible; of logits, what is infinite counts as the largest number."""
+def _clean_values(value, PROBS: tl.constexpr):
+    """Replaces NaN by an impossible value, and infinite logits by the largest number."""
     value = value.to(tl.float32)
     if PROBS:
         return tl.where((value > 0.0) & (value < float("inf")), value, 0.0)
@@ -38,16 +39,17 @@ def _clean(value, PROBS: tl.constexpr):
 
 
 @triton.jit
-def _read(
+def _read_tokens(
     logits_ptr, id, vocab, peak, divisor, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr,
 ):
-    """(rank key, weight) of the tokens `id`. Keys rise as scores fall; the impossible have the largest key."""
+    """Loads (rank key, weight) of the tokens `id`. Keys rise as scores fall; impossible tokens have
+    the largest key."""
     inside = id < vocab
-    value = _clean(tl.load(logits_ptr + id, mask=inside, other=0.0 if PROBS else float("-inf")), PROBS)
+    value = _clean_values(tl.load(logits_ptr + id, mask=inside, other=0.0 if PROBS else float("-inf")), PROBS)
     if PROBS:
         return 0x7FFFFFFF - value.to(tl.int32, bitcast=True), value
     score = value - tl.maximum(peak, -3.4028234663852886e38)
-    if SCALE == 1:                                 # as torch divides by one number on a GPU
+    if SCALE == 1:                                 # as torch divides by a scalar on a GPU
         score = score * divisor
     elif SCALE == 2:
         score = tl.div_rn(score, divisor)
@@ -57,7 +59,8 @@ def _read(
 
 @triton.jit
 def _is_last(count_ptr, row, chunks):
-    """Is this the last program of its row? What the others stored before is then there to be read."""
+    """Returns whether this is the last program of its row, which can read what the others
+    stored."""
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr + row, 1, sem="acq_rel") == chunks - 1
     if last:
@@ -70,15 +73,15 @@ def peak_kernel(
     logits_ptr, part_ptr, peak_ptr, whole_ptr, listed_ptr, count_ptr, row_stride, vocab, limit,
     PROBS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """The largest value of each row. Starts the search: `whole` as narrow_kernel has it."""
+    """Finds the maximum of each row, and initialises `whole` for narrow_kernel."""
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     logits_ptr += row.to(tl.int64) * row_stride
-    most = tl.full((TILE,), 0.0 if PROBS else float("-inf"), tl.float32)
+    maximum = tl.full((TILE,), 0.0 if PROBS else float("-inf"), tl.float32)
     for first in tl.static_range(0, CHUNK, TILE):
         id = chunk * CHUNK + first + tl.arange(0, TILE)
         value = tl.load(logits_ptr + id, mask=id < vocab, other=0.0 if PROBS else float("-inf"))
-        most = tl.maximum(most, _clean(value, PROBS))
-    tl.store(part_ptr + row * chunks + chunk, tl.max(most, 0))
+        maximum = tl.maximum(maximum, _clean_values(value, PROBS))
+    tl.store(part_ptr + row * chunks + chunk, tl.max(maximum, 0))
     if _is_last(count_ptr, row, chunks):
         c = tl.arange(0, CHUNKS)
         parts = tl.load(part_ptr + row * chunks + c, mask=c < chunks, other=float("-inf"), cache_modifier=".cg")
@@ -92,42 +95,45 @@ def peak_kernel(
 
 @triton.jit
 def _edge(J: tl.constexpr, lo, hi, peak, FIRST: tl.constexpr, PROBS: tl.constexpr):
-    """Where the J-th of eight parts of [lo, hi) begins, as a key: first at scores where cuts are, then evenly."""
+    """Returns the key where the J-th of eight parts of [lo, hi) begins: first at typical cuts, then
+    evenly spaced."""
     if FIRST:
-        depth = 0.25 * J * (J + 2)                 # 0.75, 2, 3.75, 6, 8.75, 12, 15.75 below the largest
+        depth = 0.25 * J * (J + 2)                 # 0.75, 2, 3.75, 6, 8.75, 12, 15.75 below the maximum
         if PROBS:
             return 0x7FFFFFFF - (peak * tl.exp(-(peak * 0.0 + depth))).to(tl.int32, bitcast=True)
         return (peak * 0.0 + depth).to(tl.int32, bitcast=True)
     if PROBS:
-        high = (0x7FFFFFFF - lo).to(tl.float32, bitcast=True)
-        low = (0x7FFFFFFF - hi).to(tl.float32, bitcast=True)
-        return tl.minimum(tl.maximum(0x7FFFFFFF - (high - (high - low) * (0.125 * J)).to(tl.int32, bitcast=True), lo),
+        high_prob = (0x7FFFFFFF - lo).to(tl.float32, bitcast=True)
+        low_prob = (0x7FFFFFFF - hi).to(tl.float32, bitcast=True)
+        prob = high_prob - (high_prob - low_prob) * (0.125 * J)
+        return tl.minimum(tl.maximum(0x7FFFFFFF - prob.to(tl.int32, bitcast=True), lo),
                           hi)
-    near = lo.to(tl.float32, bitcast=True)
-    far = tl.where(hi >= 0x7F800000, near + 64.0, hi.to(tl.float32, bitcast=True))
-    return tl.minimum(tl.maximum((near + (far - near) * (0.125 * J)).to(tl.int32, bitcast=True), lo), hi)
+    low_score = lo.to(tl.float32, bitcast=True)
+    high_score = tl.where(hi >= 0x7F800000, low_score + 64.0, hi.to(tl.float32, bitcast=True))
+    score = low_score + (high_score - low_score) * (0.125 * J)
+    return tl.minimum(tl.maximum(score.to(tl.int32, bitcast=True), lo), hi)
 
 
 @triton.jit
-def _up_to(key, weight, edge, mass, many, MASS: tl.constexpr):
-    """Adds what this thread's tokens before the edge weigh, and how many they are."""
+def _add_before(key, weight, edge, mass, count, MASS: tl.constexpr):
+    """Adds the mass and the number of this thread's tokens before the edge."""
     before = key < edge
     if MASS:
         mass += tl.sum(tl.sum(tl.where(before, weight, 0.0), 2), 0).to(tl.float64)
-    many += tl.sum(tl.sum(before.to(tl.int32), 2), 0)
-    return mass, many
+    count += tl.sum(tl.sum(before.to(tl.int32), 2), 0)
+    return mass, count
 
 
 @triton.jit
-def _which(n, e0, e1, e2, e3, e4, e5, e6):
+def _select_edge(n, e0, e1, e2, e3, e4, e5, e6):
     low = tl.where(n == 0, e0, tl.where(n == 1, e1, e2))
     return tl.where(n < 3, low, tl.where(n == 3, e3, tl.where(n == 4, e4, tl.where(n == 5, e5, e6))))
 
 
 @triton.jit
-def _keep(mass_ptr, count_ptr, J: tl.constexpr, mass, many):
+def _store_sums(mass_ptr, count_ptr, J: tl.constexpr, mass, count):
     tl.store(mass_ptr + J, tl.sum(mass, 0))
-    tl.store(count_ptr + J, tl.sum(many, 0))
+    tl.store(count_ptr + J, tl.sum(count, 0))
 
 
 @triton.jit(do_not_specialize=["top_k"])
@@ -137,11 +143,11 @@ def narrow_kernel(
     FIRST: tl.constexpr, BY_COUNT: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """One of eight parts of [lo, hi) holds the cut, by number or by mass: that part becomes [lo, hi).
+    """Narrows [lo, hi) to the one of its eight parts that holds the cut, by number or by mass.
 
-    `whole` is (lo, hi, tokens before lo, tokens before hi). Masses are summed a few at a time in float32, so where
-    one is within what that may be wrong by, the parts on both sides of the edge are kept. `total` is the mass of all,
-    in float64.
+    `whole` is (lo, hi, tokens before lo, tokens before hi). Masses are partly summed in float32, so
+    if one is within its error of the target, the parts on both sides of the edge are kept. `total`
+    is the mass of all, in float64.
     """
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
@@ -156,7 +162,7 @@ def narrow_kernel(
         e3, e4 = _edge(3, lo, hi, peak, FIRST, PROBS), _edge(4, lo, hi, peak, FIRST, PROBS)
         e5, e6 = _edge(5, lo, hi, peak, FIRST, PROBS), _edge(6, lo, hi, peak, FIRST, PROBS)
         e7 = _edge(7, lo, hi, peak, FIRST, PROBS)
-        # Tiles of three dimensions, so that most of a sum is within a thread: (steps, threads, a vector of four).
+        # 3-D tiles (steps, threads, a vector of four), so that most of a sum is within a thread.
         threads: tl.constexpr = TILE // 4 if TILE <= 1024 else 256
         steps: tl.constexpr = TILE // (4 * threads)
         inner = (tl.arange(0, steps)[:, None, None] * threads + tl.arange(0, threads)[None, :, None]) * 4 \
@@ -165,94 +171,97 @@ def narrow_kernel(
         m0, m1, m2, m3, m4, m5, m6, m7 = none, none, none, none, none, none, none, none
         c1, c2, c3, c4, c5, c6, c7 = zero, zero, zero, zero, zero, zero, zero
         for begin in range(0, CHUNK, TILE):
-            key, weight = _read(logits_ptr + row.to(tl.int64) * row_stride, chunk * CHUNK + begin + inner, vocab, peak,
-                                divisor, PROBS, SCALE, LIBDEVICE)
+            key, weight = _read_tokens(logits_ptr + row.to(tl.int64) * row_stride,
+                                       chunk * CHUNK + begin + inner, vocab, peak,
+                                       divisor, PROBS, SCALE, LIBDEVICE)
             if FIRST and not BY_COUNT:
                 m0 += tl.sum(tl.sum(weight.to(tl.float64), 2), 0)
-            m1, c1 = _up_to(key, weight, e1, m1, c1, mass)
-            m2, c2 = _up_to(key, weight, e2, m2, c2, mass)
-            m3, c3 = _up_to(key, weight, e3, m3, c3, mass)
-            m4, c4 = _up_to(key, weight, e4, m4, c4, mass)
-            m5, c5 = _up_to(key, weight, e5, m5, c5, mass)
-            m6, c6 = _up_to(key, weight, e6, m6, c6, mass)
-            m7, c7 = _up_to(key, weight, e7, m7, c7, mass)
+            m1, c1 = _add_before(key, weight, e1, m1, c1, mass)
+            m2, c2 = _add_before(key, weight, e2, m2, c2, mass)
+            m3, c3 = _add_before(key, weight, e3, m3, c3, mass)
+            m4, c4 = _add_before(key, weight, e4, m4, c4, mass)
+            m5, c5 = _add_before(key, weight, e5, m5, c5, mass)
+            m6, c6 = _add_before(key, weight, e6, m6, c6, mass)
+            m7, c7 = _add_before(key, weight, e7, m7, c7, mass)
         masses, counts = part_mass_ptr + (row * chunks + chunk) * 8, part_count_ptr + (row * chunks + chunk) * 8
-        _keep(masses, counts, 0, m0, zero)
-        _keep(masses, counts, 1, m1, c1)
-        _keep(masses, counts, 2, m2, c2)
-        _keep(masses, counts, 3, m3, c3)
-        _keep(masses, counts, 4, m4, c4)
-        _keep(masses, counts, 5, m5, c5)
-        _keep(masses, counts, 6, m6, c6)
-        _keep(masses, counts, 7, m7, c7)
+        _store_sums(masses, counts, 0, m0, zero)
+        _store_sums(masses, counts, 1, m1, c1)
+        _store_sums(masses, counts, 2, m2, c2)
+        _store_sums(masses, counts, 3, m3, c3)
+        _store_sums(masses, counts, 4, m4, c4)
+        _store_sums(masses, counts, 5, m5, c5)
+        _store_sums(masses, counts, 6, m6, c6)
+        _store_sums(masses, counts, 7, m7, c7)
         if _is_last(count_ptr, row, chunks):
             j, n = tl.arange(0, 8), tl.arange(0, CHUNKS)
-            at, real = (row * chunks + n[:, None]) * 8 + j[None, :], n[:, None] < chunks
-            mass_of = tl.sum(tl.load(part_mass_ptr + at, mask=real, other=0.0, cache_modifier=".cg"), 0)
-            count_of = tl.sum(tl.load(part_count_ptr + at, mask=real, other=0, cache_modifier=".cg"), 0)
+            offsets, valid = (row * chunks + n[:, None]) * 8 + j[None, :], n[:, None] < chunks
+            edge_masses = tl.sum(tl.load(part_mass_ptr + offsets, mask=valid, other=0.0, cache_modifier=".cg"), 0)
+            edge_counts = tl.sum(tl.load(part_count_ptr + offsets, mask=valid, other=0, cache_modifier=".cg"), 0)
             if BY_COUNT:
-                cut = tl.sum(((count_of < top_k) & (j > 0)).to(tl.int32), 0)   # that many edges are not enough
+                cut = tl.sum(((edge_counts < top_k) & (j > 0)).to(tl.int32), 0)   # edges that are too early
                 last = cut
             else:
                 if FIRST:
-                    total = tl.sum(tl.where(j == 0, mass_of, 0.0), 0)
+                    total = tl.sum(tl.where(j == 0, edge_masses, 0.0), 0)
                     tl.store(total_ptr + row, total)
                 else:
                     total = tl.load(total_ptr + row)
-                cut = tl.sum(((mass_of < top_p * total * (1.0 - UNSURE)) & (j > 0)).to(tl.int32), 0)
-                last = tl.sum(((mass_of < top_p * total * (1.0 + UNSURE)) & (j > 0)).to(tl.int32), 0)
-            tl.store(whole_ptr + row * 4, tl.where(cut == 0, lo, _which(cut - 1, e1, e2, e3, e4, e5, e6, e7)))
-            tl.store(whole_ptr + row * 4 + 1, tl.where(last == 7, hi, _which(last, e1, e2, e3, e4, e5, e6, e7)))
+                cut = tl.sum(((edge_masses < top_p * total * (1.0 - MASS_ERROR)) & (j > 0)).to(tl.int32), 0)
+                last = tl.sum(((edge_masses < top_p * total * (1.0 + MASS_ERROR)) & (j > 0)).to(tl.int32), 0)
+            tl.store(whole_ptr + row * 4, tl.where(cut == 0, lo, _select_edge(cut - 1, e1, e2, e3, e4, e5, e6, e7)))
+            tl.store(whole_ptr + row * 4 + 1, tl.where(last == 7, hi, _select_edge(last, e1, e2, e3, e4, e5, e6, e7)))
             if cut > 0:
-                tl.store(whole_ptr + row * 4 + 2, tl.sum(tl.where(j == cut, count_of, 0), 0))
+                tl.store(whole_ptr + row * 4 + 2, tl.sum(tl.where(j == cut, edge_counts, 0), 0))
             if last < 7:
-                tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(j == last + 1, count_of, 0), 0))
+                tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(j == last + 1, edge_counts, 0), 0))
 
 
 @triton.jit
-def _last_kept(place, weight, real, lo, hi, above, target):
-    """A place in [lo, hi) at or after the last before which less than `target` lies, and before the next candidate.
+def _last_kept(place, weight, valid, lo, hi, above, target):
+    """Returns the last place in [lo, hi) before which less than `target` lies, or one before the next
+    candidate.
 
-    `above` lies before them all. Halves [lo, hi) until one candidate is left in it.
+    `above` is what lies before lo. Bisects [lo, hi) until one candidate is left.
     """
-    many = tl.sum((real & (place >= lo) & (place < hi)).to(tl.int32), 0)
-    while (many > 1) & (hi - lo > 1):
+    count = tl.sum((valid & (place >= lo) & (place < hi)).to(tl.int32), 0)
+    while (count > 1) & (hi - lo > 1):
         middle = lo + (hi - lo) // 2
-        if above + tl.sum(tl.where(real & (place < middle), weight, 0.0), 0) < target:
+        if above + tl.sum(tl.where(valid & (place < middle), weight, 0.0), 0) < target:
             lo = middle
         else:
             hi = middle
-        many = tl.sum((real & (place >= lo) & (place < hi)).to(tl.int32), 0)
+        count = tl.sum((valid & (place >= lo) & (place < hi)).to(tl.int32), 0)
     return hi - 1
 
 
 @triton.jit
-def _among_listed(
+def _cut_among_listed(
     list_ptr, weight_ptr, listed, by_tile, tile, begin, end, mass, total, top_k, top_p, least,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """(the last place kept, the mass of each tile) from the candidates. With TOP_K nothing is kept but candidates."""
+    """Returns (the last place kept, the mass of each tile) from the candidates. With TOP_K only
+    candidates are kept."""
     i = tl.arange(0, LIST)
-    real = i < listed
-    place = tl.load(list_ptr + i, mask=real, other=0, cache_modifier=".cg")
-    weight = tl.load(weight_ptr + i, mask=real, other=0.0, cache_modifier=".cg").to(tl.float64)
+    valid = i < listed
+    place = tl.load(list_ptr + i, mask=valid, other=0, cache_modifier=".cg")
+    weight = tl.load(weight_ptr + i, mask=valid, other=0.0, cache_modifier=".cg").to(tl.float64)
     cut = end - 1
     if TOP_K:
-        one = tl.full((LIST,), 1.0, tl.float64)
-        cut = _last_kept(place, one, real, begin, end, mass * 0.0, top_k.to(tl.float64))
+        ones = tl.full((LIST,), 1.0, tl.float64)
+        cut = _last_kept(place, ones, valid, begin, end, mass * 0.0, top_k.to(tl.float64))
         mass = mass * 0.0
-        total = tl.sum(tl.where(real & (place <= cut), weight, 0.0), 0)
+        total = tl.sum(tl.where(valid & (place <= cut), weight, 0.0), 0)
     if TOP_P:
-        cut = _last_kept(place, weight, real, begin, cut + 1, mass, top_p * total)
+        cut = _last_kept(place, weight, valid, begin, cut + 1, mass, top_p * total)
     for first in range(0, listed, AT_ONCE):
         n = first + tl.arange(0, AT_ONCE)
-        its_place = tl.load(list_ptr + n, mask=n < listed, other=0, cache_modifier=".cg")
-        its_weight = tl.load(weight_ptr + n, mask=n < listed, other=0.0, cache_modifier=".cg").to(tl.float64)
-        kept = its_place <= cut
+        places = tl.load(list_ptr + n, mask=n < listed, other=0, cache_modifier=".cg")
+        weights = tl.load(weight_ptr + n, mask=n < listed, other=0.0, cache_modifier=".cg").to(tl.float64)
+        kept = places <= cut
         if MIN_P:
-            kept = kept & (its_weight >= least)
-        here = kept[:, None] & (((its_place & ID_MASK) // TILE).to(tl.int32)[:, None] == tile[None, :])
-        by_tile += tl.sum(tl.where(here, its_weight[:, None], 0.0), 0)
+            kept = kept & (weights >= least)
+        in_tile = kept[:, None] & (((places & ID_MASK) // TILE).to(tl.int32)[:, None] == tile[None, :])
+        by_tile += tl.sum(tl.where(in_tile, weights[:, None], 0.0), 0)
     return cut, by_tile
 
 
@@ -261,20 +270,20 @@ def _mass_of_tile(
     logits_ptr, tile, vocab, peak, divisor, last, least, COUNT: tl.constexpr, MIN_P: tl.constexpr,
     PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
 ):
-    """What a tile holds up to the place `last`: mass, or with COUNT how many."""
+    """Returns the mass of a tile up to the place `last`, or with COUNT the number of tokens."""
     id = tile * TILE + tl.arange(0, TILE)
-    key, weight = _read(logits_ptr, id, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
+    key, weight = _read_tokens(logits_ptr, id, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
     wide = weight.to(tl.float64)
-    near = (((key.to(tl.int64) << ID_BITS) | id) <= last) & (id < vocab)
+    counted = (((key.to(tl.int64) << ID_BITS) | id) <= last) & (id < vocab)
     if MIN_P:
-        near = near & (wide >= least)
+        counted = counted & (wide >= least)
     if COUNT:
         wide = tl.full((TILE,), 1.0, tl.float64)
-    return tl.sum(tl.where(near, wide, 0.0), 0)
+    return tl.sum(tl.where(counted, wide, 0.0), 0)
 
 
 @triton.jit
-def _last_kept_of_all(
+def _last_kept_in_row(
     logits_ptr, vocab, peak, divisor, tiles, lo, hi, target, COUNT: tl.constexpr, PROBS: tl.constexpr,
     SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -292,22 +301,23 @@ def _last_kept_of_all(
 
 
 @triton.jit
-def _among_all(
+def _cut_among_all(
     logits_ptr, vocab, peak, divisor, c, tiles, begin, end, total, top_k, top_p, least,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr,
     LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
 ):
-    """The same from the whole row, for one with thousands of equal scores: slow, and always right."""
+    """Like _cut_among_listed, from the whole row, if thousands of scores are equal: slow, but
+    always right."""
     cut = end - 1
     if TOP_K:
-        cut = _last_kept_of_all(logits_ptr, vocab, peak, divisor, tiles, begin, end, top_k.to(tl.float64), True,
+        cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, end, top_k.to(tl.float64), True,
                                 PROBS, SCALE, LIBDEVICE, TILE)
         total = total * 0.0
         for n in range(tiles):
             total += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, False, PROBS, SCALE,
                                     LIBDEVICE, TILE)
     if TOP_P:
-        cut = _last_kept_of_all(logits_ptr, vocab, peak, divisor, tiles, begin, cut + 1, top_p * total, False, PROBS,
+        cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, cut + 1, top_p * total, False, PROBS,
                                 SCALE, LIBDEVICE, TILE)
     by_tile = (c * 0).to(tl.float64)
     for n in range(tiles):
@@ -319,7 +329,8 @@ def _among_all(
 
 @triton.jit
 def _uniform(uniform_ptr, row, word, SEEDED: tl.constexpr):
-    """The row's random number: given, or draw 0 of SplitMix64 at `word` + row * GOLDEN, see formulas/sampling.py."""
+    """Returns the row's random number: given, or draw 0 of SplitMix64 at `word` + row * GOLDEN
+    (formulas/sampling.py)."""
     if not SEEDED:
         return tl.load(uniform_ptr + row)
     x = word + row.to(tl.int64) * -7046029254386353131
@@ -338,7 +349,8 @@ def draw_kernel(
     PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Collects what lies in [lo, hi), finds the cut, draws. With TOP_K all that may be kept is collected."""
+    """Collects the candidates in [lo, hi), finds the cut, draws. With TOP_K all tokens that may be
+    kept are candidates."""
     row, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     lo, hi = tl.load(whole_ptr + row * 4), tl.load(whole_ptr + row * 4 + 1)
     inside = tl.load(whole_ptr + row * 4 + 3)
@@ -354,22 +366,22 @@ def draw_kernel(
     least = min_p * largest
     for tile in range(chunk * (CHUNK // TILE), tl.minimum((chunk + 1) * (CHUNK // TILE), tiles)):
         id = tile * TILE + tl.arange(0, TILE)
-        key, weight = _read(logits_ptr, id, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
-        sure = weight.to(tl.float64)
+        key, weight = _read_tokens(logits_ptr, id, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
+        kept_mass = weight.to(tl.float64)
         if SEARCH:
-            sure = tl.where(key < first, sure, 0.0)
+            kept_mass = tl.where(key < first, kept_mass, 0.0)
         if MIN_P:
             if SEARCH:
-                tl.store(before_ptr + row * tiles + tile, tl.sum(sure, 0))     # min_p comes after top_p
-            sure = tl.where(sure >= least, sure, 0.0)
-        tl.store(sure_ptr + row * tiles + tile, tl.sum(sure, 0))
+                tl.store(before_ptr + row * tiles + tile, tl.sum(kept_mass, 0))     # min_p applies after top_p
+            kept_mass = tl.where(kept_mass >= least, kept_mass, 0.0)
+        tl.store(sure_ptr + row * tiles + tile, tl.sum(kept_mass, 0))
         if SEARCH:
             listed = (key >= first) & (key < hi)
-            many = tl.sum(listed.to(tl.int32), 0)
-            if (many > 0) & (inside <= LIST):
-                at = tl.atomic_add(listed_ptr + row, many) + tl.cumsum(listed.to(tl.int32), 0) - 1
-                tl.store(list_ptr + row * LIST + at, (key.to(tl.int64) << ID_BITS) | id, mask=listed)
-                tl.store(list_weight_ptr + row * LIST + at, weight, mask=listed)
+            count = tl.sum(listed.to(tl.int32), 0)
+            if (count > 0) & (inside <= LIST):
+                slot = tl.atomic_add(listed_ptr + row, count) + tl.cumsum(listed.to(tl.int32), 0) - 1
+                tl.store(list_ptr + row * LIST + slot, (key.to(tl.int64) << ID_BITS) | id, mask=listed)
+                tl.store(list_weight_ptr + row * LIST + slot, weight, mask=listed)
 
     if _is_last(count_ptr, row, chunks):
         t = tl.arange(0, TILES)
@@ -384,30 +396,30 @@ def draw_kernel(
             if not TOP_K:
                 total = tl.load(whole_mass_ptr + row)
             if inside > LIST:
-                cut, by_tile = _among_all(
+                cut, by_tile = _cut_among_all(
                     logits_ptr, vocab, peak, divisor, t, tiles, begin, end, total, top_k, top_p, least, TOP_K, TOP_P,
                     MIN_P, PROBS, SCALE, LIBDEVICE, TILE)
             else:
-                cut, by_tile = _among_listed(
+                cut, by_tile = _cut_among_listed(
                     list_ptr + row * LIST, list_weight_ptr + row * LIST,
                     tl.load(listed_ptr + row, cache_modifier=".cg"), by_tile, t, begin, end, mass, total,
                     top_k, top_p, least, TOP_K, TOP_P, MIN_P, TILE, AT_ONCE)
         whole = tl.sum(by_tile, 0)
-        goal = _uniform(uniform_ptr, row, word, SEEDED) * whole
-        goal = tl.minimum(goal, whole * 0.99999999999999988897769753748)       # times the number next below one
-        picked = tl.min(tl.where((tl.cumsum(by_tile, 0) > goal) & (by_tile > 0), t, TILES), 0)
-        if picked == TILES:                                                    # by rounding: the last that has any
-            picked = tl.max(tl.where(by_tile > 0, t, 0), 0)
-        goal -= tl.sum(tl.where(t < picked, by_tile, 0.0), 0)
-        spot = picked * TILE + tl.arange(0, TILE)
-        its_key, its_weight = _read(logits_ptr, spot, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
-        wide = its_weight.to(tl.float64)
+        target = _uniform(uniform_ptr, row, word, SEEDED) * whole
+        target = tl.minimum(target, whole * 0.99999999999999988897769753748)       # times the largest number below one
+        tile_index = tl.min(tl.where((tl.cumsum(by_tile, 0) > target) & (by_tile > 0), t, TILES), 0)
+        if tile_index == TILES:                                                    # by rounding: the last with any mass
+            tile_index = tl.max(tl.where(by_tile > 0, t, 0), 0)
+        target -= tl.sum(tl.where(t < tile_index, by_tile, 0.0), 0)
+        ids = tile_index * TILE + tl.arange(0, TILE)
+        keys, weights = _read_tokens(logits_ptr, ids, vocab, peak, divisor, PROBS, SCALE, LIBDEVICE)
+        wide = weights.to(tl.float64)
         if MIN_P:
             wide = tl.where(wide >= least, wide, 0.0)
-        wide = tl.where((((its_key.to(tl.int64) << ID_BITS) | spot) <= cut) & (spot < vocab), wide, 0.0)
-        token = tl.min(tl.where((tl.cumsum(wide, 0) > goal) & (wide > 0), spot, 0x7FFFFFFF), 0)
+        wide = tl.where((((keys.to(tl.int64) << ID_BITS) | ids) <= cut) & (ids < vocab), wide, 0.0)
+        token = tl.min(tl.where((tl.cumsum(wide, 0) > target) & (wide > 0), ids, 0x7FFFFFFF), 0)
         if token == 0x7FFFFFFF:
-            token = tl.max(tl.where(wide > 0, spot, 0), 0)
+            token = tl.max(tl.where(wide > 0, ids, 0), 0)
         tl.store(token_ptr + row, tl.where(whole > 0, token, -1).to(tl.int64))
-        tl.store(chosen_ptr + row, tl.sum(tl.where(spot == token, wide, 0.0), 0))
+        tl.store(chosen_ptr + row, tl.sum(tl.where(ids == token, wide, 0.0), 0))
         tl.store(total_ptr + row, whole)

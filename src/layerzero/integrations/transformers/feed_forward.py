@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.formulas.moe import GATED, activate, gated
+from ...ops.formulas.moe import GATED, activate, activate_gated
 from .decoders import Experts, FeedForward, Linear
 from .planning import Binder, Run, with_weights
 
@@ -86,7 +86,7 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
     if fast is not None and gate:              # two products and one launch between them
         return lambda x: second(fast.gate(*first(x).squeeze(1).chunk(2, -1), kind).unsqueeze(1))
     if gate:
-        return lambda x: second(gated(first(x), kind, True))
+        return lambda x: second(activate_gated(first(x), kind, True))
     return lambda x: second(activate(first(x), kind))
 
 

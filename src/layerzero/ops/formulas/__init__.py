@@ -1,1 +1,1 @@
-"""What several operations are computed with. No file here is an operation."""
+"""Formulas that several operations share. No file here declares an operation."""

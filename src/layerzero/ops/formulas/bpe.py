@@ -1,7 +1,9 @@
-"""Byte-level BPE in plain Python: what a tokenizer.json with that model means, one merge after another.
+"""Byte-level BPE in plain Python: the meaning of a tokenizer.json with that model.
 
-It covers what `BYTE_LEVEL_BPE` says, and there ids and offsets are exactly those of the tokenizers library. The
-rest needs the library: other models, normalizers, other pre-tokenizers, added tokens that look at their neighbours.
+For tokenizers that fulfil `BYTE_LEVEL_BPE`, ids and offsets are exactly those of the tokenizers
+library. Everything
+else needs the library: other models, normalizers, other pre-tokenizers, added tokens that depend on
+their neighbours.
 """
 
 from __future__ import annotations
@@ -26,22 +28,24 @@ Span = tuple[int, int]
 WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {*map(chr, range(0x2000, 0x200B))}
 
 
-def _byte_characters() -> tuple[str, ...]:
-    """The character that stands for each byte: itself where it can be seen, else the next one from U+0100."""
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = iter(range(0x100, 0x200))
-    return tuple(chr(b) if b in shown else chr(next(hidden)) for b in range(256))
+def _make_byte_characters() -> tuple[str, ...]:
+    """Returns the character for each byte: itself if it is printable, else the next one from
+    U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(0x100, 0x200))
+    return tuple(chr(b) if b in printable else chr(next(substitutes)) for b in range(256))
 
 
-BYTE_CHARACTERS = _byte_characters()
+BYTE_CHARACTERS = _make_byte_characters()
 BYTES = {c: b for b, c in enumerate(BYTE_CHARACTERS)}
 
-# Letters become `a` (but for those a contraction is made of), digits `1`, white space a tab, all else `!`.
+# Letters are mapped to `a` (except those of contractions), digits to `1`, white space to a tab, all
+# else to `!`.
 _PIECE = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[a-z]+| ?1+| ?['!]+|[ \t]+(?![^ \t])|[ \t]+")
 
 
 @lru_cache(maxsize=4096)
-def _class(c: str) -> str:
+def _character_class(c: str) -> str:
     if c == " " or c == "'" or c in "stremvld":
         return c
     if c in WHITE_SPACE:
@@ -54,25 +58,26 @@ def _class(c: str) -> str:
     return {"L": "a", "N": "1"}.get(category[0], "!")
 
 
-def pieces(text: str) -> Iterator[Span]:
-    """Where GPT-2's pattern splits a text."""
-    for match in _PIECE.finditer("".join(map(_class, text))):
+def split_pieces(text: str) -> Iterator[Span]:
+    """Yields the pieces into which GPT-2's pattern splits a text."""
+    for match in _PIECE.finditer("".join(map(_character_class, text))):
         yield match.span()
 
 
-def is_plain(data: Mapping[str, Any]) -> bool:
-    """Is there nothing in this tokenizer.json, beyond what rules can say of it, that this formula does not know?"""
+def is_byte_level_bpe(data: Mapping[str, Any]) -> bool:
+    """Returns whether this formula implements everything in a tokenizer.json that the rules do not
+    check."""
     model, pre = data["model"], data.get("pre_tokenizer") or {}
     vocab = model.get("vocab")
     if pre.get("type") != "ByteLevel" or not isinstance(vocab, Mapping) or not vocab.keys() >= set(BYTE_CHARACTERS):
         return False
-    odd = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    if any(model.get(name) for name in odd):
+    unsupported = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if any(model.get(name) for name in unsupported):
         return False
-    neighbours = ("single_word", "lstrip", "rstrip")
-    if any(token.get(flag) for token in data.get("added_tokens") or () for flag in neighbours):
+    neighbour_flags = ("single_word", "lstrip", "rstrip")
+    if any(token.get(flag) for token in data.get("added_tokens") or () for flag in neighbour_flags):
         return False
-    return all(p.get("type") in ("ByteLevel", "TemplateProcessing") and _template(p) is not None
+    return all(p.get("type") in ("ByteLevel", "TemplateProcessing") and _template_ids(p) is not None
                for p in post_processors(data))
 
 
@@ -83,8 +88,8 @@ def post_processors(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return tuple(post.get("processors", ())) if post.get("type") == "Sequence" else (post,)
 
 
-def _template(post: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
-    """The ids before and after the text; None where the text does not come exactly once."""
+def _template_ids(post: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+    """Returns the ids before and after the text; None if the text does not occur exactly once."""
     if post.get("type") != "TemplateProcessing":
         return [], []
     around: tuple[list[int], list[int]] = ([], [])
@@ -97,8 +102,8 @@ def _template(post: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
     return around if seen == 1 else None
 
 
-class BytePairs:
-    """The tables of one tokenizer.json, and what can be done with them."""
+class ByteLevelBPE:
+    """A byte-level BPE tokenizer, from its tokenizer.json."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         model = data["model"]
@@ -111,38 +116,38 @@ class BytePairs:
         self.post = post_processors(data)
         added = [token for token in data.get("added_tokens") or () if token["content"]]
         self.added = {token["content"]: token for token in added}
-        self.passes = tuple(_matcher([t["content"] for t in added if bool(t.get("normalized")) is late])
+        self.passes = tuple(_compile_matcher([t["content"] for t in added if bool(t.get("normalized")) is late])
                             for late in (False, True))
         self.tokens = {i: t for t, i in self.vocab.items()} | {t["id"]: t["content"] for t in added}
         self.special = {t["id"] for t in added if t.get("special")}
 
     def encode(self, text: str, parse_special: bool) -> tuple[list[int], list[Span]]:
-        """Ids and character offsets of the text alone, with nothing put around it."""
+        """Returns ids and character offsets of the text, without added special tokens."""
         ids: list[int] = []
         spans: list[Span] = []
         names: list[str] = []
         for start, end, token in self._segments(text, parse_special):
             if token is not None:
-                found = [(token["id"], token["content"], (start, end))]
+                tokens = [(token["id"], token["content"], (start, end))]
             else:
-                found = list(self._words(text[start:end], start))
-            for one, name, span in found:
-                ids.append(one)
+                tokens = list(self._words(text[start:end], start))
+            for token_id, name, span in tokens:
+                ids.append(token_id)
                 names.append(name)
                 spans.append(span)
         for post in self.post:
             if post["type"] == "ByteLevel" and post.get("trim_offsets", True):
                 prefixed = post.get("add_prefix_space", True)
-                spans = [_trimmed(i, name, span, prefixed) for i, (name, span) in enumerate(zip(names, spans))]
+                spans = [_trim_span(i, name, span, prefixed) for i, (name, span) in enumerate(zip(names, spans))]
         return ids, spans
 
-    def around(self) -> tuple[list[int], list[int]]:
-        """What is put before and after a text when special tokens are added."""
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """Returns the special tokens that are added before and after a text."""
         before: list[int] = []
         after: list[int] = []
         for post in self.post:
-            template = _template(post)
-            assert template is not None         # is_plain has seen to it
+            template = _template_ids(post)
+            assert template is not None         # is_byte_level_bpe checked it
             before, after = template[0] + before, after + template[1]
         return before, after
 
@@ -152,16 +157,17 @@ class BytePairs:
         return raw.decode("utf-8", "replace")
 
     def _segments(self, text: str, parse_special: bool) -> Iterator[tuple[int, int, Any]]:
-        """The text cut at added tokens: first those that are looked for in the text as it came, then the others."""
-        whole: list[tuple[int, int, Any]] = [(0, len(text), None)]
+        """Splits the text at added tokens: first those matched in the raw text, then the normalized
+        ones."""
+        segments: list[tuple[int, int, Any]] = [(0, len(text), None)]
         for matcher in self.passes:
             if matcher is not None:
-                whole = [part for start, end, token in whole
-                         for part in (self._cut(text, start, end, matcher, parse_special) if token is None
-                                      else ((start, end, token),))]
-        return (part for part in whole if part[1] > part[0])
+                segments = [part for start, end, token in segments
+                            for part in (self._split_at(text, start, end, matcher, parse_special) if token is None
+                                         else ((start, end, token),))]
+        return (part for part in segments if part[1] > part[0])
 
-    def _cut(self, text: str, start: int, end: int, matcher: re.Pattern[str], parse_special: bool
+    def _split_at(self, text: str, start: int, end: int, matcher: re.Pattern[str], parse_special: bool
              ) -> Iterator[tuple[int, int, Any]]:
         for match in matcher.finditer(text, start, end):
             token = self.added[match.group()]
@@ -175,16 +181,17 @@ class BytePairs:
     def _words(self, text: str, offset: int) -> Iterator[tuple[int, str, Span]]:
         prefixed = self.add_prefix_space and not text.startswith(" ")
         shown = " " + text if prefixed else text
-        for start, end in pieces(shown) if self.use_regex else ((0, len(shown)),):
+        for start, end in split_pieces(shown) if self.use_regex else ((0, len(shown)),):
             owners = [offset + max(i - prefixed, 0) for i in range(start, end) for _ in shown[i].encode()]
             word = "".join(BYTE_CHARACTERS[b] for b in shown[start:end].encode())
             at = 0
-            for token in self._merged(word):
+            for token in self._merge(word):
                 yield self.vocab[token], token, (owners[at], owners[at + len(token) - 1] + 1)
                 at += len(token)
 
-    def _merged(self, word: str) -> list[str]:
-        """Of all neighbours that may be merged, the best ranked, the leftmost of equals; again, until there is none."""
+    def _merge(self, word: str) -> list[str]:
+        """Merges the best-ranked adjacent pair, the leftmost of equals, until no pair can be
+        merged."""
         if self.whole_words and word in self.vocab:
             return [word]
         parts = list(word)
@@ -197,14 +204,15 @@ class BytePairs:
         return parts
 
 
-def _matcher(contents: Sequence[str]) -> re.Pattern[str] | None:
-    """The leftmost, and of those that start there the longest."""
+def _compile_matcher(contents: Sequence[str]) -> re.Pattern[str] | None:
+    """Compiles a pattern that matches the leftmost, longest of the contents."""
     longest_first = sorted(contents, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if contents else None
 
 
-def _trimmed(index: int, token: str, span: Span, add_prefix_space: bool) -> Span:
-    """Offsets without the white space a token begins and ends with; a space that was put in front is not counted."""
+def _trim_span(index: int, token: str, span: Span, add_prefix_space: bool) -> Span:
+    """Returns the span without the token's leading and trailing white space; an added prefix space
+    is not counted."""
     space = BYTE_CHARACTERS[0x20]
     white = [c == space or c in WHITE_SPACE for c in token]
     leading = white.index(False) if False in white else len(white)
@@ -223,7 +231,8 @@ _MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "n d", "Ġa nd", "h e", "l l"
 
 
 def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[str] = _MERGES) -> dict[str, Any]:
-    """A tokenizer.json, small enough to read: the 256 bytes, a few merges, two special tokens and an added one."""
+    """Returns a small tokenizer.json: the 256 bytes, a few merges, two special tokens and an added
+    one."""
     words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
     vocab = {word: i for i, word in enumerate(words)}
     plain = {"single_word": False, "lstrip": False, "rstrip": False}

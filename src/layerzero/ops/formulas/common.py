@@ -1,13 +1,19 @@
-"""Formulas that several operations share, in plain torch: no op of its own, and no kernel."""
+"""Attention, norms and test inputs in plain torch, shared by several operations."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+# For `Op.reference_kernel` of a formula that reads lengths or indices on the host: nothing can
+# capture or trace it.
+READS_ON_HOST: dict[str, Any] = {
+    "overhead_us": 50.0, "graph_safe": False, "traceable": False, "note": "reads lengths on the host"}
 
 
 def attend(
@@ -15,7 +21,7 @@ def attend(
     scale: float | None, causal_align: str | None, window_left: int, window_right: int,
     alibi_slopes: Tensor | None, softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over (batch, heads, seq, dim), spelled out; also its log-sum-exp."""
+    """Returns attention over (batch, heads, seq, dim), step by step, and its log-sum-exp."""
     group = query.shape[1] // max(key.shape[1], 1)
     if group != 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -42,12 +48,13 @@ def position_terms(
     seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None, window_left: int, window_right: int,
     alibi_slopes: Tensor | None, device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The ALiBi bias (1, heads, seq_q, seq_k) and the mask of hidden keys (seq_q, seq_k), each or None."""
+    """Returns the ALiBi bias (1, heads, seq_q, seq_k) and the mask of hidden keys (seq_q, seq_k),
+    or None for either."""
     if not is_causal and window_left < 0 and window_right < 0 and alibi_slopes is None:
         return None, None
     offset = seq_k - seq_q if causal_align == "bottom_right" else 0
     diagonal = torch.arange(seq_q, device=device)[:, None] + offset
-    distance = torch.arange(seq_k, device=device)[None, :] - diagonal      # > 0 is the future
+    distance = torch.arange(seq_k, device=device)[None, :] - diagonal      # > 0: a later key
     bias = None if alibi_slopes is None else -alibi_slopes[None, :, None, None] * distance.abs()
     right = 0 if is_causal else window_right
     hidden = None
@@ -67,7 +74,8 @@ def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str, dtype: torch.dtype,
                 device: str) -> Tensor:
-    """Test inputs of the norms: (*rows, hidden), stored "padded", "sparse", "transposed" or plainly."""
+    """Returns test inputs (*rows, hidden), stored "padded", "sparse", "transposed" or
+    contiguous."""
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen).to(device=device, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""Cross entropy in plain torch, shared by the losses: no op of its own, and no kernel."""
+"""Cross entropy in plain torch, shared by the losses."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
 from ...spec.rules import Condition, at_least, at_most, dtypes
 
-# What every loss of this family asks of its caller.
-LOSS_LIMITS: tuple[Condition, ...] = (
+LOSS_RULES: tuple[Condition, ...] = (
     dtypes("int32", "int64", of="targets.dtype"), at_least("vocab", 1, Code.EMPTY_INPUT),
     at_least("label_smoothing", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("label_smoothing", 1.0, Code.VALUE_OUT_OF_RANGE),
 )
 
 
 def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-    """The loss of each row in float32 or wider; 0 where the row is ignored."""
+    """Returns the loss of each row in float32 or wider; 0 if the row is ignored."""
     log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     kept = targets != ignore_index
     picked = log_p.gather(-1, torch.where(kept, targets, 0).long().unsqueeze(-1)).squeeze(-1)
@@ -29,8 +28,9 @@ def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothi
     return torch.where(kept, losses, 0.0)
 
 
-def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """The mean is over the rows that are not ignored: NaN where all are, as torch has it."""
+def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Reduces row losses; the mean is over the rows that are not ignored, NaN if all are, as in
+    torch."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -38,7 +38,7 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
-    """Every target that is not ignored names a column."""
+    """Raises InvalidCall if a target is neither a column of the logits nor ignored."""
     targets, vocab = values["targets"], facts["vocab"]
     if facts["tensor_kind"] != "plain" or targets.device.type == "meta" or facts["graph"] or not targets.numel():
         return
@@ -52,7 +52,7 @@ def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
 
 def random_targets(gen: torch.Generator, rows: tuple[int, ...], vocab: int, ignored: str, dtype: str,
                    device: str, ignore_index: int) -> Tensor:
-    """Test inputs: `ignored` is "", "some" or "all"."""
+    """Returns test inputs: `ignored` is "", "some" or "all"."""
     targets = torch.randint(0, vocab, rows, generator=gen)
     if ignored:
         hidden = torch.rand(rows, generator=gen) < (0.4 if ignored == "some" else 2.0)

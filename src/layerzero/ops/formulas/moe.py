@@ -1,4 +1,4 @@
-"""Formulas of feed-forward layers and of mixtures of them: activations, routing, who gets which token."""
+"""Formulas of feed-forward layers and mixtures of experts: activations, routing, dispatch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...spec.reason import Code, Reason
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
 PLAIN = ("silu", "gelu", "gelu_tanh", "relu")
-_INNER = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+_GATE_ACTIVATION = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """silu, gelu, gelu_tanh or relu; of a gated activation, what is done to the gate."""
-    name = _INNER.get(activation, activation)
+    """Applies silu, gelu, gelu_tanh or relu; for a gated activation, the one of the gate."""
+    name = _GATE_ACTIVATION.get(activation, activation)
     if name == "silu":
         return F.silu(x)
     if name == "relu":
@@ -24,8 +24,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def gated(product: Tensor, activation: str, gate_first: bool) -> Tensor:
-    """act(gate) * up, of the product with a fused weight: gate and up side by side in the last dimension."""
+def activate_gated(product: Tensor, activation: str, gate_first: bool) -> Tensor:
+    """Returns act(gate) * up, where gate and up are the halves of the last dimension."""
     first, second = product.chunk(2, -1)
     gate, up = (first, second) if gate_first else (second, first)
     return activate(gate, activation) * up
@@ -37,30 +37,32 @@ def route(
     logits: Tensor, top_k: int, scoring: str, normalize: bool, n_group: int, topk_group: int,
     bias: Tensor | None, routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token, best first, and their weights. In float32; of equal scores the lower index wins."""
-    scores = scores_of(logits, scoring)
+    """Returns the experts of each token, best first, and their weights; of equal scores the lower
+    index wins."""
+    scores = score_experts(logits, scoring)
     choice = scores if bias is None else scores + bias.float()
     if n_group > 1:
-        choice = within_groups(choice, n_group, topk_group, bias is not None)
+        choice = mask_groups(choice, n_group, topk_group, bias is not None)
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-    return ids, weights_of(scores.gather(-1, ids), normalize, routed_scaling_factor)
+    return ids, weigh_experts(scores.gather(-1, ids), normalize, routed_scaling_factor)
 
 
-def scores_of(logits: Tensor, scoring: str) -> Tensor:
+def score_experts(logits: Tensor, scoring: str) -> Tensor:
     wide = logits.float()
     return wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
 
 
-def weights_of(chosen: Tensor, normalize: bool, routed_scaling_factor: float) -> Tensor:
+def weigh_experts(chosen: Tensor, normalize: bool, routed_scaling_factor: float) -> Tensor:
     if normalize:
         chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
     return chosen * routed_scaling_factor
 
 
-def within_groups(choice: Tensor, n_group: int, topk_group: int, two_best: bool) -> Tensor:
-    """-inf for the experts of all but the best groups.
+def mask_groups(choice: Tensor, n_group: int, topk_group: int, two_best: bool) -> Tensor:
+    """Sets the scores of all but the best groups to -inf.
 
-    A group is as good as its best expert, or with a bias correction as its two best together (DeepSeek-V3).
+    The score of a group is that of its best expert, or with a bias correction the sum of its two
+    best (DeepSeek-V3).
     """
     groups = choice.unflatten(-1, (n_group, -1))
     best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1) if two_best else groups.amax(-1)
@@ -71,11 +73,11 @@ def within_groups(choice: Tensor, n_group: int, topk_group: int, two_best: bool)
 
 # Dispatch.
 
-def places(ids: Tensor, experts: int, offset: int, capacity: int) -> Tensor:
-    """For each (token, slot), the local expert that serves it, or `experts` where none does.
+def assign_experts(ids: Tensor, experts: int, offset: int, capacity: int) -> Tensor:
+    """Returns for each (token, slot) the local expert that serves it, or `experts` if none does.
 
-    Experts outside [offset, offset + experts) are another device's. With a capacity, an expert serves the first
-    `capacity` of its (token, slot) pairs in token order; the rest are dropped.
+    Experts outside [offset, offset + experts) are on another device. With a capacity, an expert
+    serves the first `capacity` of its (token, slot) pairs in token order; the rest are dropped.
     """
     local = ids.reshape(-1).long() - offset
     local = torch.where((local >= 0) & (local < experts), local, experts)
@@ -90,7 +92,7 @@ def places(ids: Tensor, experts: int, offset: int, capacity: int) -> Tensor:
 
 
 def check_routing(op: str, topk_ids: Tensor | None, topk_weights: Tensor | None, logits: Tensor | None) -> None:
-    """Either ids and weights, or logits."""
+    """Raises InvalidCall unless either ids and weights or logits are given."""
     if logits is None and (topk_ids is None or topk_weights is None):
         raise InvalidCall.of(op, Reason(
             Code.MISSING_METADATA, "give topk_ids and topk_weights (from lz.moe_gate), or logits and top_k", None,

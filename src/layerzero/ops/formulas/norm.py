@@ -1,4 +1,4 @@
-"""What norms have in common."""
+"""Stress cases that the norms share."""
 
 from __future__ import annotations
 

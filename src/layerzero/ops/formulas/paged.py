@@ -1,9 +1,10 @@
-"""What a page table means, in plain torch: no op of its own, and no kernel.
+"""Page tables in plain torch: reading, checking and gathering.
 
-A cache is a pool of pages, each with room for `page_size` tokens. Row i of `block_table` lists the pages of sequence
-i in order, and `context_lens[i]` says how many tokens it has; what lies beyond, in the table or in a page, may be
-anything and is never read. The queries of sequence i are rows cu_seqlens_q[i]:cu_seqlens_q[i+1], the last of them at
-the sequence's last token; without cu_seqlens_q every sequence has one query.
+A cache is a pool of pages of `page_size` tokens each. Row i of `block_table` lists the pages of
+sequence i in order, and `context_lens[i]` is its number of tokens; entries of the table and slots
+of a page beyond that may be anything and are never read. The queries of sequence i are rows
+cu_seqlens_q[i]:cu_seqlens_q[i+1], the last of them at the sequence's last token; without
+cu_seqlens_q every sequence has one query.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from ...spec.rules import Condition, any_of, at_least, equals, one_of, present
 INTEGERS = ("int32", "int64")
 
 
-Part = tuple[Tensor, Tensor]                   # attention over some of the keys: the output, and its log-sum-exp
+Part = tuple[Tensor, Tensor]                   # attention over some of the keys: output and log-sum-exp
 
 
 class Span(NamedTuple):
-    """One sequence: its query rows [first, last) and how many keys it has."""
+    """One sequence: its query rows [first, last) and its number of keys."""
 
     first: int
     last: int
     length: int
 
 
-def spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor | None,
-          page_size: int, max_seqlen_q: int | None) -> list[Span]:
-    """The sequences of a call, read on the host and checked."""
+def read_spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor | None,
+               page_size: int, max_seqlen_q: int | None) -> list[Span]:
+    """Returns the sequences of a call, read on the host and checked."""
     lengths: list[int] = context_lens.tolist()
     starts: list[int] = list(range(tokens + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
     capacity = block_table.shape[1] * page_size
@@ -43,21 +44,21 @@ def spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_se
         raise InvalidCall.of(op, Reason(
             Code.KV_METADATA_INVALID, f"from 0 to {capacity} ({block_table.shape[1]} pages of {page_size})", lengths[i],
             f"context_lens[{i}]"))
-    found = [Span(a, b, n) for a, b, n in zip(starts, starts[1:], lengths)]
-    longest = max((s.last - s.first for s in found), default=0)
+    sequences = [Span(a, b, n) for a, b, n in zip(starts, starts[1:], lengths)]
+    longest = max((s.last - s.first for s in sequences), default=0)
     if cu_seqlens_q is not None and (len(starts) != len(lengths) + 1 or starts[0] != 0 or starts[-1] != tokens
-                                     or any(s.last < s.first for s in found)):
+                                     or any(s.last < s.first for s in sequences)):
         raise InvalidCall.of(op, Reason(
             Code.KV_METADATA_INVALID, f"{len(lengths) + 1} numbers from 0 to the {tokens} query tokens, never falling",
             str(starts), "cu_seqlens_q"))
     if max_seqlen_q is not None and longest > max_seqlen_q:
         raise InvalidCall.of(op, Reason(
             Code.VALUE_OUT_OF_RANGE, f">= {longest}, the longest query", max_seqlen_q, "max_seqlen_q"))
-    return found
+    return sequences
 
 
 def check_pages(op: str, pages: int, block_table: Tensor, sequences: list[Span], page_size: int) -> None:
-    """Every entry of the table that is in use must name a page of the pool."""
+    """Raises InvalidCall unless every used entry of the table is a page of the pool."""
     for i, s in enumerate(sequences):
         row = block_table[i, :-(-s.length // page_size)]
         if not row.numel():
@@ -71,25 +72,28 @@ def check_pages(op: str, pages: int, block_table: Tensor, sequences: list[Span],
 
 
 def check_metadata(op: str, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """The whole page table, where it can be read: not while a graph is captured or traced."""
+    """Checks the page table where it can be read: not while a graph is captured or traced."""
     if facts["tensor_kind"] != "plain" or facts["graph"] or facts["device"] == "meta":
         return
     table = values["block_table"]
-    found = spans(op, facts["tokens"], table, values["context_lens"], values["cu_seqlens_q"], facts["page_size"],
-                  values["max_seqlen_q"])
-    check_pages(op, facts["pages"], table, found, facts["page_size"])
+    sequences = read_spans(op, facts["tokens"], table, values["context_lens"],
+                           values["cu_seqlens_q"], facts["page_size"],
+                           values["max_seqlen_q"])
+    check_pages(op, facts["pages"], table, sequences, facts["page_size"])
 
 
 def check_shapes(op: str, values: Mapping[str, Any], layout: str, first: str, second: str) -> None:
-    """What would otherwise be a wrong number of dimensions, in the words of a cache: two pools and their page table."""
+    """Raises InvalidCall with KV cache codes, not just WRONG_NDIM, for malformed caches and page
+    tables."""
     for name in (first, second):
         if values[name].dim() != layout.count(",") + 1:
             raise InvalidCall.of(op, Reason(
                 Code.KV_CACHE_LAYOUT_MISMATCH, f"{layout} for {name}", f"shape {tuple(values[name].shape)}", name))
-    one, other = tuple(values[first].shape), tuple(values[second].shape)
-    if one[:-1] != other[:-1]:
+    first_shape, second_shape = tuple(values[first].shape), tuple(values[second].shape)
+    if first_shape[:-1] != second_shape[:-1]:
         raise InvalidCall.of(op, Reason(
-            Code.KV_CACHE_LAYOUT_MISMATCH, f"that of {first}, {one} but for dim", f"{other} for {second}", second))
+            Code.KV_CACHE_LAYOUT_MISMATCH, f"that of {first}, {first_shape} but for dim",
+            f"{second_shape} for {second}", second))
     table, lengths, starts = values["block_table"], values["context_lens"], values["cu_seqlens_q"]
     if table.dim() != 2:
         raise InvalidCall.of(op, Reason(
@@ -103,10 +107,10 @@ def check_shapes(op: str, values: Mapping[str, Any], layout: str, first: str, se
             Code.KV_METADATA_INVALID, f"of shape ({table.shape[0] + 1},)", str(tuple(starts.shape)), "cu_seqlens_q"))
 
 
-# Sizes that say how the query is divided; their names are what an error shows.
+# Derived sizes of the query's division into sequences; error messages show their names.
 DERIVED = {
-    "seq_q": "tokens // max(batch, 1)",        # on average: the true lengths are data
-    "seq_k": "max_pages * page_size",          # the room there is
+    "seq_q": "tokens // max(batch, 1)",        # the average: the true lengths are data
+    "seq_k": "max_pages * page_size",          # the capacity of the table
     "query_tokens_minus_batch": "tokens - batch",
     "cu_seqlens_q_length_minus_batch": "boundaries - batch",
 }
@@ -122,23 +126,25 @@ METADATA_RULES: tuple[Condition, ...] = (
 )
 
 
-def gather(cache: Tensor, row: Tensor, length: int) -> Tensor:
-    """The first `length` tokens on the pages of `row`: (pages, page_size, ...) to (length, ...)."""
+def gather_pages(cache: Tensor, row: Tensor, length: int) -> Tensor:
+    """Returns the first `length` tokens on the pages of `row`: (pages, page_size, ...) to (length,
+    ...)."""
     pages = -(-length // cache.shape[1])
     return cache.index_select(0, row[:pages]).flatten(0, 1)[:length]
 
 
-def grouped(q: Tensor, kv_heads: int) -> Tensor:
-    """(tokens, heads, dim) as (kv_heads, group, tokens, dim): KV heads as batch, so that torch need not know groups."""
+def group_heads(q: Tensor, kv_heads: int) -> Tensor:
+    """Returns (tokens, heads, dim) as (kv_heads, group, tokens, dim), so that KV heads are a batch
+    for torch."""
     return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
-def ungrouped(t: Tensor) -> Tensor:
+def ungroup_heads(t: Tensor) -> Tensor:
     return t.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def joined(parts: Sequence[Part]) -> Part:
-    """Attention over all keys from attention over each part of them."""
+def merge_parts(parts: Sequence[Part]) -> Part:
+    """Merges attention over parts of the keys by their log-sum-exp."""
     if len(parts) == 1:
         return parts[0]
     lses = torch.stack([lse for _, lse in parts])
@@ -151,11 +157,12 @@ def joined(parts: Sequence[Part]) -> Part:
 
 def page_table_from_csr(indptr: Tensor, indices: Tensor, last_page_len: Tensor | None = None,
                         page_size: int = 1) -> tuple[Tensor, Tensor]:
-    """(block_table, context_lens) of a page table in CSR form, as FlashInfer has it.
+    """Returns (block_table, context_lens) of a page table in FlashInfer's CSR form.
 
-    The pages of sequence i are indices[indptr[i]:indptr[i+1]]; its last page holds last_page_len[i] tokens, or is full.
-    Reads the sizes on the host. Ragged keys (tokens, heads, dim) are such a cache too, with pages of one token:
-    `page_table_from_csr(indptr, torch.arange(tokens))` and `key[:, None]`.
+    The pages of sequence i are indices[indptr[i]:indptr[i+1]]; its last page holds last_page_len[i]
+    tokens, by default all. Reads the sizes on the host. Ragged keys (tokens, heads, dim) are such a
+    cache with pages of one token: `page_table_from_csr(indptr, torch.arange(tokens))` and `key[:,
+    None]`.
     """
     counts = indptr.diff()
     width = int(counts.max()) if counts.numel() else 0
@@ -168,13 +175,13 @@ def page_table_from_csr(indptr: Tensor, indices: Tensor, last_page_len: Tensor |
     return table.masked_fill(~used, 0).to(indices.dtype), lengths.to(indptr.dtype)
 
 
-# Test inputs that both ops share.
+# Test inputs.
 
 def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int, dtype: torch.dtype, device: str,
                  order: str = "shuffled", spare: int = 2) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(block_table, context_lens, used slots, pages). Unused entries of the table are no pages at all.
+    """Returns (block_table, context_lens, used slots, pages). Unused entries of the table are -1.
 
-    `order`: "shuffled" pages, or "neighbours": each sequence's pages follow each other.
+    `order`: "shuffled" pages, or "neighbours": each sequence's pages are adjacent.
     """
     counts = [-(-n // page_size) for n in context]
     pages = sum(counts) + spare
@@ -183,12 +190,12 @@ def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int,
     used = torch.zeros(pages, page_size, dtype=torch.bool)
     taken = 0
     for i, (n, count) in enumerate(zip(context, counts)):
-        mine = ids[taken:taken + count]
+        own_pages = ids[taken:taken + count]
         taken += count
-        table[i, :count] = mine
-        used[mine] = (torch.arange(count * page_size) < n).view(count, page_size)
+        table[i, :count] = own_pages
+        used[own_pages] = (torch.arange(count * page_size) < n).view(count, page_size)
     return table.to(device, dtype), torch.tensor(context, dtype=dtype, device=device), used, pages
 
 
-def starts_of(lengths: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+def cu_seqlens(lengths: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)

@@ -1,18 +1,21 @@
-"""How much of an encoded text still holds for another text that begins the same, and a memory of such texts.
+"""Prefix reuse for tokenizers: which tokens of an encoded text hold for another text with the same
+beginning.
 
-A text may be cut where the part before and the part after are encoded as if the other were not there. Two kinds of
-places are known to be so, and no other is used:
+A text can be split at a point if the parts before and after it are encoded independently. Two kinds
+of split points are used:
 
-- in front of an added token that is looked for in the text as it came. Libraries cut the text there first and treat
-  what lies between such tokens one by one. Which token matches depends on as many characters as the longest has, so
-  these must be the same in both texts. Holds for every normalizer, pre-tokenizer and model.
-- in front of a space that follows a visible ASCII character. Holds if the normalizer works character by character or
-  never across a space, and the first pre-tokenizer always splits there: patterns none of whose alternatives can step
-  from something visible to a space, and none of which looks back. Then no match crosses the place, no attempt looks
-  beyond the space itself, and the matches after it are those of the rest alone. Added tokens must not reach over it.
+- in front of an added token that is matched in the raw text. Libraries split the text there first
+  and encode the parts between such tokens separately. Which token matches depends on as many
+  characters as the longest has, so these must be the same in both texts. Holds for every
+  normalizer, pre-tokenizer and model.
+- in front of a space that follows a visible ASCII character. Holds if the normalizer works
+  character by character or never across a space, and the first pre-tokenizer always splits there:
+  no alternative of its pattern matches something visible followed by a space, and none looks
+  behind. Then no match crosses the point, no match attempt looks beyond the space, and the matches
+  after it are those of the rest alone. Added tokens must not contain the point.
 
-So a text is encoded as: the tokens of the remembered text up to the last such place in what both share, and the
-library's own encoding of the rest.
+A text is then encoded as the tokens of the stored text up to the last split point in the common
+prefix, and the library's own encoding of the rest.
 """
 
 from __future__ import annotations
@@ -27,18 +30,18 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from .tokenization import Body, Span
+from .tokenization import EncodedText, Span
 
-SHORTEST = 512                                 # characters; less is not worth remembering
-KEY = 64                                       # texts are found by so many of their first characters
-PER_KEY = 4
-TEXTS = 64                                     # for one tokenizer
-CHARACTERS = 1 << 20                           # for one tokenizer
-TOKENIZERS = 16
-ATTEMPTS = 64                                  # spaces looked at from the end of what is shared
+MIN_CHARACTERS = 512                                 # shorter texts are not stored
+KEY_CHARACTERS = 64                                       # texts are looked up by their first characters
+MAX_TEXTS_PER_KEY = 4
+MAX_TEXTS = 64                                 # of a tokenizer
+MAX_CHARACTERS = 1 << 20                       # of a tokenizer's texts
+MAX_TOKENIZERS = 16
+MAX_ATTEMPTS = 64                              # spaces tried from the end of the common prefix
 
-# Alternatives of the patterns in use (GPT-2, cl100k, Llama 3, Qwen 2, o200k), without possessive marks. Read each as:
-# nothing visible is followed by a space, and nothing looks back.
+# Alternatives of the patterns in use (GPT-2, cl100k, Llama 3, Qwen 2, o200k), without possessive
+# quantifiers. None matches something visible followed by a space, and none looks behind.
 _ALTERNATIVES = frozenset((
     "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"'(?:[sdmt]|ll|ve|re)",
     r"'(?i:[sdmt]|ll|ve|re)", r" ?\p{L}+", r" ?[\p{L}]+", r" ?\p{N}+", r" ?[\p{N}]+", r" ?[^\s\p{L}\p{N}]+",
@@ -54,35 +57,36 @@ _VISIBLE = re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True)
-class Seams:
-    """Where the texts of one tokenizer may be cut."""
+class SplitPoints:
+    """Where the texts of one tokenizer can be split."""
 
     spaces: bool = False
-    special: Mapping[str, int] = field(default_factory=dict)     # added tokens to cut in front of: content -> id
-    ordinary: Mapping[str, int] = field(default_factory=dict)    # likewise, also where special ones are read as text
-    longest: int = 0                           # of all added tokens
-    offsets: bool = True                       # a part encoded alone has the offsets it has inside, moved
+    special: Mapping[str, int] = field(default_factory=dict)     # added tokens to split in front of: content -> id
+    ordinary: Mapping[str, int] = field(default_factory=dict)    # likewise, if special tokens are encoded as text
+    longest: int = 0                           # length of the longest added token
+    offsets: bool = True                       # the offsets of a part encoded alone are those in the whole, shifted
 
 
-def seams_of_json(data: Mapping[str, Any]) -> Seams:
-    """Of a tokenizer.json."""
+def split_points_from_json(data: Mapping[str, Any]) -> SplitPoints:
+    """Returns the split points of a tokenizer.json."""
     added = data.get("added_tokens") or ()
-    firm = [t for t in added if not (t.get("normalized") or t.get("lstrip") or t.get("single_word"))
-            and t["content"] and t["content"] == t["content"].strip()]
-    reaching = any(t.get("rstrip") or any(c.isspace() for c in t["content"])
-                   or (t.get("normalized") and not _VISIBLE.fullmatch(t["content"])) for t in added)
-    spaces = not reaching and _is_local(data.get("normalizer")) and _splits_at_spaces(data.get("pre_tokenizer"))
+    splittable = [t for t in added if not (t.get("normalized") or t.get("lstrip") or t.get("single_word"))
+                  and t["content"] and t["content"] == t["content"].strip()]
+    reaches_over_spaces = any(t.get("rstrip") or any(c.isspace() for c in t["content"])
+                              or (t.get("normalized") and not _VISIBLE.fullmatch(t["content"])) for t in added)
+    spaces = (not reaches_over_spaces and _is_local(data.get("normalizer"))
+              and _splits_at_spaces(data.get("pre_tokenizer")))
     post = data.get("post_processor") or {}
     trimming = any(p.get("trim_offsets") and p.get("add_prefix_space") for p in (post, *post.get("processors", ())))
-    return Seams(spaces, {t["content"]: t["id"] for t in firm},
-                 {t["content"]: t["id"] for t in firm if not t.get("special")},
-                 max((len(t["content"]) for t in added), default=0), not trimming)
+    return SplitPoints(spaces, {t["content"]: t["id"] for t in splittable},
+                       {t["content"]: t["id"] for t in splittable if not t.get("special")},
+                       max((len(t["content"]) for t in added), default=0), not trimming)
 
 
-def seams_of_pattern(pattern: str, special_tokens: Mapping[str, int]) -> Seams:
-    """Of a tiktoken encoding."""
-    spaces = is_known(pattern) and not any(c.isspace() for token in special_tokens for c in token)
-    return Seams(spaces, dict(special_tokens), {}, max(map(len, special_tokens), default=0))
+def split_points_from_pattern(pattern: str, special_tokens: Mapping[str, int]) -> SplitPoints:
+    """Returns the split points of a tiktoken encoding."""
+    spaces = is_known_pattern(pattern) and not any(c.isspace() for token in special_tokens for c in token)
+    return SplitPoints(spaces, dict(special_tokens), {}, max(map(len, special_tokens), default=0))
 
 
 def _is_local(normalizer: Mapping[str, Any] | None) -> bool:
@@ -90,7 +94,7 @@ def _is_local(normalizer: Mapping[str, Any] | None) -> bool:
         return True
     if normalizer.get("type") == "Sequence":
         return all(map(_is_local, normalizer.get("normalizers", ())))
-    if normalizer.get("type") == "Replace":    # what sentencepiece's converters write: several spaces become one
+    if normalizer.get("type") == "Replace":    # as sentencepiece's converters write: several spaces become one
         return normalizer.get("pattern") == {"Regex": " {2,}"} and normalizer.get("content") == " "
     return normalizer.get("type") in _LOCAL_NORMALIZERS
 
@@ -99,8 +103,8 @@ def _splits_at_spaces(pre: Mapping[str, Any] | None) -> bool:
     kind = pre.get("type") if pre else None
     if pre is None or kind in _SPLITS_AT_SPACES:
         return pre is not None
-    if kind == "Sequence":                     # those after the first see its pieces one by one
-        # Digits cuts between a digit and what is none, wherever they stand: the place is kept, or made a cut already.
+    if kind == "Sequence":                     # later members get the pieces of the first one by one
+        # Digits splits between digits and others only: a split point stays one.
         members = [m for m in pre.get("pretokenizers", ()) if m.get("type") != "Digits"]
         return bool(members) and _splits_at_spaces(members[0])
     if kind == "ByteLevel":
@@ -109,22 +113,23 @@ def _splits_at_spaces(pre: Mapping[str, Any] | None) -> bool:
         return bool(pre.get("split", True)) and pre.get("replacement") == "▁"
     if kind == "Split":
         whole = (pre.get("behavior"), bool(pre.get("invert"))) in (("Isolated", False), ("Removed", True))
-        return whole and is_known((pre.get("pattern") or {}).get("Regex", ""))
+        return whole and is_known_pattern((pre.get("pattern") or {}).get("Regex", ""))
     return False
 
 
-def is_known(pattern: str) -> bool:
-    """Is every alternative of the pattern one that keeps the promise above?"""
-    return bool(pattern) and all(_POSSESSIVE.sub(r"\1", one) in _ALTERNATIVES for one in _alternatives(pattern))
+def is_known_pattern(pattern: str) -> bool:
+    """Returns whether every alternative of the pattern is known to split in front of spaces."""
+    return bool(pattern) and all(_POSSESSIVE.sub(r"\1", alternative) in _ALTERNATIVES
+                                 for alternative in _alternatives(pattern))
 
 
 def _alternatives(pattern: str) -> list[str]:
-    found, depth, in_class, skip = [""], 0, False, False
+    alternatives, depth, in_class, skip = [""], 0, False, False
     for c in pattern:
         if c == "|" and not (depth or in_class or skip):
-            found.append("")
+            alternatives.append("")
             continue
-        found[-1] += c
+        alternatives[-1] += c
         if skip:
             skip = False
         elif c == "\\":
@@ -135,105 +140,109 @@ def _alternatives(pattern: str) -> list[str]:
             in_class = True
         else:
             depth += (c == "(") - (c == ")")
-    return found
+    return alternatives
 
 
-# the memory
+# The memory.
 
 Offsets = Callable[[], Sequence[Span]]
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where the ids of a text start and end, and which of them are added tokens to cut in front of."""
+class _TokenSpans:
+    """Where the ids of a text start and end, and which of them are added tokens to split in front
+    of."""
 
     starts: array[int]
     ends: array[int]
     tokens: tuple[int, ...]                    # indexes of ids
 
     @classmethod
-    def of(cls, text: str, ids: Sequence[int], spans: Sequence[Span], contents: Mapping[int, str]) -> _Places:
-        tokens = tuple(i for i, (one, (s, e)) in enumerate(zip(ids, spans)) if contents.get(one) == text[s:e])
+    def of(cls, text: str, ids: Sequence[int], spans: Sequence[Span], contents: Mapping[int, str]) -> _TokenSpans:
+        tokens = tuple(i for i, (token_id, (s, e)) in enumerate(zip(ids, spans)) if contents.get(token_id) == text[s:e])
         return cls(array("I", [s for s, _ in spans]), array("I", [e for _, e in spans]), tokens)
 
-    def spans(self, kept: int) -> list[Span]:
+    def first(self, kept: int) -> list[Span]:
         return list(zip(self.starts[:kept], self.ends[:kept]))
 
 
-class _Text:
-    """A remembered text. Its places are found out when first asked for."""
+class _StoredText:
+    """A stored text and its ids. The spans of the ids are computed on first use."""
 
     def __init__(self, text: str, ids: list[int], offsets: Offsets, contents: Mapping[int, str]) -> None:
         self.text, self.ids, self.used = text, ids, 0
-        self._places: _Places | Callable[[], _Places] = lambda: _Places.of(text, ids, offsets(), contents)
+        self._spans: _TokenSpans | Callable[[], _TokenSpans] = lambda: _TokenSpans.of(text, ids, offsets(), contents)
 
-    def places(self) -> _Places:
-        places = self._places
-        if not isinstance(places, _Places):
-            places = self._places = places()
-        return places
+    def spans(self) -> _TokenSpans:
+        spans = self._spans
+        if not isinstance(spans, _TokenSpans):
+            spans = self._spans = spans()
+        return spans
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a memory did so far, and what it holds."""
+    """The statistics of a PrefixMemory."""
 
-    hits: int                                  # calls served in part or in whole
+    hits: int                                  # calls that reused tokens
     misses: int
-    reused: int                                # characters that were not encoded again
+    reused: int                                # characters whose tokens were reused
     texts: int
     characters: int
 
 
 class PrefixMemory:
-    """Texts of one tokenizer with their tokens. Reading takes no lock; a text that cannot be stored at once is not.
+    """The stored texts of one tokenizer and their tokens.
 
-    `eager`: whoever encodes keeps the offsets in memory until they are asked for, so ask at once.
+    Reading takes no lock; a text is not stored if another thread is storing one. `eager` computes
+    the offsets at once, for libraries whose encodings hold a lot of memory until then.
     """
 
-    def __init__(self, seams: Seams, eager: bool) -> None:
-        self.seams, self.eager = seams, eager
-        self._texts: dict[tuple[Any, str], tuple[_Text, ...]] = {}
+    def __init__(self, split_points: SplitPoints, eager: bool) -> None:
+        self.split_points, self.eager = split_points, eager
+        self._texts: dict[tuple[Any, str], tuple[_StoredText, ...]] = {}
         self._contents = {parse: {i: content for content, i in tokens.items()}
-                          for parse, tokens in ((True, seams.special), (False, seams.ordinary))}
+                          for parse, tokens in ((True, split_points.special), (False, split_points.ordinary))}
         self._clock = count(1)
         self._hits = self._misses = self._reused = 0
 
     def encode(self, text: str, parse_special: bool | None, want_offsets: bool,
-               full: Callable[[str], tuple[list[int], Offsets]]) -> Body:
-        """As `full(text)`, which gives the ids of a text and how to find out their offsets."""
-        key = (parse_special, text[:KEY])
+               full: Callable[[str], tuple[list[int], Offsets]]) -> EncodedText:
+        """Returns the encoding of a text; `full(text)` returns the ids of a text and a function for
+        their offsets."""
+        key = (parse_special, text[:KEY_CHARACTERS])
         entry, shared = self._nearest(key, text)
         if entry is not None and shared == len(text) == len(entry.text):
             return self._reuse(entry, len(entry.ids), len(text), [], want_offsets, list)
-        exact = self.seams.offsets
+        exact = self.split_points.offsets
         at = kept = 0
         if entry is not None and (exact or not want_offsets):
-            at, kept = self._cut(entry, shared)
-        if entry is None or at < max(SHORTEST // 2, 0 if exact else len(text) // 2):
+            at, kept = self._split(entry, shared)
+        if entry is None or at < max(MIN_CHARACTERS // 2, 0 if exact else len(text) // 2):
             self._misses += 1
             ids, offsets = full(text)
             self._store(key, text, ids, offsets)
-            return Body(list(ids), list(offsets()) if want_offsets else None)
+            return EncodedText(list(ids), list(offsets()) if want_offsets else None)
         rest, rest_offsets = full(text[at:])
-        if exact and len(text) - at > max(SHORTEST, len(text) // 8):
+        if exact and len(text) - at > max(MIN_CHARACTERS, len(text) // 8):
             self._store(key, text, entry.ids[:kept] + rest,
-                        lambda: entry.places().spans(kept) + _moved(rest_offsets(), at))
+                        lambda: entry.spans().first(kept) + _shift(rest_offsets(), at))
         return self._reuse(entry, kept, at, rest, want_offsets, rest_offsets)
 
-    def _reuse(self, entry: _Text, kept: int, at: int, rest: list[int], want_offsets: bool, offsets: Offsets) -> Body:
+    def _reuse(self, entry: _StoredText, kept: int, at: int, rest: list[int], want_offsets: bool,
+               offsets: Offsets) -> EncodedText:
         entry.used = next(self._clock)
         self._hits += 1
         self._reused += at
-        spans = entry.places().spans(kept) + _moved(offsets(), at) if want_offsets else None
-        ids = entry.ids[:kept]                 # a list of the caller's own
+        spans = entry.spans().first(kept) + _shift(offsets(), at) if want_offsets else None
+        ids = entry.ids[:kept]                 # a copy for the caller
         ids += rest
-        return Body(ids, spans)
+        return EncodedText(ids, spans)
 
-    def _nearest(self, key: tuple[Any, str], text: str) -> tuple[_Text | None, int]:
-        """The remembered text that shares most of its beginning with this one, and how much."""
+    def _nearest(self, key: tuple[Any, str], text: str) -> tuple[_StoredText | None, int]:
+        """Returns the stored text with the longest common prefix, and its length."""
         best, shared = None, 0
-        if len(text) >= SHORTEST:
+        if len(text) >= MIN_CHARACTERS:
             for entry in self._texts.get(key, ()):
                 if entry.text == text:
                     return entry, len(text)
@@ -241,61 +250,63 @@ class PrefixMemory:
                     best, shared = entry, common_length(text, entry.text, shared)
         return best, shared
 
-    def _cut(self, entry: _Text, shared: int) -> tuple[int, int]:
-        """The last place in what is shared where a text may be cut, and how many ids lie before it; (0, 0) if none."""
-        if not (self.seams.spaces or self.seams.special or self.seams.ordinary):
+    def _split(self, entry: _StoredText, shared: int) -> tuple[int, int]:
+        """Returns the last split point in the common prefix and the number of ids before it; (0, 0)
+        if there is none."""
+        if not (self.split_points.spaces or self.split_points.special or self.split_points.ordinary):
             return 0, 0
-        places = entry.places()
-        last = bisect_right(places.tokens, shared - self.seams.longest, key=places.starts.__getitem__) - 1
-        kept = places.tokens[last] if last >= 0 else 0
-        found = (places.starts[kept], kept) if last >= 0 else (0, 0)
+        spans = entry.spans()
+        last = bisect_right(spans.tokens, shared - self.split_points.longest, key=spans.starts.__getitem__) - 1
+        kept = spans.tokens[last] if last >= 0 else 0
+        best = (spans.starts[kept], kept) if last >= 0 else (0, 0)
         at = shared
-        for _ in range(ATTEMPTS if self.seams.spaces else 0):
+        for _ in range(MAX_ATTEMPTS if self.split_points.spaces else 0):
             at = entry.text.rfind(" ", 1, at)
-            if at <= found[0]:
+            if at <= best[0]:
                 break
             if "!" <= entry.text[at - 1] <= "~":
-                kept = bisect_left(places.starts, at)
-                if kept and places.starts[kept - 1] < at == places.ends[kept - 1]:
+                kept = bisect_left(spans.starts, at)
+                if kept and spans.starts[kept - 1] < at == spans.ends[kept - 1]:
                     return at, kept
-        return found
+        return best
 
     def _store(self, key: tuple[Any, str], text: str, ids: list[int], offsets: Offsets) -> None:
-        if not SHORTEST <= len(text) <= CHARACTERS // 4:
+        if not MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS // 4:
             return
-        entry = _Text(text, ids, offsets, self._contents[bool(key[0])])
+        entry = _StoredText(text, ids, offsets, self._contents[bool(key[0])])
         if self.eager:
-            entry.places()
+            entry.spans()
         if not _storing.acquire(blocking=False):
             return
         try:
             entry.used = next(self._clock)
-            others = sorted(self._texts.get(key, ()), key=lambda e: e.used)[1 - PER_KEY:]
+            others = sorted(self._texts.get(key, ()), key=lambda e: e.used)[1 - MAX_TEXTS_PER_KEY:]
             self._texts[key] = (entry, *others)
-            while len(everything := self._all()) > TEXTS or sum(len(e.text) for _, e in everything) > CHARACTERS:
-                oldest_key, oldest = min(everything, key=lambda pair: pair[1].used)
-                left = tuple(e for e in self._texts[oldest_key] if e is not oldest)
-                if left:
-                    self._texts[oldest_key] = left
+            while len(stored := self._all()) > MAX_TEXTS or sum(len(e.text) for _, e in stored) > MAX_CHARACTERS:
+                oldest_key, oldest = min(stored, key=lambda pair: pair[1].used)
+                remaining = tuple(e for e in self._texts[oldest_key] if e is not oldest)
+                if remaining:
+                    self._texts[oldest_key] = remaining
                 else:
                     del self._texts[oldest_key]
         finally:
             _storing.release()
 
-    def _all(self) -> list[tuple[tuple[Any, str], _Text]]:
+    def _all(self) -> list[tuple[tuple[Any, str], _StoredText]]:
         return [(key, entry) for key, entries in list(self._texts.items()) for entry in entries]
 
     def counts(self) -> Counts:
-        everything = self._all()
-        return Counts(self._hits, self._misses, self._reused, len(everything), sum(len(e.text) for _, e in everything))
+        stored = self._all()
+        return Counts(self._hits, self._misses, self._reused, len(stored), sum(len(e.text) for _, e in stored))
 
 
-def _moved(spans: Sequence[Span], by: int) -> list[Span]:
+def _shift(spans: Sequence[Span], by: int) -> list[Span]:
     return [(s + by, e + by) for s, e in spans]
 
 
 def common_length(a: str, b: str, known: int = 0) -> int:
-    """How many first characters two texts share, if they share `known` for sure."""
+    """Returns the length of the common prefix of two texts, of which `known` characters are known
+    to be equal."""
     low, high = known, min(len(a), len(b))
     if a[low:high] == b[low:high]:
         return high
@@ -312,14 +323,15 @@ _memories: dict[str, PrefixMemory] = {}
 _storing = threading.Lock()
 
 
-def memory_of(identity: str, seams: Callable[[], Seams], eager: bool) -> PrefixMemory:
-    """The memory of the tokenizer with this identity, which is all that decides what it makes of a text."""
-    found = _memories.get(identity)
-    if found is None:
-        for oldest in list(_memories)[:max(len(_memories) - TOKENIZERS + 1, 0)]:
+def prefix_memory(identity: str, split_points: Callable[[], SplitPoints], eager: bool) -> PrefixMemory:
+    """Returns the memory of the tokenizer with this identity; equal identities encode texts
+    equally."""
+    memory = _memories.get(identity)
+    if memory is None:
+        for oldest in list(_memories)[:max(len(_memories) - MAX_TOKENIZERS + 1, 0)]:
             _memories.pop(oldest, None)
-        found = _memories.setdefault(identity, PrefixMemory(seams(), eager))
-    return found
+        memory = _memories.setdefault(identity, PrefixMemory(split_points(), eager))
+    return memory
 
 
 def memories() -> dict[str, Counts]:

@@ -36,12 +36,12 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Format:
-    """`largest` is the code magnitude that the largest value of a block gets."""
+    """A number format; `largest` is the code magnitude that the largest value of a block gets."""
 
     name: str
     bits: int
     largest: float
-    block_size: int                            # where none is asked for
+    block_size: int                            # the default
     storage: torch.dtype
     scale: torch.dtype = torch.float32
 
@@ -51,7 +51,7 @@ class Format:
 
     @property
     def granularity(self) -> str:
-        """Where none is asked for: four bits are too few for a whole row."""
+        """Returns the default granularity: four bits are too few for one scale per row."""
         return "block" if self.bits == 4 else "channel"
 
 
@@ -65,7 +65,7 @@ FORMATS = {f.name: f for f in (
     Format("nvfp4", 4, 6.0, 16, torch.uint8, torch.float8_e4m3fn))}
 
 
-# Four-bit codes in bytes.
+# Packing of four-bit codes.
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 (..., n) -> bytes (..., ceil(n / 2))."""
@@ -79,8 +79,9 @@ def unpack_nibbles(packed: Tensor, size: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :size]
 
 
-def table(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of all sixteen codes of a four-bit format; of int4 before its zero is taken off."""
+def code_values(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns the values of the sixteen codes of a four-bit format; for int4 before its zero is
+    subtracted."""
     values = {"int4": tuple(map(float, range(16))), "nf4": NF4}.get(name, E2M1)
     return torch.tensor(values, device=device, dtype=dtype)
 
@@ -90,8 +91,8 @@ NF4_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(NF4))
 
 # Scales.
 
-def blocks_of(shape: torch.Size, granularity: str, block_size: int, block_rows: int) -> tuple[int, ...]:
-    """The shape of the scales."""
+def scale_shape(shape: torch.Size, granularity: str, block_size: int, block_rows: int) -> tuple[int, ...]:
+    """Returns the shape of the scales of a tensor."""
     if granularity == "tensor":
         return (1,) * len(shape)
     if granularity == "channel":
@@ -100,8 +101,8 @@ def blocks_of(shape: torch.Size, granularity: str, block_size: int, block_rows: 
     return (*rows, math.ceil(shape[-1] / block_size))
 
 
-def spread(scales: Tensor, shape: torch.Size, block_size: int, block_rows: int) -> Tensor:
-    """One scale for each element, or a shape that broadcasts to it."""
+def expand_scales(scales: Tensor, shape: torch.Size, block_size: int, block_rows: int) -> Tensor:
+    """Repeats block scales to one per element, or to a shape that broadcasts to it."""
     if scales.shape[-1] not in (1, shape[-1]):
         scales = scales.repeat_interleave(block_size, -1)[..., :shape[-1]]
     if len(shape) > 1 and scales.shape[-2] not in (1, shape[-2]):
@@ -114,109 +115,111 @@ def check_scales(op: str, name: str, scales: Tensor, shape: torch.Size, block_si
     got = scales.shape
     if got == (1,) * len(shape) or (len(got) == len(shape) and got == (*shape[:-1], 1)):
         return
-    want = blocks_of(shape, "block", block_size or max(shape[-1], 1), block_rows)
+    want = scale_shape(shape, "block", block_size or max(shape[-1], 1), block_rows)
     if got != want:
         raise InvalidCall.of(op, Reason(
             Code.SCALE_LAYOUT_MISMATCH, f"{name} of shape {want} (block_size {block_size}, block_rows {block_rows}), "
             f"{(*shape[:-1], 1)} or {(1,) * len(shape)} for a tensor of shape {tuple(shape)}", str(tuple(got)), name))
 
 
-def in_blocks(x: Tensor, granularity: str, block_size: int, block_rows: int) -> tuple[Tensor, tuple[int, ...]]:
-    """`x` with each block of it spread over the named axes, zeros where a block is not full."""
+def split_blocks(x: Tensor, granularity: str, block_size: int, block_rows: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns `x` reshaped into blocks, padded with zeros, and the axes that make up a block."""
     if granularity == "tensor":
         return x, tuple(range(x.dim()))
     if granularity == "channel":
         return x, (-1,)
     width = x.shape[-1]
     rows = x.shape[-2] if x.dim() > 1 else 1
-    down = -rows % block_rows if x.dim() > 1 else 0
-    if width % block_size or down:
-        x = torch.nn.functional.pad(x, (0, -width % block_size, 0, down) if down else (0, -width % block_size))
+    missing_rows = -rows % block_rows if x.dim() > 1 else 0
+    if width % block_size or missing_rows:
+        x = torch.nn.functional.pad(x, (0, -width % block_size, 0,
+                                        missing_rows) if missing_rows else (0, -width % block_size))
     x = x.unflatten(-1, (-1, block_size))
     if x.dim() == 2 or block_rows == 1:
         return x, (-1,)
     return x.unflatten(-3, (-1, block_rows)), (-1, -3)
 
 
-def largest(x: Tensor, granularity: str, block_size: int, block_rows: int) -> Tensor:
-    """The largest magnitude of each block, in the shape of the scales."""
+def block_amax(x: Tensor, granularity: str, block_size: int, block_rows: int) -> Tensor:
+    """Returns the largest magnitude of each block, in the shape of the scales."""
     if not x.numel():
-        return x.new_zeros(blocks_of(x.shape, granularity, block_size, block_rows))
-    cut, axes = in_blocks(x, granularity, block_size, block_rows)
-    return cut.abs().amax(axes, keepdim=granularity != "block")
+        return x.new_zeros(scale_shape(x.shape, granularity, block_size, block_rows))
+    blocks, axes = split_blocks(x, granularity, block_size, block_rows)
+    return blocks.abs().amax(axes, keepdim=granularity != "block")
 
 
-def extremes(x: Tensor, granularity: str, block_size: int, block_rows: int) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each block and zero."""
+def block_min_max(x: Tensor, granularity: str, block_size: int, block_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns the minimum and the maximum over each block and zero."""
     if not x.numel():
-        none = x.new_zeros(blocks_of(x.shape, granularity, block_size, block_rows))
-        return none, none
-    cut, axes = in_blocks(x, granularity, block_size, block_rows)
+        zeros = x.new_zeros(scale_shape(x.shape, granularity, block_size, block_rows))
+        return zeros, zeros
+    blocks, axes = split_blocks(x, granularity, block_size, block_rows)
     keep = granularity != "block"
-    return cut.amin(axes, keepdim=keep).clamp(max=0.0), cut.amax(axes, keepdim=keep).clamp(min=0.0)
+    return blocks.amin(axes, keepdim=keep).clamp(max=0.0), blocks.amax(axes, keepdim=keep).clamp(min=0.0)
 
 
-def make_scales(finite: Tensor, form: Format, granularity: str, block_size: int, block_rows: int, symmetric: bool,
+def make_scales(finite: Tensor, fmt: Format, granularity: str, block_size: int, block_rows: int, symmetric: bool,
                 global_scale: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scales, zeros and the global scale for float32 values that are finite."""
-    if form.integer and not symmetric:
-        low, high = extremes(finite, granularity, block_size, block_rows)
-        steps, bottom = (255.0, -128) if form.name == "int8" else (15.0, 0)
+    """Returns scales, zeros and the global scale for finite float32 values."""
+    if fmt.integer and not symmetric:
+        low, high = block_min_max(finite, granularity, block_size, block_rows)
+        steps, bottom = (255.0, -128) if fmt.name == "int8" else (15.0, 0)
         scales = (high / steps - low / steps).clamp(min=TINY)
-        zeros = (bottom - (low / scales).round()).to(form.storage)
+        zeros = (bottom - (low / scales).round()).to(fmt.storage)
         return scales, zeros, None
-    most = largest(finite, granularity, block_size, block_rows)
-    if form.name == "mxfp4":
-        exponent = (torch.frexp(most).exponent - 3).clamp(-127, 127)       # floor(log2) - 2, the exponent of 4
+    amax = block_amax(finite, granularity, block_size, block_rows)
+    if fmt.name == "mxfp4":
+        exponent = (torch.frexp(amax).exponent - 3).clamp(-127, 127)       # floor(log2) - 2, the exponent of 4
         return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu), None, None
-    if form.name == "nvfp4":
+    if fmt.name == "nvfp4":
         if global_scale is None:
-            whole = most.amax() if most.numel() else most.new_zeros(())
-            global_scale = (whole / (448.0 * 6.0)).clamp(min=TINY).reshape((1,) * most.dim())
-        part = (most / 6.0 / global_scale).clamp(2.0 ** -9, 448.0)
-        return part.to(torch.float8_e4m3fn), None, global_scale
-    return (most / form.largest).clamp(min=TINY), None, None
+            tensor_amax = amax.amax() if amax.numel() else amax.new_zeros(())
+            global_scale = (tensor_amax / (448.0 * 6.0)).clamp(min=TINY).reshape((1,) * amax.dim())
+        block_scales = (amax / 6.0 / global_scale).clamp(2.0 ** -9, 448.0)
+        return block_scales.to(torch.float8_e4m3fn), None, global_scale
+    return (amax / fmt.largest).clamp(min=TINY), None, None
 
 
-# From values to codes and back.
+# Encoding and decoding.
 
-def encode(ratio: Tensor, form: Format, zeros: Tensor | None) -> Tensor:
-    """Codes of float32 values already divided by their scale: nearest, ties to even, saturating; NaN is 0."""
-    if form.name == "fp8_e4m3" or form.name == "fp8_e5m2":
-        return ratio.clamp(-form.largest, form.largest).to(form.storage)   # here NaN stays NaN
+def encode(ratio: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
+    """Encodes float32 values that are divided by their scale: nearest, ties to even, saturating;
+    NaN is 0."""
+    if fmt.name == "fp8_e4m3" or fmt.name == "fp8_e5m2":
+        return ratio.clamp(-fmt.largest, fmt.largest).to(fmt.storage)   # NaN stays NaN
     ratio = ratio.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    if form.name == "int8":
+    if fmt.name == "int8":
         low = -127.0 if zeros is None else -128.0
         return (ratio.round() if zeros is None else ratio.round() + zeros).clamp(low, 127.0).to(torch.int8)
-    if form.name == "int4":
+    if fmt.name == "int4":
         shifted = ratio.round() + (8.0 if zeros is None else zeros)
         return pack_nibbles(shifted.clamp(1.0 if zeros is None else 0.0, 15.0).to(torch.uint8))
-    if form.name == "nf4":
+    if fmt.name == "nf4":
         midpoints = torch.tensor(NF4_MIDPOINTS, device=ratio.device)
         return pack_nibbles((ratio[..., None] > midpoints).sum(-1, dtype=torch.uint8))
-    size = ratio.abs()
-    code = ((size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75) + (size > 2.5)
-            + (size >= 3.5) + (size > 5.0))    # halfway goes to the even code
+    magnitude = ratio.abs()
+    code = ((magnitude > 0.25).to(torch.uint8) + (magnitude >= 0.75) + (magnitude > 1.25)      # ties to the even code
+            + (magnitude >= 1.75) + (magnitude > 2.5) + (magnitude >= 3.5) + (magnitude > 5.0))
     return pack_nibbles(code + (ratio < 0).to(torch.uint8) * 8)
 
 
-def decode(q: Tensor, form: Format, size: int, zeros: Tensor | None, wide: torch.dtype) -> Tensor:
-    """The values of codes, in units of their scale; `zeros` is spread over the elements already."""
-    if form.bits == 8:
+def decode(q: Tensor, fmt: Format, size: int, zeros: Tensor | None, wide: torch.dtype) -> Tensor:
+    """Returns the values of codes in units of their scale; `zeros` is expanded to the elements."""
+    if fmt.bits == 8:
         values = q.to(wide)
         return values if zeros is None else values - zeros.to(wide)
-    values = table(form.name, q.device, wide)[unpack_nibbles(q, size).long()]
-    if form.name == "int4":
+    values = code_values(fmt.name, q.device, wide)[unpack_nibbles(q, size).long()]
+    if fmt.name == "int4":
         values = values - (8.0 if zeros is None else zeros.to(wide))
     return values
 
 
-def restored(q: Tensor, scales: Tensor, zeros: Tensor | None, form: Format, size: int, block_size: int,
-             block_rows: int, global_scale: Tensor | None = None) -> Tensor:
-    """Codes back to values, in float32, or float64 where the scales are."""
+def dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, size: int, block_size: int,
+                     block_rows: int, global_scale: Tensor | None = None) -> Tensor:
+    """Dequantizes codes to float32, or to float64 if the scales are float64."""
     wide = torch.float64 if scales.dtype == torch.float64 else torch.float32
     shape = torch.Size((*q.shape[:-1], size))
     if zeros is not None:
-        zeros = spread(zeros, shape, block_size, block_rows)
+        zeros = expand_scales(zeros, shape, block_size, block_rows)
     scales = scales.to(wide) if global_scale is None else scales.to(wide) * global_scale.to(wide)
-    return decode(q, form, size, zeros, wide) * spread(scales, shape, block_size, block_rows)
+    return decode(q, fmt, size, zeros, wide) * expand_scales(scales, shape, block_size, block_rows)

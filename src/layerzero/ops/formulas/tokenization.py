@@ -1,8 +1,7 @@
-"""What all tokenizers share: the result, and what truncation and padding do to it.
+"""Truncation, padding and the result of lz.tokenize, the same for all libraries.
 
-A library turns each text into a `Body`: the ids of the text, what it puts before and after, and where each id comes
-from. All else is the same for every library, so it is done here: truncation takes from the text and leaves what was
-put around it, padding comes last.
+A library turns each text into an `EncodedText`: its ids, their offsets, and the special tokens
+before and after. Truncation shortens the text and keeps the special tokens; padding comes last.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
-from .tokenizer_identity import Settings, TokenizerHandle, identified
+from .tokenizer_identity import Settings, TokenizerHandle, identify_again
 
-MOST_PADDED = 1 << 26                          # ids of a row; a few bytes of a tokenizer's file may ask for more
+MAX_PADDED_LENGTH = 1 << 26                          # ids of a row; a tokenizer's file may ask for more
 Span = tuple[int, int]
 
 
@@ -28,8 +27,8 @@ Span = tuple[int, int]
 class Tokens:
     """The ids of one text, or a list of them for a list of texts.
 
-    `offsets` are half-open ranges of characters (code points) of the text each id comes from; (0, 0) for what was put
-    around it and for padding. `attention_mask` is 0 for padding, else 1.
+    `offsets` are the half-open ranges of characters (code points) of each id in the text; (0, 0)
+    for added special tokens and for padding. `attention_mask` is 0 for padding, else 1.
     """
 
     ids: list[Any]
@@ -38,7 +37,8 @@ class Tokens:
     tokenizer_id: str = ""
 
     def to_tensor(self, device: torch.device | str | None = None, of: str = "ids") -> Tensor:
-        """`ids` or `attention_mask` as an int64 tensor; several texts must have been padded to one length."""
+        """Returns `ids` or `attention_mask` as an int64 tensor; several texts must be padded to one
+        length."""
         rows = {"ids": self.ids, "attention_mask": self.attention_mask}.get(of)
         if rows is None:
             known = "'ids' or 'attention_mask', which needs return_attention_mask=True"
@@ -52,24 +52,24 @@ class Tokens:
 
 
 @dataclass
-class Body:
+class EncodedText:
     """One text as a library encoded it."""
 
     ids: list[int]
-    offsets: list[Span] | None = None          # of `ids`; only where they were asked for
+    offsets: list[Span] | None = None          # of `ids`, if requested
     before: Sequence[int] = ()
     after: Sequence[int] = ()
     truncated: bool = False                    # by the library itself
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How long a result may be, and how long it must be."""
+class Lengths:
+    """The resolved truncation and padding of a call."""
 
-    limit: int | None                          # truncate to this
+    limit: int | None                          # the length to truncate to
     cut_left: bool
     pad: str | None                            # longest | max_length
-    length: int | None                         # of padding="max_length"
+    length: int | None                         # for padding="max_length"
     pad_id: int
     multiple: int
     pad_left: bool
@@ -77,19 +77,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks of a library."""
+    """The options of a call that a library needs."""
 
     add_special_tokens: bool
     parse_special: bool | None
     offsets: bool
-    shape: Shape
+    lengths: Lengths
 
 
-Encode = Callable[[TokenizerHandle, Sequence[str], Request], list[Body]]
+Encode = Callable[[TokenizerHandle, Sequence[str], Request], list[EncodedText]]
 
 
-def runner(encode: Encode) -> Callable[..., Tokens]:
-    """A kernel of lz.tokenize out of what a library does."""
+def make_kernel(encode: Encode) -> Callable[..., Tokens]:
+    """Returns a kernel of lz.tokenize that encodes by a library's `encode`."""
 
     def run(
         text: str | list[str], tokenizer: Any, *, add_special_tokens: bool = True, parse_special: bool | None = None,
@@ -98,34 +98,35 @@ def runner(encode: Encode) -> Callable[..., Tokens]:
         pad_to_multiple_of: int | None = None, return_offsets: bool = False, return_attention_mask: bool = True,
         cache_prefix: bool = False,
     ) -> Tokens:
-        handle = identified(tokenizer)
-        shape = shape_of(handle.settings, truncation, padding, max_length, truncation_side, padding_side, pad_id,
-                         pad_to_multiple_of)
+        handle = identify_again(tokenizer)
+        lengths = resolve_lengths(handle.settings, truncation, padding, max_length, truncation_side,
+                                  padding_side, pad_id,
+                                  pad_to_multiple_of)
         parse = handle.settings.parse_special if parse_special is None else parse_special
         single = isinstance(text, str)
-        bodies = encode(handle, [text] if isinstance(text, str) else list(text),
-                        Request(add_special_tokens, parse, return_offsets, shape))
-        return finish(bodies, single, shape, return_offsets, return_attention_mask, handle.id)
+        encoded = encode(handle, [text] if isinstance(text, str) else list(text),
+                         Request(add_special_tokens, parse, return_offsets, lengths))
+        return assemble(encoded, single, lengths, return_offsets, return_attention_mask, handle.id)
 
     return run
 
 
-def texts_of(text: Any) -> Sequence[str]:
-    """The texts of a call; InvalidCall for what is no text."""
+def check_texts(text: Any) -> Sequence[str]:
+    """Returns the texts of a call; raises InvalidCall for anything but valid text."""
     if isinstance(text, str):
         texts: Sequence[str] = (text,)
     elif isinstance(text, (list, tuple)):
         texts = text
-        for i, one in enumerate(texts):
-            if not isinstance(one, str):
-                raise InvalidCall.of("tokenize", Reason(Code.WRONG_TYPE, "a str", type(one).__name__, f"text[{i}]"))
+        for i, item in enumerate(texts):
+            if not isinstance(item, str):
+                raise InvalidCall.of("tokenize", Reason(Code.WRONG_TYPE, "a str", type(item).__name__, f"text[{i}]"))
     else:
         raise InvalidCall.of("tokenize", Reason(
             Code.WRONG_TYPE, "a str or a list of them", type(text).__name__, "text"))
-    for i, one in enumerate(texts):
-        if not one.isascii():
+    for i, item in enumerate(texts):
+        if not item.isascii():
             try:
-                one.encode("utf-8")
+                item.encode("utf-8")
             except UnicodeEncodeError as e:
                 name = "text" if isinstance(text, str) else f"text[{i}]"
                 raise InvalidCall.of("tokenize", Reason(
@@ -134,10 +135,12 @@ def texts_of(text: Any) -> Sequence[str]:
     return texts
 
 
-@lru_cache(maxsize=1024, typed=True)           # True is not 1 here
-def shape_of(settings: Settings, truncation: bool | None, padding: bool | str | None, max_length: int | None,
-             truncation_side: str | None, padding_side: str | None, pad_id: int | None, multiple: int | None) -> Shape:
-    """The call's word, or where it says nothing the tokenizer's own; InvalidCall where neither says enough."""
+@lru_cache(maxsize=1024, typed=True)           # True and 1 differ
+def resolve_lengths(settings: Settings, truncation: bool | None, padding: bool | str | None, max_length: int | None,
+                    truncation_side: str | None, padding_side: str | None, pad_id: int | None,
+                    multiple: int | None) -> Lengths:
+    """Returns the call's truncation and padding, by default the tokenizer's; raises InvalidCall if
+    incomplete."""
     cut = settings.truncation if truncation is None else truncation
     limit = settings.max_length if max_length is None else max_length
     if cut and limit is None:
@@ -160,64 +163,65 @@ def shape_of(settings: Settings, truncation: bool | None, padding: bool | str | 
     if pad and filler is None:
         raise InvalidCall.of("tokenize", Reason(
             Code.MISSING_METADATA, "padding needs it, and this tokenizer has none of its own", None, "pad_id"))
-    return Shape(limit if cut else None, (truncation_side or settings.truncation_side) == "left", pad, length,
-                 filler or 0, multiple or settings.pad_to_multiple_of or 1,
-                 (padding_side or settings.padding_side) == "left")
+    return Lengths(limit if cut else None, (truncation_side or settings.truncation_side) == "left", pad, length,
+                   filler or 0, multiple or settings.pad_to_multiple_of or 1,
+                   (padding_side or settings.padding_side) == "left")
 
 
-def finish(bodies: Sequence[Body], single: bool, shape: Shape, offsets: bool, mask: bool, identity: str) -> Tokens:
-    """Truncate, put the parts together, pad."""
+def assemble(encoded: Sequence[EncodedText], single: bool, lengths: Lengths, offsets: bool, mask: bool,
+             identity: str) -> Tokens:
+    """Truncates, adds special tokens and pads."""
     rows, spans = [], []
-    for body in bodies:
-        ids, where = body.ids, body.offsets or []
-        if shape.limit is not None and not body.truncated:
-            room = check_room(shape.limit, len(body.before) + len(body.after))
+    for text in encoded:
+        ids, text_spans = text.ids, text.offsets or []
+        if lengths.limit is not None and not text.truncated:
+            room = room_for_text(lengths.limit, len(text.before) + len(text.after))
             if len(ids) > room:
-                kept = slice(len(ids) - room, None) if shape.cut_left else slice(room)
-                ids, where = ids[kept], where[kept]
-        if body.before or body.after:
-            ids = [*body.before, *ids, *body.after]
-            where = [(0, 0)] * len(body.before) + where + [(0, 0)] * len(body.after)
+                kept = slice(len(ids) - room, None) if lengths.cut_left else slice(room)
+                ids, text_spans = ids[kept], text_spans[kept]
+        if text.before or text.after:
+            ids = [*text.before, *ids, *text.after]
+            text_spans = [(0, 0)] * len(text.before) + text_spans + [(0, 0)] * len(text.after)
         rows.append(ids)
-        spans.append(where)
+        spans.append(text_spans)
     masks = [[1] * len(ids) for ids in rows] if mask else []
-    if shape.pad is not None:
-        target = max(map(len, rows), default=0) if shape.pad == "longest" else shape.length or 0
-        target += -target % shape.multiple
-        if target > MOST_PADDED:
+    if lengths.pad is not None:
+        target = max(map(len, rows), default=0) if lengths.pad == "longest" else lengths.length or 0
+        target += -target % lengths.multiple
+        if target > MAX_PADDED_LENGTH:
             raise InvalidCall.of("tokenize", Reason(
-                Code.VALUE_OUT_OF_RANGE, f"a length of at most {MOST_PADDED} to pad to", target, "max_length"))
+                Code.VALUE_OUT_OF_RANGE, f"a length of at most {MAX_PADDED_LENGTH} to pad to", target, "max_length"))
         for i, ids in enumerate(rows):
             missing = target - len(ids)
             if missing > 0:
-                rows[i] = _padded(ids, shape.pad_id, missing, shape.pad_left)
-                spans[i] = _padded(spans[i], (0, 0), missing, shape.pad_left)
+                rows[i] = _pad(ids, lengths.pad_id, missing, lengths.pad_left)
+                spans[i] = _pad(spans[i], (0, 0), missing, lengths.pad_left)
                 if mask:
-                    masks[i] = _padded(masks[i], 0, missing, shape.pad_left)
+                    masks[i] = _pad(masks[i], 0, missing, lengths.pad_left)
     if single:
         return Tokens(rows[0], spans[0] if offsets else None, masks[0] if mask else None, identity)
     return Tokens(rows, spans if offsets else None, masks if mask else None, identity)
 
 
-def check_room(limit: int, around: int) -> int:
-    """How many ids of the text fit between the special tokens that are added."""
+def room_for_text(limit: int, around: int) -> int:
+    """Returns how many ids of the text fit beside the added special tokens."""
     if limit < around:
         raise InvalidCall.of("tokenize", Reason(
             Code.VALUE_OUT_OF_RANGE, f">= {around}, the special tokens that are added", limit, "max_length"))
     return limit - around
 
 
-def _padded(row: list[Any], filler: Any, missing: int, left: bool) -> list[Any]:
+def _pad(row: list[Any], filler: Any, missing: int, left: bool) -> list[Any]:
     return [filler] * missing + row if left else row + [filler] * missing
 
 
-def sequences_of(ids: Any) -> tuple[list[list[int]], bool]:
-    """The sequences of ids of a call of lz.detokenize, and whether it was a single one."""
-    given = ids.ids if isinstance(ids, Tokens) else ids
-    if isinstance(given, Tensor) and (given.is_floating_point() or given.dtype == torch.bool or given.dim() > 2):
+def read_sequences(ids: Any) -> tuple[list[list[int]], bool]:
+    """Returns the sequences of a call of lz.detokenize, and whether it was a single one."""
+    values = ids.ids if isinstance(ids, Tokens) else ids
+    if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype == torch.bool or values.dim() > 2):
         raise InvalidCall.of("detokenize", Reason(
-            Code.WRONG_TYPE, "integers in one or two dimensions", f"{given.dtype} {tuple(given.shape)}", "ids"))
-    rows = given.tolist() if hasattr(given, "tolist") else given
+            Code.WRONG_TYPE, "integers in one or two dimensions", f"{values.dtype} {tuple(values.shape)}", "ids"))
+    rows = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(rows, int) and not isinstance(rows, bool):
         rows = [rows]
     if not isinstance(rows, (list, tuple)):
@@ -226,11 +230,11 @@ def sequences_of(ids: Any) -> tuple[list[list[int]], bool]:
             type(ids).__name__, "ids"))
     single = not any(isinstance(row, (list, tuple)) for row in rows)
     if single:
-        return [_plain_ids(rows, "ids")], True
-    return [_plain_ids(row, f"ids[{i}]") for i, row in enumerate(rows)], False
+        return [_read_ids(rows, "ids")], True
+    return [_read_ids(row, f"ids[{i}]") for i, row in enumerate(rows)], False
 
 
-def _plain_ids(row: Any, name: str) -> list[int]:
+def _read_ids(row: Any, name: str) -> list[int]:
     if not isinstance(row, (list, tuple)):
         raise InvalidCall.of("detokenize", Reason(Code.WRONG_TYPE, "a list like the others", type(row).__name__, name))
     try:
@@ -242,7 +246,7 @@ def _plain_ids(row: Any, name: str) -> list[int]:
     return ids
 
 
-def unknown_id(got: object) -> InvalidCall:
-    """The error for an id that the vocabulary does not have."""
+def unknown_id_error(got: object) -> InvalidCall:
+    """Returns the error for an id outside the vocabulary."""
     return InvalidCall.of("detokenize", Reason(
         Code.VALUE_OUT_OF_RANGE, "in the vocabulary of the tokenizer", str(got), "ids"))

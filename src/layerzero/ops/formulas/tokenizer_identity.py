@@ -1,9 +1,10 @@
-"""Which tokenizer is this? Its kind, the hashes of its parts, and one SHA-256 over all that decides its results.
+"""The identity of a tokenizer: its kind, the hashes of its parts, and one SHA-256 over all that
+decides its results.
 
-No tokenizer library is imported here: an object is known by the class it comes from, a file by what is in it.
-A file is read again when its size or one of its times changes; an object when a look at its state says that it
-changed: a token added, a normalizer set. Replacing the model of a `tokenizers.Tokenizer` in place by another with
-the same vocabulary is not seen.
+No tokenizer library is imported here: an object is recognised by its class, a file by its content.
+A file is read again when its size or one of its times changes; an object when its state changes: a
+token added, a normalizer set. Replacing the model of a `tokenizers.Tokenizer` in place by another
+with the same vocabulary is not detected.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from weakref import WeakValueDictionary
 from ...spec.errors import DataError, InvalidCall
 from ...spec.reading import read_bytes
 from ...spec.reason import Code, Reason
-from .bpe import is_plain
-from .tokenizer_schema import LIMITS, parsed
+from .bpe import is_byte_level_bpe
+from .tokenizer_schema import LIMITS, parse_tokenizer_json
 
 ACCEPTED = ("a tokenizers.Tokenizer, a fast tokenizer of transformers, a tiktoken.Encoding, a "
             "sentencepiece.SentencePieceProcessor, the path of a tokenizer.json, *.model or *.tiktoken file or of a "
             "folder with one, or what lz.tokens.load_tokenizer returned")
 FACTS = ("tokenizer_kind", "tokenizer_id", "vocab_hash", "merges_hash", "normalizer_id", "pretokenizer_id",
          "special_tokens_hash", "algorithm", "normalizer", "pretokenizer", "decoder", "plain_bpe", "sampled")
-LIMIT = 64                                     # objects and files remembered; the objects are kept alive by it
+MAX_REMEMBERED = 64                                     # objects and files; the objects are kept alive
 UNLIMITED = 10 ** 9                            # transformers writes a far larger number for "no limit"
 
 # tokenizers raises Exception itself, for a component written in Python.
@@ -42,7 +43,8 @@ SERIALIZING: tuple[type[BaseException], ...] = (Exception,)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a tokenizer itself says about truncation, padding and special tokens. A call may say otherwise."""
+    """A tokenizer's own truncation, padding and special-token settings, which a call can
+    override."""
 
     truncation: bool = False
     max_length: int | None = None
@@ -52,17 +54,18 @@ class Settings:
     pad_id: int | None = None
     pad_to_multiple_of: int | None = None
     padding_side: str = "right"
-    parse_special: bool | None = None          # None: the library has a rule of its own
+    parse_special: bool | None = None          # None: the library decides
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizerHandle:
-    """A tokenizer as it was when it was loaded. Later changes to the object or the file do not reach it."""
+    """A tokenizer as it was when it was loaded. Later changes to the object or the file have no
+    effect."""
 
     kind: str                                  # tokenizers | tiktoken | sentencepiece
     facts: Mapping[str, Any]
     settings: Settings
-    payload: Any                               # what its library builds it from
+    payload: Any                               # the library builds it from this
     source: str                                # for people: a path, or the type of the object
     _built: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -72,9 +75,10 @@ class TokenizerHandle:
         return str(self.facts["tokenizer_id"])
 
     def built(self, key: Any, build: Callable[[TokenizerHandle], Any]) -> Any:
-        """What a library made of it, once for each key. Two threads may both build; one result stays."""
-        found = self._built.get(key)
-        return self._built.setdefault(key, build(self)) if found is None else found
+        """Returns what `build` makes of the handle, cached by key. Two threads may both build; one
+        result stays."""
+        value = self._built.get(key)
+        return self._built.setdefault(key, build(self)) if value is None else value
 
     def replace(self, key: Any, value: Any) -> None:
         self._built[key] = value
@@ -84,29 +88,31 @@ class TokenizerHandle:
 
 
 _files: dict[str, tuple[Any, TokenizerHandle]] = {}
-_objects: dict[int, tuple[object, Any, TokenizerHandle]] = {}      # the object too: while it lives its id is its own
+_objects: dict[int, tuple[object, Any, TokenizerHandle]] = {}      # holds the object: its id stays unique
 _alive: WeakValueDictionary[str, TokenizerHandle] = WeakValueDictionary()   # those built from their payload alone
 _handover = threading.local()
 
 
 def identify(tokenizer: Any, op: str = "tokenize") -> TokenizerHandle:
-    """The handle of whatever a caller may pass as `tokenizer`; InvalidCall if it is none of that."""
+    """Returns the handle of a caller's `tokenizer`; raises InvalidCall for anything that is not
+    accepted."""
     if type(tokenizer) is TokenizerHandle:
         return tokenizer
     if isinstance(tokenizer, (str, os.PathLike)):
-        handle = _of_file(os.fspath(tokenizer), op)
+        handle = _identify_file(os.fspath(tokenizer), op)
     else:
         cls: Any = type(tokenizer)
         kind = kind_of(cls)
         if kind is None:
             raise InvalidCall.of(op, Reason(Code.WRONG_TYPE, ACCEPTED, cls.__name__, "tokenizer"))
-        handle = _of_object(tokenizer, kind, op)
+        handle = _identify_object(tokenizer, kind, op)
     _handover.last = (tokenizer, handle)
     return handle
 
 
-def identified(tokenizer: Any, op: str = "tokenize") -> TokenizerHandle:
-    """For a kernel, right after the facts of its call were read: looks at the tokenizer's state not a second time."""
+def identify_again(tokenizer: Any, op: str = "tokenize") -> TokenizerHandle:
+    """Returns the handle for a kernel, without checking the tokenizer's state again right after
+    `identify`."""
     if type(tokenizer) is TokenizerHandle:
         return tokenizer
     last, _handover.last = getattr(_handover, "last", None), None
@@ -114,14 +120,15 @@ def identified(tokenizer: Any, op: str = "tokenize") -> TokenizerHandle:
 
 
 def forget() -> None:
-    """Look at every file and every object anew."""
+    """Forgets all files and objects, so that they are read again."""
     _files.clear()
     _objects.clear()
 
 
 @lru_cache(maxsize=256)
 def kind_of(cls: type) -> str | None:
-    """tokenizers | transformers | tiktoken | sentencepiece, by where the class or a base of it comes from."""
+    """Returns tokenizers, transformers, tiktoken or sentencepiece, by the module of the class or a
+    base of it."""
     for base in cls.__mro__:
         root, name = base.__module__.partition(".")[0], base.__name__
         if (root, name) in (("tokenizers", "Tokenizer"), ("tiktoken", "Encoding"),
@@ -135,18 +142,18 @@ def kind_of(cls: type) -> str | None:
 def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
     table.pop(key, None)
     table[key] = value
-    for oldest in list(table)[:max(len(table) - LIMIT, 0)]:
+    for oldest in list(table)[:max(len(table) - MAX_REMEMBERED, 0)]:
         table.pop(oldest, None)
 
 
-# objects
+# Objects.
 
-def _of_object(tokenizer: Any, kind: str, op: str) -> TokenizerHandle:
+def _identify_object(tokenizer: Any, kind: str, op: str) -> TokenizerHandle:
     read, state_of = _READERS[kind]
-    state = state_of(tokenizer)                # before it is read: a change meanwhile shows at the next look
-    found = _objects.get(id(tokenizer))
-    if found is not None and found[0] is tokenizer and found[1] == state:
-        return found[2]
+    state = state_of(tokenizer)                # before it is read: a change meanwhile is detected next time
+    entry = _objects.get(id(tokenizer))
+    if entry is not None and entry[0] is tokenizer and entry[1] == state:
+        return entry[2]
     handle = read(tokenizer, op)
     _remember(_objects, id(tokenizer), (tokenizer, state, handle))
     return handle
@@ -160,23 +167,24 @@ def _tokenizers_state(tokenizer: Any) -> tuple[Any, ...]:
     model, size = tokenizer.model, tokenizer.get_vocab_size(False)
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor, tokenizer.decoder)
     samples = [tokenizer.id_to_token(i) for i in range(0, size, size // 8 + 1)]
-    return (type(model), size, tokenizer.get_added_tokens_decoder(), samples, [_state(part) for part in parts],
+    return (type(model), size, tokenizer.get_added_tokens_decoder(), samples,
+            [_component_state(part) for part in parts],
             [getattr(model, name, None) for name in _MODEL_STATE], tokenizer.encode_special_tokens,
             tokenizer.truncation, tokenizer.padding)
 
 
-def _state(component: Any) -> Any:
+def _component_state(component: Any) -> Any:
     try:
         return None if component is None else component.__getstate__()
-    except SERIALIZING:                        # written in Python; reading it will say so
+    except SERIALIZING:                        # written in Python; reading it raises
         return type(component)
 
 
 def _read_tokenizers(tokenizer: Any, op: str) -> TokenizerHandle:
-    return from_json(_serialized(tokenizer, op), "tokenizers.Tokenizer", tokenizer.encode_special_tokens)
+    return from_json(_serialize(tokenizer, op), "tokenizers.Tokenizer", tokenizer.encode_special_tokens)
 
 
-def _serialized(tokenizer: Any, op: str) -> str:
+def _serialize(tokenizer: Any, op: str) -> str:
     try:
         return str(tokenizer.to_str())
     except SERIALIZING as e:
@@ -186,7 +194,7 @@ def _serialized(tokenizer: Any, op: str) -> str:
 
 
 def _transformers_state(tokenizer: Any) -> tuple[Any, ...]:
-    # the backend's truncation and padding are what the last call left there, not settings
+    # The backend's truncation and padding are those of the last call, not settings.
     return (*_tokenizers_state(tokenizer.backend_tokenizer)[:-3], tokenizer.pad_token_id, tokenizer.padding_side,
             tokenizer.truncation_side, tokenizer.model_max_length, tokenizer.split_special_tokens)
 
@@ -196,7 +204,7 @@ def _read_transformers(tokenizer: Any, op: str) -> TokenizerHandle:
     settings = Settings(max_length=int(longest) if longest < UNLIMITED else None, pad_id=tokenizer.pad_token_id,
                         truncation_side=tokenizer.truncation_side, padding_side=tokenizer.padding_side,
                         parse_special=not tokenizer.split_special_tokens)
-    return from_json(_serialized(tokenizer.backend_tokenizer, op), f"transformers.{type(tokenizer).__name__}",
+    return from_json(_serialize(tokenizer.backend_tokenizer, op), f"transformers.{type(tokenizer).__name__}",
                      settings=settings)
 
 
@@ -233,16 +241,16 @@ _READERS: dict[str, tuple[Callable[[Any, str], TokenizerHandle], Callable[[Any],
     "tiktoken": (_read_tiktoken, _tiktoken_state), "sentencepiece": (_read_sentencepiece, _sentencepiece_state)}
 
 
-# files
+# Files.
 
-def _of_file(path: str, op: str) -> TokenizerHandle:
-    path = _inside(path)
+def _identify_file(path: str, op: str) -> TokenizerHandle:
+    path = _tokenizer_file(path)
     try:
         stat = os.stat(path)
         stamp = (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino)
-        found = _files.get(path)
-        if found is not None and found[0] == stamp:
-            return found[1]
+        entry = _files.get(path)
+        if entry is not None and entry[0] == stamp:
+            return entry[1]
     except (OSError, ValueError) as e:         # ValueError: a zero byte in the path
         raise InvalidCall.of(op, Reason(
             Code.WRONG_TYPE, ACCEPTED, f"{path!r}, which cannot be read ({getattr(e, 'strerror', None) or e})",
@@ -253,8 +261,8 @@ def _of_file(path: str, op: str) -> TokenizerHandle:
     return handle
 
 
-def _inside(path: str) -> str:
-    """The tokenizer file of a model's folder; any other path as it is."""
+def _tokenizer_file(path: str) -> str:
+    """Returns the tokenizer file in a model's folder; any other path unchanged."""
     if os.path.isdir(path):
         for name in ("tokenizer.json", "tokenizer.model", "spiece.model"):
             if os.path.isfile(os.path.join(path, name)):
@@ -264,26 +272,26 @@ def _inside(path: str) -> str:
 
 def from_content(content: bytes, path: str, pattern: str | None = None,
                  special_tokens: Mapping[str, int] | None = None) -> TokenizerHandle:
-    """By what is in the file: some `tokenizer.model` files are tiktoken's."""
+    """Identifies a file by its content: some `tokenizer.model` files are tiktoken's."""
     if content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{":
         try:
             return from_json(content.decode("utf-8-sig"), path)
         except UnicodeDecodeError as e:
             raise DataError(f"{path}: wanted a tokenizer.json in UTF-8, found {e}") from e
-    if content[:1] in (b"\n", b"\x12", b"\x1a"):           # a field of a protocol buffer, mostly the first piece
+    if content[:1] in (b"\n", b"\x12", b"\x1a"):           # a protocol buffer, usually its first piece
         return from_model(content, path)
     name = os.path.splitext(os.path.basename(path))[0]
-    return from_ranks(name, _ranks(content, path), pattern, special_tokens, path)
+    return from_ranks(name, _parse_ranks(content, path), pattern, special_tokens, path)
 
 
-def _ranks(content: bytes, path: str) -> dict[bytes, int]:
+def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
     ranks = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
             continue
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = _rank(rank)
+            ranks[base64.b64decode(token, validate=True)] = _parse_rank(rank)
         except (ValueError, binascii.Error) as e:
             raise DataError(f"{path}, line {number}: wanted a base64 token and its rank as in a *.tiktoken file, found "
                             f"{line[:40]!r}; a tokenizer.json and a sentencepiece *.model are read too") from e
@@ -292,21 +300,21 @@ def _ranks(content: bytes, path: str) -> dict[bytes, int]:
     return ranks
 
 
-def _rank(digits: bytes) -> int:
-    if not digits.isdigit() or len(digits) > 9:            # they are packed in 32 bits
+def _parse_rank(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > 9:            # ranks are packed in 32 bits
         raise ValueError(f"{digits[:20]!r} is no rank")
     return int(digits)
 
 
-# the three kinds
+# The three kinds.
 
 def from_json(text: str, source: str, encode_special_tokens: bool = False, settings: Settings | None = None
               ) -> TokenizerHandle:
-    """A tokenizers.Tokenizer, from its tokenizer.json."""
-    data = parsed(text, source)
+    """Returns the handle of a tokenizers.Tokenizer, from its tokenizer.json."""
+    data = parse_tokenizer_json(text, source)
     model = data["model"]
     merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or ()]
-    own = settings or _settings(data, encode_special_tokens)
+    own = settings or _settings_from_json(data, encode_special_tokens)
     rest = {name: data.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
     facts = {
         "vocab_hash": _digest(model["vocab"]), "merges_hash": _digest(merges) if merges else None,
@@ -315,12 +323,12 @@ def from_json(text: str, source: str, encode_special_tokens: bool = False, setti
         "algorithm": model.get("type") or ("BPE" if "merges" in model else "unknown"),
         **{name: (rest[part] or {}).get("type") for name, part in
            (("normalizer", "normalizer"), ("pretokenizer", "pre_tokenizer"), ("decoder", "decoder"))},
-        "plain_bpe": is_plain(data), "sampled": bool(model.get("dropout"))}
-    others = {k: v for k, v in model.items() if k not in ("vocab", "merges") and v is not False}   # as older files
-    return _handle("tokenizers", facts, own, text, source, [rest["post_processor"], rest["decoder"], others])
+        "plain_bpe": is_byte_level_bpe(data), "sampled": bool(model.get("dropout"))}
+    others = {k: v for k, v in model.items() if k not in ("vocab", "merges") and v is not False}  # older files omit it
+    return _make_handle("tokenizers", facts, own, text, source, [rest["post_processor"], rest["decoder"], others])
 
 
-def _settings(data: Mapping[str, Any], encode_special_tokens: bool) -> Settings:
+def _settings_from_json(data: Mapping[str, Any], encode_special_tokens: bool) -> Settings:
     cut, pad = data.get("truncation") or {}, data.get("padding") or {}
     fixed = pad.get("strategy", {}).get("Fixed") if isinstance(pad.get("strategy"), dict) else None
     return Settings(
@@ -331,7 +339,8 @@ def _settings(data: Mapping[str, Any], encode_special_tokens: bool) -> Settings:
 
 def from_ranks(name: str, ranks: Mapping[bytes, int], pattern: str | None, special_tokens: Mapping[str, int] | None,
                source: str) -> TokenizerHandle:
-    """A tiktoken.Encoding. Without a pattern it is the one that tiktoken knows by this name."""
+    """Returns the handle of a tiktoken.Encoding. Without a pattern it is the one tiktoken publishes
+    by this name."""
     missing = next((byte for byte in range(256) if bytes((byte,)) not in ranks), None)
     if missing is not None:
         raise DataError(f"{source}: wanted a rank for each of the 256 single bytes, found none for 0x{missing:02x}; "
@@ -347,11 +356,11 @@ def from_ranks(name: str, ranks: Mapping[bytes, int], pattern: str | None, speci
              "algorithm": "BPE", "normalizer": None, "pretokenizer": None, "decoder": None, "plain_bpe": False,
              "sampled": False}
     payload = (name, dict(ranks), pattern, None if special_tokens is None else dict(special_tokens))
-    return _handle("tiktoken", facts, Settings(), payload, source, [])
+    return _make_handle("tiktoken", facts, Settings(), payload, source, [])
 
 
 def from_model(proto: bytes, source: str, flags: Mapping[str, Any] = MappingProxyType({})) -> TokenizerHandle:
-    """A sentencepiece.SentencePieceProcessor, from its serialized model."""
+    """Returns the handle of a sentencepiece.SentencePieceProcessor, from its serialized model."""
     sections: dict[int, list[bytes]] = {}
     try:
         for number, value in _fields(proto):
@@ -374,21 +383,21 @@ def from_model(proto: bytes, source: str, flags: Mapping[str, Any] = MappingProx
              "sampled": bool(flags.get("_enable_sampling"))}
     settings = Settings(pad_id=next((i for i, p in enumerate(pieces) if p.get(1) == trainer.get(48, b"<pad>")
                                      and p.get(3) == 3), None))
-    return _handle("sentencepiece", facts, settings, proto, source, [sections.get(2, []), dict(flags)])
+    return _make_handle("sentencepiece", facts, settings, proto, source, [sections.get(2, []), dict(flags)])
 
 
-def _handle(kind: str, facts: dict[str, Any], settings: Settings, payload: Any, source: str, rest: list[Any]
-            ) -> TokenizerHandle:
+def _make_handle(kind: str, facts: dict[str, Any], settings: Settings, payload: Any, source: str, rest: list[Any]
+                 ) -> TokenizerHandle:
     identity = _hash([kind, [facts[name] for name in FACTS if name.endswith(("_hash", "_id")) and name in facts], rest,
                       settings.__dict__])
-    everything = {"tokenizer_kind": kind, "tokenizer_id": identity, **facts}
-    ordered = MappingProxyType({name: everything[name] for name in FACTS})
+    all_facts = {"tokenizer_kind": kind, "tokenizer_id": identity, **facts}
+    ordered = MappingProxyType({name: all_facts[name] for name in FACTS})
     handle = TokenizerHandle(kind, ordered, settings, payload, source)
     return _alive.setdefault(identity, handle) if kind == "tokenizers" else handle
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer in order: numbers as numbers, all else as bytes."""
+    """Yields the fields of a protocol buffer in order: varints as ints, all else as bytes."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -406,7 +415,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
-    while shift < 70:                          # of 64 bits
+    while shift < 70:                          # at most 64 bits
         byte = message[at]
         value |= (byte & 127) << shift
         at, shift = at + 1, shift + 7
@@ -416,19 +425,19 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def _hash(value: Any) -> str:
-    """What is null and what is absent is the same: a file may leave out what another writes."""
-    return _digest(_lean(value))
+    """Hashes a JSON value; null and absent are the same, as files differ in what they write."""
+    return _digest(_without_nulls(value))
 
 
 def _digest(value: Any) -> str:
-    """Of JSON in one fixed spelling."""
+    """Hashes the canonical JSON of a value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=bytes.hex)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _lean(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _lean(v) for k, v in value.items() if v is not None}
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):
-        return [_lean(v) for v in value]
+        return [_without_nulls(v) for v in value]
     return value

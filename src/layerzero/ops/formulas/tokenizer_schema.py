@@ -1,7 +1,7 @@
-"""What a tokenizer.json must be before anything is made of it: types and ranges, not meaning.
+"""Checks the types and ranges of a tokenizer.json before it is used.
 
-The library tokenizers reads a file more loosely than it uses it, and some of what it then finds ends the process's
-patience with a Rust panic. What is checked here is all that this library itself reads of a file.
+The tokenizers library accepts files that later make it panic in Rust. Everything that LayerZero
+itself reads from a file is checked here.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from ...spec.errors import DataError
 from ...spec.reading import Limits, parse_json
 from ...spec.reason import shown
 
-LIMITS = Limits(size=256 << 20)                # of a tokenizer's file; those of large vocabularies have 40 MB
-_MOST = 2 ** 31                                # ids and lengths are below it
+LIMITS = Limits(size=256 << 20)                # files of large vocabularies have 40 MB
+_MAX_ID = 2 ** 31                                # exclusive, for ids and lengths
 _MEMBERS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors",
             "decoder": "decoders"}
 
 
-def parsed(text: str, source: str) -> dict[str, Any]:
-    """The content of a tokenizer.json; DataError with the first thing that is wrong with it."""
+def parse_tokenizer_json(text: str, source: str) -> dict[str, Any]:
+    """Returns the content of a tokenizer.json; raises DataError with its first error."""
     data = parse_json(text, source, "a tokenizer.json", limits=LIMITS, unique=False)
-    wrong = next(_wrong(data), None)
-    if wrong is not None:
-        where, want, got = wrong
+    error = next(_errors(data), None)
+    if error is not None:
+        where, want, got = error
         raise DataError(f"{source}: wanted a tokenizer.json, in which {where} is {want}; got {shown(got, most=120)}")
-    found: dict[str, Any] = data
-    return found
+    checked: dict[str, Any] = data
+    return checked
 
 
-Wrong = Iterator[tuple[str, str, Any]]
+Errors = Iterator[tuple[str, str, Any]]           # where, what is required, what was found
 
 
-def _wrong(data: Any) -> Wrong:
+def _errors(data: Any) -> Errors:
     model = data.get("model") if isinstance(data, dict) else None
     if not isinstance(model, dict) or "vocab" not in model:
         yield "model.vocab", "given", ", ".join(sorted(data)) if isinstance(data, dict) else data
         return
-    yield from _vocabulary(model)
+    yield from _vocabulary_errors(model)
     added = data.get("added_tokens")
     if not isinstance(added, (list, type(None))):
         yield "added_tokens", "a list", added
@@ -46,7 +46,7 @@ def _wrong(data: Any) -> Wrong:
         if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not _is_id(token.get("id")):
             yield f"added_tokens[{i}]", "an object with a content and an id", token
     for name, members in _MEMBERS.items():
-        yield from _component(data.get(name), name, members)
+        yield from _component_errors(data.get(name), name, members)
     cut, pad = data.get("truncation"), data.get("padding")
     for name, part in (("truncation", cut), ("padding", pad)):
         if part is not None and (not isinstance(part, dict) or not isinstance(part.get("direction", ""), str)):
@@ -58,10 +58,10 @@ def _wrong(data: Any) -> Wrong:
                "padding.strategy.Fixed": fixed.get("Fixed") if isinstance(fixed, dict) else None}
     for name, value in numbers.items():
         if value is not None and not _is_id(value):
-            yield name, f"a whole number from 0 to {_MOST - 1}", value
+            yield name, f"a whole number from 0 to {_MAX_ID - 1}", value
 
 
-def _vocabulary(model: Mapping[str, Any]) -> Wrong:
+def _vocabulary_errors(model: Mapping[str, Any]) -> Errors:
     vocab, merges = model["vocab"], model.get("merges")
     if isinstance(vocab, dict):
         bad = next((item for item in vocab.items() if not _is_id(item[1])), None)
@@ -83,7 +83,7 @@ def _vocabulary(model: Mapping[str, Any]) -> Wrong:
         yield "model.type", "a text", model["type"]
 
 
-def _component(part: Any, where: str, members: str) -> Wrong:
+def _component_errors(part: Any, where: str, members: str) -> Errors:
     if part is None:
         return
     if not isinstance(part, dict) or not isinstance(part.get("type"), (str, type(None))):
@@ -93,17 +93,17 @@ def _component(part: Any, where: str, members: str) -> Wrong:
     if not isinstance(inner, list) or None in inner:
         yield f"{where}.{members}", "a list of objects", inner
         return
-    for i, one in enumerate(inner):
-        yield from _component(one, f"{where}.{members}[{i}]", members)
+    for i, member in enumerate(inner):
+        yield from _component_errors(member, f"{where}.{members}[{i}]", members)
     if part.get("type") == "TemplateProcessing":
-        yield from _template(part, where)
+        yield from _template_errors(part, where)
     pattern = part.get("pattern")
     if part.get("type") == "Split" and not (isinstance(pattern, dict) and all(
             isinstance(text, str) for text in pattern.values())):
         yield f"{where}.pattern", "an object with a text", pattern
 
 
-def _template(part: Mapping[str, Any], where: str) -> Wrong:
+def _template_errors(part: Mapping[str, Any], where: str) -> Errors:
     known, single = part.get("special_tokens"), part.get("single")
     if not isinstance(known, dict) or not all(
             isinstance(token, dict) and isinstance(token.get("ids"), list) and all(map(_is_id, token["ids"]))
@@ -120,4 +120,4 @@ def _template(part: Mapping[str, Any], where: str) -> Wrong:
 
 
 def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
+    return type(value) is int and 0 <= value < _MAX_ID

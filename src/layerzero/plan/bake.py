@@ -34,8 +34,8 @@ from ..spec.plan import Step
 from ..spec.reason import Code, Reason
 from ..world import context, events
 from ..world import snapshot as worlds
-from ..world.incidents import learn, loaded, mark_unloadable, refusal
-from ..world.tables import described
+from ..world.incidents import extend_keys, loaded, mark_unloadable, no_kernel_error
+from ..world.tables import describe_call
 from .call_facts import assumed_alignment
 from .dryrun import shapes
 from .solver import cell_of
@@ -63,8 +63,8 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     """
     found = dispatcher_of(op)
     found._ready()
-    override = context.for_call(backend, None)
-    learn(override)
+    override = context.override_for_call(backend, None)
+    extend_keys(override)
     values = found.bound(args, kwargs)
     named = dict(zip(found.names, values))
     tensors = reading.check_types(found.op, named)
@@ -80,7 +80,7 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
         world = worlds.current()
         plan = world.plan(found.op, facts, override)
         if not plan.steps:
-            raise refusal(world, found.op, facts, override)
+            raise no_kernel_error(world, found.op, facts, override)
         step, kernel = plan.steps[0], world.catalog.by_id[plan.steps[0].kernel]
         try:
             run = specialised(found.op, kernel, step, facts, named)
@@ -110,7 +110,7 @@ def _told(run: Any, found: Dispatcher, named: Mapping[str, Any], given: tuple[st
         asked = facts(tensors)
         if row.covers(asked):
             return run(*tensors)
-        reason = Reason(Code.PLAN_BUCKET_MISS, str(row), described(found.op, asked))
+        reason = Reason(Code.PLAN_BUCKET_MISS, str(row), describe_call(found.op, asked))
         events.emit(PlanMissed(found.op.name, row.kernel, reason))
         return found.public(**{**named, **dict(zip(given, tensors))})
 
@@ -276,8 +276,8 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, found: Dispatcher, autocas
     bound.update(zip((a.name for a in arguments), node.args))
     backend = bound.pop("backend", None)
     values = {n: v.meta.get("example_value") if isinstance(v, torch.fx.Node) else v for n, v in bound.items()}
-    override = context.for_call(backend, None)
-    learn(override)
+    override = context.override_for_call(backend, None)
+    extend_keys(override)
     sizes = shapes(op, values)
     if autocast:
         return Site(op.name, sizes, "", "the graph switches autocast on")

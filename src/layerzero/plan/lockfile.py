@@ -75,7 +75,7 @@ class Pin:
 
 def certificate_of(kernel: Kernel, device: Device) -> str:
     """What was proven of a kernel on this device, by name: its build, the contract, the cases; "" for nothing."""
-    found = certificates.standing([kernel], device)[kernel.id]
+    found = certificates.statuses([kernel], device)[kernel.id]
     if not isinstance(found, certificates.Certificate):
         return ""
     return digest({"build": found.build, "contract": found.contract, "grid": found.grid})[:16]

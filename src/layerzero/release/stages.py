@@ -86,7 +86,7 @@ def _correctness(asked: Asked) -> Iterator[Checked]:
     if asked.lane == "quick":
         yield _few_cases([k for k in able if not k.jit], asked, sum(k.jit for k in able))
         return
-    standing = certificates.standing(able, hardware.probe(asked.device))
+    standing = certificates.statuses(able, hardware.probe(asked.device))
     proven = [k for k in able if isinstance(standing[k.id], Certificate)] if asked.lane != "full" else []
     open_ = [k for k in able if k not in proven]
     started, found, ran = time.perf_counter(), [], Counter()      # type: float, list[Finding], Counter[str]

@@ -248,7 +248,7 @@ def test_a_file_that_this_process_has_open_is_not_opened_beside_it(folder, monke
     """To close a second descriptor would drop the locks that SQLite holds on the first (POSIX)."""
     path = folder / "perf.sqlite"
     read: list[Path] = []
-    first = ownership._first
+    first = ownership._read_head
     monkeypatch.setattr(
         ownership, "_first", lambda path, count: read.append(path) or first(path, count)
     )

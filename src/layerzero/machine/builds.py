@@ -1,7 +1,8 @@
 """The build of a kernel, as a short text: a measurement or a certificate holds for one build only.
 
-A library's build is its version and the hashes of its files; our own kernels' is their source. Torch, Triton, CUDA
-and the driver are not part of it: they belong to the device (`Device.signature`).
+A library's build is its version and the hashes of its files; our own kernels' is their source.
+Torch, Triton, CUDA and the driver are not part of it: they belong to the device
+(`Device.signature`).
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def _module_of(load: Callable[..., Any]) -> str:
 def _dependencies(name: str) -> frozenset[str]:
     """Returns `name` and the modules of its package that it imports, directly or not.
 
-    Imports are read from the source: what a process happens to have imported must not change a build.
-    spec/ is left out: it holds declarations, which decide no speed.
+    Imports are read from the source: what a process happens to have imported must not change a
+    build. spec/ is left out: it holds declarations, which decide no speed.
     """
     seen, pending = {name}, [name]
     while pending:

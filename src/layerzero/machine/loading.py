@@ -1,7 +1,8 @@
-"""Finds out whether a kernel's library is installed in the right version, and loads it on first selection.
+"""Finds out whether a kernel's library is installed in the right version, and loads it on first
+selection.
 
-`availability` checks without importing anything. `load` imports; whatever goes wrong there becomes a reason, so that
-a broken library costs its own kernels and nothing else.
+`availability` checks without importing anything. `load` imports; whatever goes wrong there becomes
+a reason, so that a broken library costs its own kernels and nothing else.
 """
 
 from __future__ import annotations

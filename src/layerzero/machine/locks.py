@@ -1,12 +1,14 @@
-"""Locks that an interrupt cannot leave held for good, and actions deferred until this thread holds none.
+"""Locks that an interrupt cannot leave held for good, and actions deferred until this thread holds
+none.
 
-Ctrl-C may come between any two instructions, also between acquiring a lock and entering the block that releases
-it. Such a lock would be held for ever. So a lock here records the frame that acquired it: a waiting thread checks
-now and then whether that frame still runs in the thread that owns the lock. If not, nobody will release it, and
-the waiting thread replaces it by a new one. The owner itself never blocks, because every lock is re-entrant.
+Ctrl-C may come between any two instructions, also between acquiring a lock and entering the block
+that releases it. Such a lock would be held for ever. So a lock here records the frame that acquired
+it: a waiting thread checks now and then whether that frame still runs in the thread that owns the
+lock. If not, nobody will release it, and the waiting thread replaces it by a new one. The owner
+itself never blocks, because every lock is re-entrant.
 
-Events are delivered when no lock is held and no selection is under way that other threads wait for: a subscriber
-may call anything, for as long as it likes, and delays nobody but its own caller.
+Events are delivered when no lock is held and no selection is under way that other threads wait for:
+a subscriber may call anything, for as long as it likes, and delays nobody but its own caller.
 """
 
 from __future__ import annotations

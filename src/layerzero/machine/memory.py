@@ -1,7 +1,8 @@
-"""How much workspace a kernel may allocate, and which ops must select again when free memory changes.
+"""How much workspace a kernel may allocate, and which ops must select again when free memory
+changes.
 
-A selection depends on the memory that is free at that moment, and is cached. The clock thread checks free memory
-periodically; only ops whose selection would change select again.
+A selection depends on the memory that is free at that moment, and is cached. The clock thread
+checks free memory periodically; only ops whose selection would change select again.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def _cgroup_folders() -> tuple[Path, ...]:
 def _device_free() -> int:
     """Returns the bytes free on the current device, other processes counted.
 
-    While a graph is captured the last reading is used: querying the driver would invalidate the capture.
+    While a graph is captured the last reading is used: querying the driver would invalidate the
+    capture.
     """
     index = torch.cuda.current_device()
     if torch.cuda.is_current_stream_capturing():
@@ -173,9 +175,11 @@ def next_check() -> float | None:
 
 
 def ops_to_reselect(now: float, headroom_of: Callable[[str], int]) -> set[str]:
-    """Returns the ops that must select again, if a check is due. Their needs are recorded anew when they do.
+    """Returns the ops that must select again, if a check is due. Their needs are recorded anew when
+    they do.
 
-    While a kernel runs, its own workspace is not free: its op may then select again for nothing, once per check.
+    While a kernel runs, its own workspace is not free: its op may then select again for nothing,
+    once per check.
     """
     global _next_check
     with _lock:

@@ -28,9 +28,11 @@ def lock_path(name: str) -> Path:
 
 @contextmanager
 def process_lock(name: str, timeout: float, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Holds the lock of this name, after waiting for other processes at most `timeout` seconds or until `stop()`.
+    """Holds the lock of this name, after waiting for other processes at most `timeout` seconds or
+    until `stop()`.
 
-    If it cannot be had, the block runs without it: this is for work that is wasteful to do twice, not wrong.
+    If it cannot be had, the block runs without it: this is for work that is wasteful to do twice,
+    not wrong.
     """
     path = lock_path(name)
     try:

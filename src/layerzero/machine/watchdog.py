@@ -1,5 +1,5 @@
-"""Runs a function for a limited time: in a process of its own, which may hang, crash or lose the device without harm
-to this one, or on a thread, which can be abandoned but not stopped.
+"""Runs a function for a limited time: in a process of its own, which may hang, crash or lose the
+device without harm to this one, or on a thread, which can be abandoned but not stopped.
 
 A function for a process is named by its import path ("package.module:name"); its arguments and its result travel as
 JSON. The process inherits sys.path and the environment, nothing else.
@@ -105,10 +105,12 @@ def _signal_name(number: int) -> str:
 
 
 def with_timeout(run: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Returns `run` on a thread with a limit of `seconds`: beyond it Hung is raised, and the thread abandoned.
+    """Returns `run` on a thread with a limit of `seconds`: beyond it Hung is raised, and the thread
+    abandoned.
 
-    The thread sees the caller's device, stream, context variables, grad mode and inference mode. Other thread state
-    (autocast, torch dispatch modes) cannot be handed over: a call under one of those has no limit.
+    The thread sees the caller's device, stream, context variables, grad mode and inference mode.
+    Other thread state (autocast, torch dispatch modes) cannot be handed over: a call under one of
+    those has no limit.
     """
     def limited(*values: Any) -> Any:
         if torch._C._is_any_autocast_enabled() or _get_current_dispatch_mode() is not None:

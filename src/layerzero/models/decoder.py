@@ -1,10 +1,11 @@
 """A decoder over replaceable op calls: served by lz, or computed in plain torch.
 
 A layer is norm -> qkv -> rope -> attention -> projection -> residual -> norm -> MLP -> residual.
-`layer_parts` declares it as data: `Decoder` runs the parts one call after the other, `decoder_block`
-passes them to lz.plan_block. A Decoder records each intermediate value under the name of its stage,
-so that two runs can be compared stage by stage. Tensors are (batch, seq, ...), heads
-(batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP is one.
+`layer_parts` declares it as data: `Decoder` runs the parts one call after the other,
+`decoder_block` passes them to lz.plan_block. A Decoder records each intermediate value under the
+name of its stage, so that two runs can be compared stage by stage. Tensors are (batch, seq, ...),
+heads (batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP is
+one.
 """
 
 from __future__ import annotations
@@ -271,7 +272,8 @@ class CachedKV:
 
 def layer_parts(c: DecoderConfig, attend: Sequence[Part], *,
                 layout: Literal["bshd", "bhsd"] = "bshd", indexed: bool = True) -> tuple[Part, ...]:
-    """Returns one layer, from "input" to "output". `attend` computes "attn_out" from "q", "k" and "v".
+    """Returns one layer, from "input" to "output". `attend` computes "attn_out" from "q", "k" and
+    "v".
 
     The other values it reads are the weights ("ln1.weight", "qkv.weight", "qkv.bias", ...) and,
     with rope, the tables "cos" and "sin". They are `indexed` by the "positions" of the tokens, or
@@ -287,8 +289,8 @@ def layer_parts(c: DecoderConfig, attend: Sequence[Part], *,
     takes = {"q": "q0", "k": "k0", "cos": "cos", "sin": "sin"}
     if indexed:
         takes["position_ids"] = "positions"
-    how = {"style": c.rope_style, "layout": layout}
-    rope = (Stage("rope", takes, ("q", "k"), how),) if c.positions == "rope" else ()
+    options = {"style": c.rope_style, "layout": layout}
+    rope = (Stage("rope", takes, ("q", "k"), options),) if c.positions == "rope" else ()
     add = Glue("add", torch.add, ("input", "proj_out"), ("resid",), is_copy=False)
     second_norm = _norm(c, "resid", "ln2", "ln2_out")
     add_norm = Stage("add_rms_norm", {"x": "proj_out", "residual": "input", "weight": "ln2.weight"},

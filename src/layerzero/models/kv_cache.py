@@ -195,8 +195,9 @@ class KVCache:
 
     def append(self, key: Tensor, value: Tensor, sequences: Sequence[int] | None = None,
                lengths: Sequence[int] | None = None) -> None:
-        """Appends tokens, packed (tokens, kv_heads, dim) with `lengths` per sequence (default: one each), or
-        (batch, tokens, kv_heads, dim). Without room for all of them, CacheFull is raised and none is added."""
+        """Appends tokens, packed (tokens, kv_heads, dim) with `lengths` per sequence (default: one
+        each), or (batch, tokens, kv_heads, dim). Without room for all of them, CacheFull is raised
+        and none is added."""
         names = self._chosen(sequences)
         keys, counts = self._split_rows(key, names, lengths, "key")
         values, _ = self._split_rows(value, names, counts, "value")
@@ -217,9 +218,9 @@ class KVCache:
         if self.dtype in LIMITS:
             self.key_scale = self._scale_for(keys) if self.key_scale is None else self.key_scale
             self.value_scale = self._scale_for(values) if self.value_scale is None else self.value_scale
-        where = torch.tensor(slots, device=self.device)
-        self._write(self.key, where, self._converted(keys, self.key_scale))
-        self._write(self.value, where, self._converted(values, self.value_scale))
+        slot_index = torch.tensor(slots, device=self.device)
+        self._write(self.key, slot_index, self._converted(keys, self.key_scale))
+        self._write(self.value, slot_index, self._converted(values, self.value_scale))
 
     def _make_room(self, names: Sequence[int], counts: Sequence[int]) -> None:
         """Allocates pages for the new tokens; a shared page that is written to is copied first. All
@@ -252,8 +253,8 @@ class KVCache:
 
     def _write(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         page, offset = slots // self.page_size, slots % self.page_size
-        where = (page, offset) if self.layout == "NHD" else (page, slice(None), offset)
-        _bytes(pool)[where] = _bytes(rows)
+        index = (page, offset) if self.layout == "NHD" else (page, slice(None), offset)
+        _bytes(pool)[index] = _bytes(rows)
 
     def _converted(self, rows: Tensor, scale: Tensor | None) -> Tensor:
         rows = rows.detach().to(self.device)
@@ -324,8 +325,9 @@ class KVCache:
     def attend(self, query: Tensor, sequences: Sequence[int] | None = None, lengths: Sequence[int] | None = None, *,
                is_causal: bool | None = None, scale: float | None = None, window_left: int = -1, softcap: float = 0.0,
                return_lse: bool = False, backend: str | None = None) -> Any:
-        """Attends from the newest tokens to their whole sequence. The query is packed as in `append`, or
-        (batch, tokens, heads, dim); the result has its shape. Append the keys of these tokens first."""
+        """Attends from the newest tokens to their whole sequence. The query is packed as in
+        `append`, or (batch, tokens, heads, dim); the result has its shape. Append the keys of these
+        tokens first."""
         names = self._chosen(sequences)
         rows, counts = self._split_rows(query, names, lengths, "query")
         causal = self._decoder is None if is_causal is None else is_causal

@@ -1,4 +1,5 @@
-"""Tables for lz.rope and slopes for lz.alibi: computed once, when a model is built, and passed to every call.
+"""Tables for lz.rope and slopes for lz.alibi: computed once, when a model is built, and passed to
+every call.
 
 `scaling` is what a model's configuration calls rope_scaling or rope_parameters: a mapping whose "rope_type" says how
 the angles of positions beyond the trained length are scaled.
@@ -41,7 +42,8 @@ def rope_tables(
     rotary_dim: int | None = None, seq_len: int | None = None, dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (cos, sin), each (max_positions, rotary_dim / 2): row n holds the angles of position n.
+    """Returns (cos, sin), each (max_positions, rotary_dim / 2): row n holds the angles of position
+    n.
 
     scaling: {"rope_type": "default" | "linear" | "ntk" | "dynamic" | "yarn" | "llama3" | "longrope" |
     "proportional", ...} with the keys of a model's configuration.
@@ -62,7 +64,8 @@ def xpos_tables(
     head_dim: int, max_positions: int, base: float = 10000.0, *, scale_base: float = 512.0,
     rotary_dim: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Returns ((cos, sin) for queries, (cos, sin) for keys) of XPos: rotate q and k by one lz.rope call each.
+    """Returns ((cos, sin) for queries, (cos, sin) for keys) of XPos: rotate q and k by one lz.rope
+    call each.
 
     Scores then decay with distance, the faster the smaller scale_base.
     """

@@ -1,8 +1,9 @@
 """Chooses a quantized format for a device and accuracy, and shards weights for tensor parallelism.
 
-Column-parallel: each rank has some rows of the weight and computes some outputs. Row-parallel: each rank has some of
-the inputs, and the outputs of all ranks are summed. A feed-forward layer is sharded by columns first (in a fused
-weight, gate and up separately), then by rows, and needs one all-reduce at its end.
+Column-parallel: each rank has some rows of the weight and computes some outputs. Row-parallel: each
+rank has some of the inputs, and the outputs of all ranks are summed. A feed-forward layer is
+sharded by columns first (in a fused weight, gate and up separately), then by rows, and needs one
+all-reduce at its end.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class FormatChoice:
 
 def choose_format(device: str | Device = "cpu", accuracy: float | str = "balanced",
                   formats: Sequence[str] | None = None) -> FormatChoice:
-    """Returns the smallest format with an expected relative error of at most `accuracy` that the device supports.
+    """Returns the smallest format with an expected relative error of at most `accuracy` that the
+    device supports.
 
     accuracy: a relative RMS error, or "high" (0.01), "balanced" (0.03), "small" (0.12). formats: only these.
     """
@@ -98,7 +100,8 @@ def unsupported(name: str, device: Device) -> Reason | None:
 def column_shard(weight: Tensor, rank: int, world: int, *, parts: int = 1) -> Tensor:
     """Returns the rows of `weight` (..., out, in), or of a bias (out,), that belong to `rank`.
 
-    parts: how many weights are stacked in it, each of which is sharded separately: 2 for a fused gate and up.
+    parts: how many weights are stacked in it, each of which is sharded separately: 2 for a fused
+    gate and up.
     """
     axis = 0 if weight.dim() == 1 else -2
     pieces = weight.chunk(parts, axis)
@@ -110,7 +113,8 @@ def column_shard(weight: Tensor, rank: int, world: int, *, parts: int = 1) -> Te
 
 
 def row_shard(weight: Tensor, rank: int, world: int, *, unit: int = 1) -> Tensor:
-    """Returns the inputs of `weight` (..., out, in) that belong to `rank`; a bias (out,) is zero except on rank 0.
+    """Returns the inputs of `weight` (..., out, in) that belong to `rank`; a bias (out,) is zero
+    except on rank 0.
 
     unit: how many neighbouring inputs must stay together, such as a quantization group.
     """
@@ -122,7 +126,8 @@ def row_shard(weight: Tensor, rank: int, world: int, *, unit: int = 1) -> Tensor
 def quantized_shard(weight_q: Tensor, scales: Tensor, zeros: Tensor | None, rank: int, world: int, *, format: str,
                     group_size: int = 0, by: str = "column", parts: int = 1
                     ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the shard of a quantized weight, its scales and zeros for `rank`, in lz.quantized_linear's layout.
+    """Returns the shard of a quantized weight, its scales and zeros for `rank`, in
+    lz.quantized_linear's layout.
 
     A shard by inputs must be whole groups; with one scale per row every rank gets that scale.
     """

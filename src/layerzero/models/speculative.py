@@ -61,7 +61,8 @@ def verify_tree(draft_tokens: Tensor, parents: Tensor, draft_probs: Tensor | Non
 
 
 def tree_attention_mask(parents: Tensor, context_len: int = 0) -> Tensor:
-    """Returns a mask, True where a node of the tree attends: the whole context, its ancestors and itself.
+    """Returns a mask, True where a node of the tree attends: the whole context, its ancestors and
+    itself.
 
     (nodes, context_len + nodes) for parents (nodes,), and (batch, 1, nodes, context_len + nodes) for (batch, nodes): an
     attn_mask of lz.attention, with the nodes as queries and the context before them in the keys.
@@ -91,9 +92,9 @@ def _ancestors(name: str, parents: Tensor) -> Tensor:
     parent = (parents[None] if parents.dim() == 1 else parents).to(torch.int64)
     batch, count = parent.shape
     order = torch.arange(count, device=parent.device)
-    wrong = ((parent < -1) | (parent >= order)).nonzero().tolist()
-    if wrong:
-        row, node = wrong[0]
+    invalid = ((parent < -1) | (parent >= order)).nonzero().tolist()
+    if invalid:
+        row, node = invalid[0]
         raise InvalidCall.of(name, Reason(
             Code.VALUE_OUT_OF_RANGE, f">= -1 and < {node}, as a parent comes before its children",
             int(parent[row, node]), f"parents[{node}]" if parents.dim() == 1 else f"parents[{row}, {node}]"))
@@ -120,11 +121,12 @@ def generate(
 ) -> Generated:
     """Continue `prompt` (batch, length) as the target model would, in fewer calls of it.
 
-    draft_step(tokens, lengths) returns logits (batch, vocab) of the token after the first lengths[i] of each row i;
-    target_step(tokens, lengths, count) returns logits (batch, count, vocab) after each of the last `count` of these.
-    Rows are padded with -1 and advance independently. The two models share nothing: each gets its own copy of the
-    tokens and keeps its own state. A model with a KV cache must drop what lies beyond the tokens it is given: what a
-    row held before the last round's draft is unchanged, the draft itself may have been replaced.
+    draft_step(tokens, lengths) returns logits (batch, vocab) of the token after the first
+    lengths[i] of each row i; target_step(tokens, lengths, count) returns logits (batch, count,
+    vocab) after each of the last `count` of these. Rows are padded with -1 and advance
+    independently. The two models share nothing: each gets its own copy of the tokens and keeps its
+    own state. A model with a KV cache must drop what lies beyond the tokens it is given: what a row
+    held before the last round's draft is unchanged, the draft itself may have been replaced.
     """
     name = "speculative.generate"
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.is_floating_point() or not prompt.shape[1]:
@@ -160,10 +162,11 @@ def generate(
         target = distribution(logits.flatten(0, 1), temperature, top_k, top_p, min_p).unflatten(0, (batch, k + 1))
         draft = torch.stack(probs, 1) if probs else target[:, :0]
         chain = draft_tokens.gather(1, length[:, None] + columns[:k])
-        kept, counts, next_token = verify(chain, draft, target, seed=seed, offset=drawn)
+        accepted_tokens, counts, next_token = verify(chain, draft, target, seed=seed, offset=drawn)
         drawn += batch
         rounds, drafted, accepted = rounds + 1, drafted + k * int((~done).sum()), accepted + int(counts[~done].sum())
-        new_tokens = torch.nn.functional.pad(kept, (0, 1), value=-1).scatter(1, counts[:, None], next_token[:, None])
+        padded = torch.nn.functional.pad(accepted_tokens, (0, 1), value=-1)
+        new_tokens = padded.scatter(1, counts[:, None], next_token[:, None])
         new_lengths = torch.minimum(counts + (next_token >= 0), target_lengths - length)
         stopped = next_token < 0
         if stop_token is not None:

@@ -19,11 +19,13 @@ def load_tokenizer(
     source: Any, *, pattern: str | None = None, special_tokens: Mapping[str, int] | None = None,
     identity: str | None = None,
 ) -> TokenizerHandle:
-    """Returns a handle on a tokenizer as it is now: calls with it do not check whether its file changed.
+    """Returns a handle on a tokenizer as it is now: calls with it do not check whether its file
+    changed.
 
-    `source` is anything that lz.tokenize takes as its tokenizer. `pattern` and `special_tokens` belong
-    to a *.tiktoken file, which holds neither; without them its name must be that of an encoding
-    tiktoken knows. `identity` is the id it must have: DataError if it is another tokenizer.
+    `source` is anything that lz.tokenize takes as its tokenizer. `pattern` and `special_tokens`
+    belong to a *.tiktoken file, which holds neither; without them its name must be that of an
+    encoding tiktoken knows. `identity` is the id it must have: DataError if it is another
+    tokenizer.
     """
     if pattern is None and special_tokens is None:
         handle = tokenizer_identity.identify(source, "load_tokenizer")

@@ -21,7 +21,8 @@ _LOCK = 0x4C5A5046                             # serializes processes that creat
 
 
 class FleetStore(Store):
-    """A server that many machines read and write. `url` is postgresql://user:password@host/database.
+    """A server that many machines read and write. `url` is
+    postgresql://user:password@host/database.
 
     Missing tables are created; with `read_only` nothing is created or written.
     """

@@ -1,9 +1,9 @@
 """The interface of every store of measurements.
 
-One row per (kernel, bucket, place, mode, build): the bucket names dtype, switches and sizes; the place names device,
-driver and toolkits; the mode is how it was called; the build is that of the measured library. A newer measurement of a
-row replaces an older one, but a noisy one never replaces a quiet one (`Measurement.supersedes`), so stores may be
-merged in any order and repeatedly.
+One row per (kernel, bucket, place, mode, build): the bucket names dtype, switches and sizes; the
+place names device, driver and toolkits; the mode is how it was called; the build is that of the
+measured library. A newer measurement of a row replaces an older one, but a noisy one never replaces
+a quiet one (`Measurement.supersedes`), so stores may be merged in any order and repeatedly.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class NewerStore(StoreError):
 
 
 class ForeignFile(StoreError):
-    """The path holds something that is not ours: another kind of file, another program's database, a
-    device."""
+    """The path holds something that is not ours: another kind of file, another program's database,
+    a device."""
 
     def __init__(self, path: Path, what: str,
                  remedy: str = "set perfdb to a file of its own") -> None:
@@ -86,7 +86,8 @@ class Store(ABC):
     @abstractmethod
     def view(self, builds: Mapping[str, str], since: float = 0.0,
              on_damage: Callable[[str], None] = lambda what: None) -> PerfView:
-        """Returns the measurements of these builds (kernel -> build) that are not older than `since`.
+        """Returns the measurements of these builds (kernel -> build) that are not older than
+        `since`.
 
         A view reads lazily. If it meets damage then, it skips the row and calls `on_damage`.
         """

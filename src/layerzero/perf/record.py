@@ -310,17 +310,19 @@ class PerfView:
         return Estimate(us, trust / weight / (1.0 + nearest / 2), sum(m.samples for _, m in near), nearest)
 
     def relative(self, kernel: str, near: list[tuple[float, Measurement]]) -> float | None:
-        """Returns the mean ratio of the kernel's times to those in `near`, at the same kinds of call.
+        """Returns the mean ratio of the kernel's times to those in `near`, at the same kinds of
+        call.
 
-        None if one is missing: a kernel measured only where it is fast must not look fast everywhere.
+        None if one is missing: a kernel measured only where it is fast must not look fast
+        everywhere.
         """
         total = weight = 0.0
         for distance, m in near:
-            own = self.get(kernel, m.bucket, m.place, m.mode)
-            if own is None:
+            measured = self.get(kernel, m.bucket, m.place, m.mode)
+            if measured is None:
                 return None
-            w = min(own.trust, m.trust) / (0.25 + distance * distance)
-            total += w * math.log(own.median_us / m.median_us)
+            w = min(measured.trust, m.trust) / (0.25 + distance * distance)
+            total += w * math.log(measured.median_us / m.median_us)
             weight += w
         return math.exp(total / weight) if weight else None
 

@@ -38,8 +38,8 @@ def is_intact(values: tuple[Any, ...]) -> bool:
 def _migrate_eager_rows(connection: sqlite3.Connection) -> None:
     """Copies the rows of schema 2, which had no mode.
 
-    CPU rows were eager calls in a loop, as today. A GPU sample was one call behind a flush or a replay of a graph,
-    and nothing tells which: those rows are dropped.
+    CPU rows were eager calls in a loop, as today. A GPU sample was one call behind a flush or a
+    replay of a graph, and nothing tells which: those rows are dropped.
     """
     columns = ", ".join(c for c in COLUMNS if c != "mode")
     for values in connection.execute(f"SELECT {columns}, crc FROM measurements_2").fetchall():

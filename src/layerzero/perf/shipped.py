@@ -1,8 +1,9 @@
 """Measurements that ship with the package: one JSON file per device model.
 
-They apply until something is measured on the machine itself, and only where device, torch, driver and libraries are
-within the ranges in the file. A row holds one kind of call in one mode, with the microseconds of the useful kernels:
-torch's own, the fastest, and those near it, without the reference. benchmarks/ship.py writes these files.
+They apply until something is measured on the machine itself, and only where device, torch, driver
+and libraries are within the ranges in the file. A row holds one kind of call in one mode, with the
+microseconds of the useful kernels: torch's own, the fastest, and those near it, without the
+reference. benchmarks/ship.py writes these files.
 """
 
 from __future__ import annotations

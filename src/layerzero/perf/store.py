@@ -58,8 +58,8 @@ class CopySource:
         self.kernels: Collection[str] = self._builds.keys()
 
     def rows_of(self, kernel: str) -> list[Measurement]:
-        """Returns the intact rows of a kernel; one from the future (the clock was set back) counts as
-        measured now."""
+        """Returns the intact rows of a kernel; one from the future (the clock was set back) counts
+        as measured now."""
         rows = self._query(f"{ALL_COLUMNS}, crc", kernel, self._builds[kernel])
         sound = (m for values in rows if (m := row_of(values)) is not None)
         return [m if m.at <= self._now else m._replace(at=self._now) for m in sound]
@@ -86,8 +86,8 @@ class CopySource:
 class SqliteStore(Store):
     """A file that several processes read and write at once. It is created if missing.
 
-    `timeout` is how many seconds to wait for another process that is writing. A file without write permission is
-    opened as with `read_only`.
+    `timeout` is how many seconds to wait for another process that is writing. A file without write
+    permission is opened as with `read_only`.
     """
 
     def __init__(self, path: str | os.PathLike[str], timeout: float = 10.0, read_only: bool = False) -> None:
@@ -138,8 +138,8 @@ class SqliteStore(Store):
     def _copy(self) -> sqlite3.Connection:
         """Copies the file to memory.
 
-        Without a log it is read as immutable, so that SQLite creates no side files. If it has a log, or another
-        process writes meanwhile, it is read with SQLite's locks.
+        Without a log it is read as immutable, so that SQLite creates no side files. If it has a
+        log, or another process writes meanwhile, it is read with SQLite's locks.
         """
         before = self._stamp()
         if not before[-1]:
@@ -193,8 +193,8 @@ class SqliteStore(Store):
     def _prepare(self) -> None:
         """Migrates to the current schema.
 
-        A new file gets its application id in the same transaction as its tables, and before WAL mode, so that its
-        header shows whose it is as soon as there is one.
+        A new file gets its application id in the same transaction as its tables, and before WAL
+        mode, so that its header shows whose it is as soon as there is one.
         """
         if self._version() != VERSION:
             with self._transaction():
@@ -226,7 +226,8 @@ class SqliteStore(Store):
         return version
 
     def _use_wal(self) -> None:
-        """Switches to WAL mode. Several processes may try at once, and SQLite does not wait here by itself.
+        """Switches to WAL mode. Several processes may try at once, and SQLite does not wait here by
+        itself.
 
         A file system without shared memory keeps its journal: readers wait for writers there.
         """
@@ -394,8 +395,8 @@ def _memory_database() -> sqlite3.Connection:
 
 
 def real_path(path: Path) -> Path:
-    """Returns the path that SQLite uses for the file and its side files. A dangling link stays, and is
-    refused later."""
+    """Returns the path that SQLite uses for the file and its side files. A dangling link stays, and
+    is refused later."""
     try:
         return path.resolve(strict=True)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,9 @@
-"""Compares two tensors: how far apart they are, where most, and whether that is close enough for their dtype.
+"""Compares two tensors: how far apart they are, where most, and whether that is close enough for
+their dtype.
 
-Values agree where |got - want| <= atol + rtol * |want|. All must agree, except at float8 and float4, where 85 % must.
-The cosine similarity must be high as well, since a tolerance says nothing about values that are all much smaller.
+Values agree where |got - want| <= atol + rtol * |want|. All must agree, except at float8 and
+float4, where 85 % must. The cosine similarity must be high as well, since a tolerance says nothing
+about values that are all much smaller.
 """
 
 from __future__ import annotations

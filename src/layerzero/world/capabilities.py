@@ -146,11 +146,11 @@ def _row_problems(row: Any, at: str, catalog: Catalog, seen: set[Any]) -> Iterat
     if f"{at}.op" not in bad and row["op"] not in catalog.ops:
         yield _invalid(f"{at}.op", f"an op that is registered{_hint(row['op'], catalog.ops)}", _shown(row["op"]))
         bad.add(f"{at}.op")
-    own = kernel.to_json()
+    declared = kernel.to_json()
     for field in _FIXED:
-        if f"{at}.{field}" not in bad and row[field] != own[field]:
+        if f"{at}.{field}" not in bad and row[field] != declared[field]:
             yield _invalid(f"{at}.{field}",
-                           f"{own[field]!r}, which belongs to the code of {kernel.id}", _shown(row[field]))
+                           f"{declared[field]!r}, which belongs to the code of {kernel.id}", _shown(row[field]))
     for field, check in _CHECKS.items():
         if f"{at}.{field}" not in bad and (want := check(row[field], kernel.op)):
             yield _invalid(f"{at}.{field}", want, _shown(row[field]))
@@ -182,8 +182,8 @@ def _rule_problems(rule: Any, at: str, op: Op, depth: int) -> Iterator[Reason]:
 
 
 def _test_problems(rule: Mapping[str, Any], at: str, op: Op) -> Iterator[Reason]:
-    wanted: dict[str, type] = {"fact": str, "test": str, "value": object, "code": str}
-    faults = list(_field_problems(rule, {**wanted, "repair": str} if "repair" in rule else wanted, f"{at}."))
+    types: dict[str, type] = {"fact": str, "test": str, "value": object, "code": str}
+    faults = list(_field_problems(rule, {**types, "repair": str} if "repair" in rule else types, f"{at}."))
     yield from faults
     bad = {fault.fact.rpartition(".")[2] for fault in faults}
     if "fact" not in bad and rule["fact"] not in op.fact_names:
@@ -263,9 +263,9 @@ _CHECKS = {
     "overhead_us": lambda value, op: "" if value >= 0 else "a number >= 0"}
 
 
-def _field_problems(data: Mapping[str, Any], wanted: Mapping[str, type], at: str) -> Iterator[Reason]:
+def _field_problems(data: Mapping[str, Any], types: Mapping[str, type], at: str) -> Iterator[Reason]:
     """Yields missing fields, fields of another type and unknown fields."""
-    for name, kind in wanted.items():
+    for name, kind in types.items():
         if name not in data:
             yield Reason(Code.MISSING_METADATA, _WORDS.get(kind, "a value"), None, f"{at}{name}")
         elif kind is float:
@@ -274,8 +274,8 @@ def _field_problems(data: Mapping[str, Any], wanted: Mapping[str, type], at: str
         elif not isinstance(data[name], Mapping if kind is dict else (list, tuple) if kind is list else kind):
             yield _wrong_type(f"{at}{name}", _WORDS[kind], _shown(data[name]))
     for name in data:
-        if name not in wanted:
-            yield _invalid(f"{at}{str(name)[:60]}", f"left out; the fields are {', '.join(wanted)}", _shown(data[name]))
+        if name not in types:
+            yield _invalid(f"{at}{str(name)[:60]}", f"left out; the fields are {', '.join(types)}", _shown(data[name]))
 
 
 def _is_number(value: Any) -> bool:

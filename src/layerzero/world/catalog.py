@@ -1,7 +1,8 @@
-"""The catalog of ops and kernels: our own files, plugins by entry point, and what a program registers.
+"""The catalog of ops and kernels: our own files, plugins by entry point, and what a program
+registers.
 
-A plugin that does not fit is refused by name and mismatch; the rest of the library goes on. The releases of LayerZero
-that it requires are checked before it is imported.
+A plugin that does not fit is refused by name and mismatch; the rest of the library goes on. The
+releases of LayerZero that it requires are checked before it is imported.
 """
 
 from __future__ import annotations
@@ -141,15 +142,15 @@ def plugin_policy(catalog: Catalog) -> tuple[Layer | None, list[Event]]:
 def _plugins(group: str, problems: list[Event]) -> Iterator[tuple[Any, str]]:
     """Yields the entry points of a group with their origin, except those for other releases of
     LayerZero."""
-    ours = getattr(importlib.import_module("layerzero"), "__version__", "")
+    installed = getattr(importlib.import_module("layerzero"), "__version__", "")
     for entry in importlib.metadata.entry_points(group=group):
         origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.name
         required = _required_release(entry.dist)
-        if not ours or satisfies(ours, required):
+        if not installed or satisfies(installed, required):
             yield entry, origin
         else:
             problems.append(BackendUnavailable(kernel=entry.name, reason=Reason(
-                Code.VERSION_CONFLICT, f"layerzero {required}", f"{ours} (plugin {entry.name} of {origin})")))
+                Code.VERSION_CONFLICT, f"layerzero {required}", f"{installed} (plugin {entry.name} of {origin})")))
 
 
 def _required_release(distribution: Any) -> str:

@@ -1,4 +1,5 @@
-"""One sleeping thread for everything that depends on time, so that the hot path never reads a clock.
+"""One sleeping thread for everything that depends on time, so that the hot path never reads a
+clock.
 
 It sleeps until the world's next deadline (a time-boxed policy, a cooling breaker, the cache's time to
 live, the next check of the policy file) and starts only when there is one.

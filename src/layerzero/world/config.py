@@ -1,7 +1,7 @@
 """Reads policy from its sources: the policy file, the environment, and calls.
 
-A source is applied whole or not at all: its errors are collected, each with its place and the nearest
-valid word, and raised together as one `ConfigError`.
+A source is applied whole or not at all: its errors are collected, each with its place and the
+nearest valid word, and raised together as one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -106,11 +106,12 @@ def policy_path(environ: Mapping[str, str] | None = None) -> Path | None:
 def programmatic_layer(old: Layer | None, settings: Mapping[str, Any] | None = None,
                        rules: Iterable[PolicyRule] = (), *, name: str = "programmatic",
                        expires_at: float | None = None) -> Layer:
-    """Returns `old` with new settings and rules: new ones win, and replace rules with the same subject.
+    """Returns `old` with new settings and rules: new ones win, and replace rules with the same
+    subject.
 
     Two locks have the same subject when their ops and conditions are equal, other rules when their
-    kernels are too. `expires_at` ends only what is added now: `old` holds again after it, and an earlier
-    deadline of `old` still applies. `name` may be "context" or "call" as well.
+    kernels are too. `expires_at` ends only what is added now: `old` holds again after it, and an
+    earlier deadline of `old` still applies. `name` may be "context" or "call" as well.
     """
     new_settings, new_rules = dict(settings or {}), tuple(rules)
     if old is None:

@@ -1,9 +1,9 @@
 """Delivers events to the log, the counters and subscribers. Never runs on a cache hit.
 
-A subscriber is called on the thread in which the event happened, after that thread has released all our locks.
-Whatever it raises is logged and dropped; only the user's own Ctrl-C propagates. Events of our background threads are
-delivered by a separate thread, so that a blocking subscriber stops none of them. A subscriber does not receive
-events that its own calls cause.
+A subscriber is called on the thread in which the event happened, after that thread has released all
+our locks. Whatever it raises is logged and dropped; only the user's own Ctrl-C propagates. Events
+of our background threads are delivered by a separate thread, so that a blocking subscriber stops
+none of them. A subscriber does not receive events that its own calls cause.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def warn(text: str, *args: object) -> None:
 def is_users_interrupt(error: BaseException) -> bool:
     """Is it Ctrl-C, and not a KeyboardInterrupt that the subscriber raised itself?
 
-    Python's own handler raises between two instructions. A `raise` statement is the user's only if it is inside the
-    handler for SIGINT.
+    Python's own handler raises between two instructions. A `raise` statement is the user's only if
+    it is inside the handler for SIGINT.
     """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
@@ -189,7 +189,8 @@ def wants_reasons() -> bool:
 def subscribe(sink: Sink, reasons: bool = True) -> Callable[[], None]:
     """Calls `sink` with every event from now on; returns a function that stops it.
 
-    Without `reasons`, a selection does not report why the others were rejected, and takes less time.
+    Without `reasons`, a selection does not report why the others were rejected, and takes less
+    time.
     """
     global _sinks, _wanting_reasons
 

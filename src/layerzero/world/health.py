@@ -1,4 +1,5 @@
-"""The circuit breaker: pure transitions over frozen values. The world holds the breakers that are not closed.
+"""The circuit breaker: pure transitions over frozen values. The world holds the breakers that are
+not closed.
 
 closed --too many faults--> open --cooldown--> half_open --one success--> closed
                              ^                    |
@@ -52,7 +53,8 @@ class Limits:
 class Faults:
     """The faults of one kernel among its last calls.
 
-    `calls` is always the number of its calls so far, this one included; threads may see it lag a little.
+    `calls` is always the number of its calls so far, this one included; threads may see it lag a
+    little.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Loads kernels and records their failures: faults are counted, kernels disabled or refused in the world.
+"""Loads kernels and records their failures: faults are counted, kernels disabled or refused in the
+world.
 
-The world holds only what selection must know, and a change invalidates only the ops of that kernel. Single faults are
-counted here.
+The world holds only what selection must know, and a change invalidates only the ops of that kernel.
+Single faults are counted here.
 """
 
 from __future__ import annotations
@@ -102,10 +103,11 @@ def compile_failed(kernel: Kernel, fault: BaseException, facts: Mapping[str, Any
 
 
 def extend_keys(override: Override | None) -> bool:
-    """Adds the tests of an override to the cache keys, which must tell its cases apart before it is used.
+    """Adds the tests of an override to the cache keys, which must tell its cases apart before it is
+    used.
 
-    Returns False beyond MAX_EXTRA_TESTS: ever new numbers would make the key of every call longer. Such a call is
-    cached by all its facts instead.
+    Returns False beyond MAX_EXTRA_TESTS: ever new numbers would make the key of every call longer.
+    Such a call is cached by all its facts instead.
     """
     if override is None:
         return True
@@ -231,8 +233,8 @@ def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
 def count_shortage(kernel: Kernel, facts: Mapping[str, Any], reason: Reason, calls: int) -> None:
     """Counts that a kernel ran out of memory where another one then served.
 
-    Once may be chance. As often as would open a breaker, the kernel is left out for this kind of call, each time for
-    twice as long, so that not every call has to fail first.
+    Once may be chance. As often as would open a breaker, the kernel is left out for this kind of
+    call, each time for twice as long, so that not every call has to fail first.
     """
     world = worlds.current()
     limits, now = limits_of(world), time.monotonic()

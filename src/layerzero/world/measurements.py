@@ -46,12 +46,12 @@ _retry: threading.Timer | None = None
 
 
 def store(read_only: bool = False) -> Store:
-    """Opens the store of the current setting; the caller closes it. It is created if missing, unless
-    `read_only`."""
-    where = location(worlds.current().policy)
-    if where is None:
+    """Opens the store of the current setting; the caller closes it. It is created if missing,
+    unless `read_only`."""
+    target = location(worlds.current().policy)
+    if target is None:
         raise ConfigError(f"perfdb is {OFF!r}: there is no store; set perfdb to a path, or to '' for the default one")
-    return open_location(where, read_only=read_only)
+    return open_location(target, read_only=read_only)
 
 
 @contextmanager
@@ -60,19 +60,19 @@ def open_store(read_only: bool = False) -> Iterator[Store]:
 
     A writable one is set aside and a new one begun; with `read_only` it stays as it is.
     """
-    where = location(worlds.current().policy)
+    target = location(worlds.current().policy)
     try:
         with store(read_only) as opened:
-            if not read_only and state.damaged is not None and state.damaged.path == where:
+            if not read_only and state.damaged is not None and state.damaged.path == target:
                 opened.verify()
             yield opened
     except CorruptStore as e:
-        if not isinstance(where, Path) or e.path != where:
+        if not isinstance(target, Path) or e.path != target:
             raise                              # another file
         if read_only:
             raise StoreError(f"{e}; nothing of it was touched: lz perf prune sets it aside and "
                              "begins anew") from e
-        trouble, _ = _set_aside(where, e)
+        trouble, _ = _set_aside(target, e)
         events.emit(trouble)
         raise StoreError(f"{e}; {trouble.action}") from e
 
@@ -97,10 +97,11 @@ def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | Non
 
 def tighten_spread(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement], group: Collection[str],
            override: Override | None = None) -> tuple[tuple[Measurement, ...], str]:
-    """Returns the rows with a spread that lets selection pick one of `group`, and the kernel it picks.
+    """Returns the rows with a spread that lets selection pick one of `group`, and the kernel it
+    picks.
 
-    Selection blends a noisy time with a guess. The noise of single samples must not undo a verdict over many, so the
-    spread is halved until it does not.
+    Selection blends a noisy time with a guess. The noise of single samples must not undo a verdict
+    over many, so the spread is halved until it does not.
     """
     rows, measured = tuple(rows), {m.kernel for m in rows}
     while True:
@@ -170,27 +171,27 @@ def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
     """Writes what is unsaved; a damaged file is set aside first. Returns what went wrong."""
     problems: list[Event] = []
     try:
-        where = location(policy)
+        target = location(policy)
     except ConfigError as e:
         return [_write_failed(without_password(policy.setting("perfdb")), e)]
-    if where is None or not state.unsaved:
+    if target is None or not state.unsaved:
         return problems
     for attempt in ("first", "last"):
         try:
-            with open_location(where, timeout) as db:
-                if state.damaged is not None and state.damaged.path == where:  # found while reading: check all of it
+            with open_location(target, timeout) as db:
+                if state.damaged is not None and state.damaged.path == target:  # found while reading: check all of it
                     db.verify()
                 state.unsaved.write_to(db)
-            return problems + _mark_saved(without_password(where))
+            return problems + _mark_saved(without_password(target))
         except CorruptStore as e:
             if attempt == "last":
-                return [*problems, _write_failed(without_password(where), e)]
-            trouble, begun_anew = _set_aside(where, e)
+                return [*problems, _write_failed(without_password(target), e)]
+            trouble, begun_anew = _set_aside(target, e)
             problems.append(trouble)
             if not begun_anew:
                 return problems
         except StoreError as e:
-            return [*problems, _write_failed(without_password(where), e)]
+            return [*problems, _write_failed(without_password(target), e)]
     return problems
 
 
@@ -210,21 +211,21 @@ def _write_failed(name: str, error: Exception, action: str = "") -> StoreTrouble
     return state.writing
 
 
-def _set_aside(where: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
+def _set_aside(target: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
     """Sets a damaged file aside and begins a new one. Returns what was done, and whether there is a
     new one."""
     # as in `open_location`: there is a file, so SQLite is loaded
     from ..perf.store import real_path, set_aside
-    assert isinstance(where, Path)             # a server raises StoreError
+    assert isinstance(target, Path)            # a server raises StoreError
     try:
-        real_file = real_path(where)  # a link would point to nothing once the file is moved
+        real_file = real_path(target)  # a link would point to nothing once the file is moved
         aside = set_aside(real_file, error.file)
         open_location(real_file).close()
     except (OSError, StoreError) as e:
-        return _write_failed(str(where), error, f"it could not be set aside ({e}); "), False
+        return _write_failed(str(target), error, f"it could not be set aside ({e}); "), False
     state.damaged = None
     action = f"set aside as {aside.name}; begun anew" if aside else "another process has begun it anew"
-    return StoreTrouble(store=str(where), problem=str(error), action=action), True
+    return StoreTrouble(store=str(target), problem=str(error), action=action), True
 
 
 def _schedule_retry() -> None:
@@ -283,13 +284,13 @@ def status() -> Status:
     world, trouble = worlds.current(), state.trouble
     if trouble is not None:
         return Status(False, f"{trouble.store}: {trouble.problem}", trouble.action)
-    where = location(world.policy)
+    target = location(world.policy)
     count = f"{len(world.perf)} measurements in use"
-    if where is None:
+    if target is None:
         return Status(True, f"{count}; perfdb is {OFF}, nothing is kept")
-    aside = sorted(where.parent.glob(f"{where.name}.corrupt-*")) if isinstance(where, Path) else []
+    aside = sorted(target.parent.glob(f"{target.name}.corrupt-*")) if isinstance(target, Path) else []
     hint = f"a damaged file was set aside: {aside[-1]}; delete it once you have looked at it" if aside else ""
-    return Status(True, f"{count}, from {without_password(where)}", hint)
+    return Status(True, f"{count}, from {without_password(target)}", hint)
 
 
 def shipped_status(world: World, device: Device) -> Status:
@@ -335,13 +336,13 @@ class RowStatus:
 
     def of(self, m: Measurement) -> str:
         """Returns "in use", or why it is not. Rows of another machine are never stale here."""
-        ours = self.machines.get(m.environment, "") in ("", machine_id())
+        is_ours = self.machines.get(m.environment, "") in ("", machine_id())
         if m.at < self.since:
             return "expired"
         if signature_of(m.place) not in self.signatures:
-            return "stale: device, driver or toolkit changed" if ours and m.environment else "of another machine"
+            return "stale: device, driver or toolkit changed" if is_ours and m.environment else "of another machine"
         if m.kernel not in self.builds:
             return "unknown kernel"
         if self.builds[m.kernel] != m.build:
-            return "stale: another build" if ours else "of another machine"
+            return "stale: another build" if is_ours else "of another machine"
         return "in use"

@@ -1,8 +1,9 @@
 """Loads measurements into the world: from the store of this machine or fleet, and from the package.
 
-A store is read when a world is created and when a setting or a kernel changes; never on a cache hit.
-Reading changes nothing: a damaged store is set aside at the next write (measurements.py). A store
-that cannot be used costs its measurements and nothing else: an event and `lz doctor` report it.
+A store is read when a world is created and when a setting or a kernel changes; never on a cache
+hit. Reading changes nothing: a damaged store is set aside at the next write (measurements.py). A
+store that cannot be used costs its measurements and nothing else: an event and `lz doctor` report
+it.
 """
 
 from __future__ import annotations
@@ -92,25 +93,25 @@ def location(policy: Policy) -> Path | str | None:
         raise ConfigError(f"perfdb: cannot expand {text!r}: {e}; write an absolute path") from e
 
 
-def open_location(where: Path | str, timeout: float | None = None, read_only: bool = False) -> Store:
+def open_location(target: Path | str, timeout: float | None = None, read_only: bool = False) -> Store:
     """Opens the store at a path or an address. With `read_only` nothing is created or changed
     there."""
     timeout = WRITE_SECONDS if timeout is None else timeout
-    if isinstance(where, Path):
+    if isinstance(target, Path):
         from ..perf.store import SqliteStore  # SQLite is not loaded before there is a file
-        return SqliteStore(where, timeout, read_only)
-    return FleetStore(where, timeout, read_only)
+        return SqliteStore(target, timeout, read_only)
+    return FleetStore(target, timeout, read_only)
 
 
-def without_password(where: Path | str) -> str:
+def without_password(address: Path | str) -> str:
     """Returns an address for messages, without its password."""
-    scheme, sign, rest = str(where).partition("://")
+    scheme, sign, rest = str(address).partition("://")
     return f"{scheme}{sign}{rest.rpartition('@')[2]}"
 
 
 def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Event]]:
-    """Returns the measurements of these kernels in their present builds, stored and unsaved, and what
-    went wrong."""
+    """Returns the measurements of these kernels in their present builds, stored and unsaved, and
+    what went wrong."""
     days = policy.setting("perfdb_ttl")
     builds, since = {k.id: build_of(k) for k in kernels}, state.now() - days * DAY if days else 0.0
     view, trouble = _read(policy, builds, since)
@@ -125,40 +126,40 @@ def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Even
 def _read(policy: Policy, builds: Mapping[str, str],
           since: float) -> tuple[PerfView, StoreTrouble | None]:
     try:
-        where = location(policy)
-        if where is None or (isinstance(where, Path) and not where.exists()):
+        target = location(policy)
+        if target is None or (isinstance(target, Path) and not target.exists()):
             return PerfView(), None
     except (LayerZeroError, OSError) as e:
         name = without_password(policy.setting("perfdb"))
         return PerfView(), _trouble(name, e, "choices are made without measurements")
 
-    damaged = DamagedRows(where)
+    damaged = DamagedRows(target)
     try:
-        with open_location(where, READ_SECONDS, read_only=True) as store:
+        with open_location(target, READ_SECONDS, read_only=True) as store:
             return store.view(builds, since, damaged), damaged.loaded()
     except CorruptStore as e:
         state.damaged = e
-        return PerfView(), _trouble(without_password(where), e, DAMAGED_ACTION)
+        return PerfView(), _trouble(without_password(target), e, DAMAGED_ACTION)
     except StoreError as e:
-        return PerfView(), _trouble(without_password(where), e, "choices are made without measurements")
+        return PerfView(), _trouble(without_password(target), e, "choices are made without measurements")
 
 
 class DamagedRows:
-    """Called when a view meets damage: while it is loaded, or later during a selection, which goes on
-    without those rows."""
+    """Called when a view meets damage: while it is loaded, or later during a selection, which goes
+    on without those rows."""
 
-    def __init__(self, where: Path | str) -> None:
-        self.where = where
+    def __init__(self, target: Path | str) -> None:
+        self.target = target
         self.loading = True
         self.trouble: StoreTrouble | None = None
 
     def __call__(self, problem: str) -> None:
-        if isinstance(self.where, Path):
-            state.damaged = CorruptStore(self.where, problem, None)
-            self.trouble = _trouble(without_password(self.where), state.damaged, DAMAGED_ACTION)
+        if isinstance(self.target, Path):
+            state.damaged = CorruptStore(self.target, problem, None)
+            self.trouble = _trouble(without_password(self.target), state.damaged, DAMAGED_ACTION)
         else:
             error = StoreError(problem)
-            self.trouble = _trouble(without_password(self.where), error, "choices are made without such rows")
+            self.trouble = _trouble(without_password(self.target), error, "choices are made without such rows")
         if not self.loading:
             state.reading = self.trouble
             events.emit(self.trouble)
@@ -234,9 +235,9 @@ def tables(catalog: Catalog) -> tuple[Table, ...]:
     for path in sorted(files.FOLDER.glob("*.json")):
         try:
             table = files.read(path, catalog.ops)
-            if wrong := [text for text in table.versions.values() if not is_version_range(text)]:
+            if invalid := [text for text in table.versions.values() if not is_version_range(text)]:
                 raise DataError(f"{path.name}: versions must be like '>=2.9,<2.14', got "
-                                f"{', '.join(wrong)}")
+                                f"{', '.join(invalid)}")
             valid.append(table)
         except DataError as e:
             events.emit(StoreTrouble(store=path.name, problem=str(e),

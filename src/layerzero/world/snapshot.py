@@ -1,8 +1,9 @@
 """Everything a selection may depend on, as one frozen value. To change anything, publish a new one.
 
-Readers take one attribute load and no lock. Publishing gives every op that the change concerns a fresh,
-empty cache: that *is* the invalidation, and it costs the same however much was cached. A change of one
-kernel (it was compiled, it is out of service) concerns the ops it belongs to, and no other.
+Readers take one attribute load and no lock. Publishing gives every op that the change concerns a
+fresh, empty cache: that *is* the invalidation, and it costs the same however much was cached. A
+change of one kernel (it was compiled, it is out of service) concerns the ops it belongs to, and no
+other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checks by capture whether a kernel is safe in a CUDA graph: replays must follow changed inputs.
 
-A kernel is captured twice in one graph, each call with its own inputs. Then both get other numbers in the same memory,
-three times, each replay on another stream; every result is judged by the contract. So a kernel that waits for the
-host, works on another stream, keeps what it saw at capture, or returns the same memory twice is found by what it does,
-whatever it declares.
+A kernel is captured twice in one graph, each call with its own inputs. Then both get other numbers
+in the same memory, three times, each replay on another stream; every result is judged by the
+contract. So a kernel that waits for the host, works on another stream, keeps what it saw at
+capture, or returns the same memory twice is found by what it does, whatever it declares.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ class GraphVerdict:
 
 
 def is_graph_safe(kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any, **kwargs: Any) -> GraphVerdict:
-    """Can this kernel be captured in a CUDA graph on this machine? With an op and arguments: the selected kernel.
+    """Can this kernel be captured in a CUDA graph on this machine? With an op and arguments: the
+    selected kernel.
 
-    Answers from a valid certificate, if there is one; else the kernel is captured now, with the given arguments if any.
+    Answers from a valid certificate, if there is one; else the kernel is captured now, with the
+    given arguments if any.
     """
     kernel = kernel_or_op if isinstance(kernel_or_op, Kernel) else (
         worlds.current().catalog.by_id.get(kernel_or_op) if isinstance(kernel_or_op, str) else None)
@@ -108,30 +110,30 @@ def capture_cases(kernel: Kernel) -> GraphVerdict:
     """Captures the kernel with cases of its op and replays. Selection in this process uses the
     verdict afterwards."""
     problems: list[Problem] = []
-    graph, tried = Attempt(), 0
+    graph, captures = Attempt(), 0
     try:
         load_once(kernel)
     except LoadFailed as e:
         return GraphVerdict(kernel.id, None, e.reason.message)
-    for values, others, dtype in _capturable_cases(kernel):
-        case_problems, graph = capture_and_replay(kernel, values, others, dtype)
+    for values, replays, dtype in _capturable_cases(kernel):
+        case_problems, graph = capture_and_replay(kernel, values, replays, dtype)
         problems += case_problems
-        tried += 1
-        if problems or tried == MAX_CASES:
+        captures += 1
+        if problems or captures == MAX_CASES:
             break
-    return _conclude(kernel, problems, graph, tried)
+    return _conclude(kernel, problems, graph, captures)
 
 
-def _conclude(kernel: Kernel, problems: list[Problem], graph: Attempt, tried: int) -> GraphVerdict:
-    if not tried:
+def _conclude(kernel: Kernel, problems: list[Problem], graph: Attempt, captures: int) -> GraphVerdict:
+    if not captures:
         return GraphVerdict(kernel.id, None, "it takes no case of its op whose inputs can be changed in place")
     why = str(problems[0]) if problems else ""
     if not graph.begun:                        # it fails without a graph, which shows nothing about graphs
-        return GraphVerdict(kernel.id, None, why, tuple(problems), 0, tried)
+        return GraphVerdict(kernel.id, None, why, tuple(problems), 0, captures)
     certificates.record_capture(kernel, why)
     if worlds.current().catalog.by_id.get(kernel.id) is kernel:
         worlds.publish(lambda w: w.replace(), f"capture:{kernel.id}")
-    return GraphVerdict(kernel.id, not problems, why, tuple(problems), graph.pool_bytes, tried)
+    return GraphVerdict(kernel.id, not problems, why, tuple(problems), graph.pool_bytes, captures)
 
 
 def certificate_fields(kernel: Kernel, device: str) -> dict[str, Any]:
@@ -158,10 +160,10 @@ def _capturable_cases(kernel: Kernel) -> Iterator[tuple[Values, ReplayInputs | N
         values = case_values(op, case, dtype, "cuda")
         if not _is_writable(values) or refusals(kernel, values):
             continue
-        others = [(case_values(op, case, dtype, "cuda", 2 * i + 1), case_values(op, case, dtype, "cuda", 2 * i + 2))
+        replays = [(case_values(op, case, dtype, "cuda", 2 * i + 1), case_values(op, case, dtype, "cuda", 2 * i + 2))
                   for i in range(REPLAYS)]
-        if all(_same_layout(values, inputs) for pair in others for inputs in pair):
-            yield values, others, dtype
+        if all(_same_layout(values, inputs) for pair in replays for inputs in pair):
+            yield values, replays, dtype
 
 
 def _is_writable(values: Values) -> bool:
@@ -194,8 +196,8 @@ def capture_and_replay(kernel: Kernel, values: Values, replays: ReplayInputs | N
             for static, fresh in zip((first, second), pair):
                 _write(static, fresh)
             _replay(capture.graph, stream)
-            for which, static, result in zip(("first", "second"), (first, second), capture.result):
-                problems += _stale_results(kernel.op, dtype, static, result, f"replay {number}, {which} call")
+            for position, static, result in zip(("first", "second"), (first, second), capture.result):
+                problems += _stale_results(kernel.op, dtype, static, result, f"replay {number}, {position} call")
     return problems, capture
 
 

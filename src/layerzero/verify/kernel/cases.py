@@ -89,8 +89,9 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
              seed: int = 0) -> tuple[list[ArgumentCase], set[str]]:
     """Finds cases for the `unrestricted_arguments` that no accepted case of the lane gives.
 
-    Each joins an accepted case with another one, or with an argument of another one. Returns them, and the arguments
-    for which there is none. `devices`: the facts of the devices the kernel may run on.
+    Each joins an accepted case with another one, or with an argument of another one. Returns them,
+    and the arguments for which there is none. `devices`: the facts of the devices the kernel may
+    run on.
     """
     def takes(facts: Mapping[str, Any]) -> bool:
         return any(next(kernel.reasons({**facts, **device}), None) is None for device in devices)

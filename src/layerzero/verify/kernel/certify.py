@@ -1,9 +1,10 @@
 """Level 1 of verification: every kernel against its contract, forward and backward; a certificate for those that pass.
 
-Three lanes. `quick` takes seconds per kernel: all cases of the op at every dtype, a few more sizes and crossings, each
-kind of circumstance once, gradients. `full` has every size and every layout of every tensor, `stress` also many seeds.
-A JIT kernel gets fewer cases, and circumstances and gradients in the longer lanes only. A kernel passes if no case
-fails; what its own rules refuse is counted as skipped.
+Three lanes. `quick` takes seconds per kernel: all cases of the op at every dtype, a few more sizes
+and crossings, each kind of circumstance once, gradients. `full` has every size and every layout of
+every tensor, `stress` also many seeds. A JIT kernel gets fewer cases, and circumstances and
+gradients in the longer lanes only. A kernel passes if no case fails; what its own rules refuse is
+counted as skipped.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def _allow_recompiles(kernel: Kernel) -> Any:
 
 def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "quick",
                 seeds: Sequence[int] | None = None) -> Iterator[Verdict]:
-    """Certifies kernels in turn; each certificate is on disk before the next begins, so it may be interrupted.
+    """Certifies kernels in turn; each certificate is on disk before the next begins, so it may be
+    interrupted.
 
     A kernel that fails loses the certificate it had.
     """
@@ -170,9 +172,9 @@ def _checks(kernel: Kernel, device: str, lane: str, seeds: Sequence[int]) -> Ite
                 yield from _circumstance_checks(kernel, cells, device, "quick", seed)
                 yield from islice(_gradient_checks(kernel, device, "quick", seed), limit)
             continue
-        own = {case_key(case) for case in op.cases}
-        first = [cell for cell in cells if case_key(cell[0]) in own and cell[1] == op.dtypes[0]]
-        later = sorted((cell for cell in cells if cell not in first), key=lambda cell: case_key(cell[0]) in own)
+        own_keys = {case_key(case) for case in op.cases}
+        first = [cell for cell in cells if case_key(cell[0]) in own_keys and cell[1] == op.dtypes[0]]
+        later = sorted((cell for cell in cells if cell not in first), key=lambda cell: case_key(cell[0]) in own_keys)
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
             yield partial(check_threads, kernel, case, dtype, device, seed)
@@ -233,8 +235,9 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str, seed: int) -> Itera
     if not kernel.differentiable or not op.differentiable:
         return
     dtypes = [d for d in op.dtypes if d in ("float32", "bfloat16")] if lane == "quick" else [*op.dtypes, "float64"]
-    own = [c for c in op.cases if lane != "quick" and not is_degenerate(op, read(op, case_values(op, c, op.dtypes[0])))]
-    cases = (*gradient_cases(op), *own)
+    own_cases = [c for c in op.cases if lane != "quick"
+                 and not is_degenerate(op, read(op, case_values(op, c, op.dtypes[0])))]
+    cases = (*gradient_cases(op), *own_cases)
     yield from (partial(check_gradients, kernel, case, dtype, device, seed) for case in cases for dtype in dtypes)
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, name)
                 for case in cases[:1] for name in op.differentiable)

@@ -1,7 +1,8 @@
 """The same call in other circumstances: a kernel that is right on fresh contiguous tensors may be wrong otherwise.
 
-They are derived from any op's declaration: a tensor in another layout, one tensor passed twice, contents changed in
-place after an earlier call, autocast, recorded gradients, many runs, offsets that exceed 32 bits.
+They are derived from any op's declaration: a tensor in another layout, one tensor passed twice,
+contents changed in place after an earlier call, autocast, recorded gradients, many runs, offsets
+that exceed 32 bits.
 """
 
 from __future__ import annotations
@@ -217,7 +218,8 @@ DROPOUT_P = 0.3
 def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0) -> CaseResult:
     """Checks the dropout of an attention that declares `dropout_case`.
 
-    With the identity as values the result is the attention weights: each must be zero, or 1 / (1 - p) times itself.
+    With the identity as values the result is the attention weights: each must be zero, or 1 / (1 -
+    p) times itself.
     """
     op = kernel.op
     case = op.dropout_case

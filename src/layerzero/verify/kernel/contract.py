@@ -12,12 +12,13 @@ A kernel passes a case when, for every result:
   left unwritten, read before it was written, or read beside an input;
 and no input has changed, not even the parts of its storage outside the view, nor torch's global state.
 
-An error is the largest of many roundings, and so is the eager one it is compared with. A case that is just outside (by
-less than a factor of two, or of many where a result has few elements) is repeated with other numbers: it fails if
-it is outside again, and the largest errors of all runs do not compare better.
+An error is the largest of many roundings, and so is the eager one it is compared with. A case that
+is just outside (by less than a factor of two, or of many where a result has few elements) is
+repeated with other numbers: it fails if it is outside again, and the largest errors of all runs do
+not compare better.
 
-A case may be run under a `Circumstance` (circumstances.py): inputs in another layout, changed in place after an
-earlier call, under autocast.
+A case may be run under a `Circumstance` (circumstances.py): inputs in another layout, changed in
+place after an earlier call, under autocast.
 """
 
 from __future__ import annotations
@@ -199,9 +200,9 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
               max(j.ratio for j in judgements))
     if complaints and again and all(c.kind == "error" for c in complaints):
         if may_be_chance(first, errors[2]):
-            others = [check_case(kernel, case, dtype, device, seed + 1000 + i, circumstance, False)
+            retries = [check_case(kernel, case, dtype, device, seed + 1000 + i, circumstance, False)
                       for i in range(RETRIES)]
-            if _was_chance(op, errors, others):
+            if _was_chance(op, errors, retries):
                 return result("passed", detail=f"just outside once: {complaints[0].text}", errors=(*errors[:2], 1.0))
     notes = "; ".join(n for j in judgements for n in j.notes)
     return result("failed", (), complaints, "", errors) if complaints else result("passed", (), (), notes, errors)

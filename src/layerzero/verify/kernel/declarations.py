@@ -1,8 +1,9 @@
 """Static checks of all declarations, without running a kernel.
 
-An op has a reference, cases that its own contract allows, results with the shapes and dtypes of its meta function, a
-tolerance for each dtype, a cost. A kernel loads or says why not; each of its rules can be met and can refuse a call by
-itself; everything it claims (a dtype, a layout, a parameter, a backward) is tested by some case of its op.
+An op has a reference, cases that its own contract allows, results with the shapes and dtypes of its
+meta function, a tolerance for each dtype, a cost. A kernel loads or says why not; each of its rules
+can be met and can refuse a call by itself; everything it claims (a dtype, a layout, a parameter, a
+backward) is tested by some case of its op.
 """
 
 from __future__ import annotations

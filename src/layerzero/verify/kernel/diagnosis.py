@@ -1,7 +1,8 @@
-"""Diagnoses a failed kernel: its wrong results are compared with those of deliberately altered references.
+"""Diagnoses a failed kernel: its wrong results are compared with those of deliberately altered
+references.
 
-A diagnosis is a class, a sentence with its evidence, where the kernel fails ("exactly where seq_q % 128 = 64 and
-attn_mask is given") and what to do.
+A diagnosis is a class, a sentence with its evidence, where the kernel fails ("exactly where seq_q %
+128 = 64 and attn_mask is given") and what to do.
 """
 
 from __future__ import annotations

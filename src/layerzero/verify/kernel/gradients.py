@@ -1,8 +1,9 @@
 """Checks the backward of a kernel against the autograd of the float64 reference, case by case.
 
-For each input that requires a gradient the error is at most `times_eager` x that of the eager formula's own gradient
-at the same dtype, plus the op's tolerance. The output gradient is passed once contiguous and once with gaps of NaN
-between its elements; inputs must be unchanged afterwards; the result of the forward pass is judged too.
+For each input that requires a gradient the error is at most `times_eager` x that of the eager
+formula's own gradient at the same dtype, plus the op's tolerance. The output gradient is passed
+once contiguous and once with gaps of NaN between its elements; inputs must be unchanged afterwards;
+the result of the forward pass is judged too.
 """
 
 from __future__ import annotations

@@ -75,8 +75,9 @@ def poisoned_memory() -> Iterator[None]:
 def guarded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies each tensor, with its strides, between margins of NaN (integers: -1).
 
-    Gaps between elements hold NaN too. A read beside an input then shows in the result, a write beside it in the
-    snapshot. A tensor that is passed twice stays one tensor; one that spans gigabytes is not copied.
+    Gaps between elements hold NaN too. A read beside an input then shows in the result, a write
+    beside it in the snapshot. A tensor that is passed twice stays one tensor; one that spans
+    gigabytes is not copied.
     """
     by_id: dict[int, Tensor] = {}
     return {name: by_id.setdefault(id(v), _guarded(v)) if isinstance(v, Tensor) else v for name, v in values.items()}

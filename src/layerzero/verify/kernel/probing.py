@@ -1,7 +1,7 @@
 """Tries an unknown kernel in a process of its own before this process runs it.
 
-A kernel that hangs, crashes or loses the device there does no harm here, and is disabled here with the reason.
-Verification and tuning may do this first for kernels without a certificate.
+A kernel that hangs, crashes or loses the device there does no harm here, and is disabled here with
+the reason. Verification and tuning may do this first for kernels without a certificate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LOCAL = "<local>"                              # a load that no other process ca
 
 
 def probe(kernel: Kernel, device: str = "cpu", timeout: float = TIMEOUT_S) -> Reason | None:
-    """Runs a kernel in another process. If it hangs, crashes or fails there, it is disabled here; returns the reason.
+    """Runs a kernel in another process. If it hangs, crashes or fails there, it is disabled here;
+    returns the reason.
 
     None: it ran. It must be importable: a kernel of the catalog, of a plugin, or one whose load is a named function.
     """

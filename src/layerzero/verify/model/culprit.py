@@ -1,4 +1,5 @@
-"""Finds the culprit of a failed comparison: the first stage that diverges, the kernel, and the likely class of error.
+"""Finds the culprit of a failed comparison: the first stage that diverges, the kernel, and the
+likely class of error.
 
 1. Descend: the first stage, in the order of computing, that exceeds its limit.
 2. Check: the kernel that served that stage is called again with the same arguments, against the contract's formula. If
@@ -230,8 +231,8 @@ def _precision(op: Op, values: Arguments, stage_value: StageValue, want: Tensor)
 
 
 def _alternatives(op: Op, values: Arguments, result: int) -> Iterator[tuple[str, str, Tensor, float]]:
-    """Yields altered references that differ from the reference: class, text, result, and its tolerance at the
-    dtype of the call."""
+    """Yields altered references that differ from the reference: class, text, result, and its
+    tolerance at the dtype of the call."""
     unaltered = formula(op, upcast(values))[result]
     for alteration in (*op.alterations, *_MODEL_ALTERATIONS.get(op.name, ())):
         wide, eager = (_altered_result(op, alteration, v, result) for v in (upcast(values), values))
@@ -261,8 +262,8 @@ def _try_formula(op: Op, values: Arguments, result: int) -> Tensor | None:
 
 
 def _reordered_rope(op: Any, v: Arguments) -> Results:
-    """Rotates by the other convention and reorders to this one: the rows of the query and key projections are
-    in the other order, as in GGUF files."""
+    """Rotates by the other convention and reorders to this one: the rows of the query and key
+    projections are in the other order, as in GGUF files."""
     other = "interleaved" if v["style"] == "rotate_half" else "rotate_half"
 
     def reordered(t: Tensor) -> Tensor:

@@ -4,8 +4,8 @@
     encoder-decoder   T5: relative position bias as a mask, unscaled attention, padded rows, cross-attention, gated GELU
     image             a block of a diffusion model: group norm, self-attention over pixels, attention to a text, GEGLU
 
-Each is small, with random weights, and written once over an OpCaller (models/decoder.py). Results of lz may be as far
-from float64 as the ladder allows (route.py).
+Each is small, with random weights, and written once over an OpCaller (models/decoder.py). Results
+of lz may be as far from float64 as the ladder allows (route.py).
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def model_cells(families: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, la
 
 
 def _cell(name: str, weights: Weights, dtype: str, batch: int, length: int, device: str, named: str) -> Cell:
-    family, torch_dtype, started, served = FAMILIES[name], getattr(torch, dtype), time.perf_counter(), LzCaller(named)
+    family, torch_dtype, started, caller = FAMILIES[name], getattr(torch, dtype), time.perf_counter(), LzCaller(named)
     rounded = cast(weights, torch_dtype, device)
-    counts: Counter[tuple[str, str]] = served.counts
+    counts: Counter[tuple[str, str]] = caller.counts
     with torch.no_grad():
         truth = family.run(PlainTorch(), cast(rounded, torch.float64), batch, length, device)
         eager = family.run(PlainTorch(), rounded, batch, length, device)
         try:
-            got = family.run(served, rounded, batch, length, device)
+            got = family.run(caller, rounded, batch, length, device)
         except (NoKernel, KernelFailed) as e:
             return Cell(name, dtype, batch, length, (), counts, f"{type(e).__name__}: {str(e).splitlines()[0]}",
                         time.perf_counter() - started)
@@ -120,8 +120,8 @@ class _WeightMaker:
     def matrix(self, name: str, out: int, width: int) -> None:
         self.weights[name] = self.normal(out, width) / math.sqrt(width)
 
-    def vector(self, name: str, size: int, around: float) -> None:
-        self.weights[name] = around + 0.2 * self.normal(size)
+    def vector(self, name: str, size: int, center: float) -> None:
+        self.weights[name] = center + 0.2 * self.normal(size)
 
 
 def _tokens(batch: int, length: int, vocab: int, device: str) -> Tensor:

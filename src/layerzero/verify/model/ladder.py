@@ -1,15 +1,16 @@
-"""The verification ladder from a layer to training: levels 2 to 5. Level 1, single kernels, is certify.py.
+"""The verification ladder from a layer to training: levels 2 to 5. Level 1, single kernels, is
+certify.py.
 
     2  a whole layer: every stage, every gradient, and prefill + decode against the full forward
     3  each layer of a model alone, stage by stage, from its real input
     4  a whole model: logits, and the likeliest token at each position
     5  training: the same weights, N steps of SGD and AdamW, loss and every parameter
 
-The expected values are plain torch in float64 over the same numbers (plain.py), or a trace of another library. For a
-failure culprit.py finds the stage and the kernel.
+The expected values are plain torch in float64 over the same numbers (plain.py), or a trace of
+another library. For a failure culprit.py finds the stage and the kernel.
 
-The limits are those of the parity tables in docs/verification.md; inside a layer they scale with values above one
-(route.py).
+The limits are those of the parity tables in docs/verification.md; inside a layer they scale with
+values above one (route.py).
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ EFFORTS: Mapping[str, Effort] = {
 
 
 class Model(NamedTuple):
-    """Weights in float32 and tokens for levels 3 and 4. `truth`: a trace of another library, by default plain
-    torch; `fused`: as few calls as possible instead of one per stage."""
+    """Weights in float32 and tokens for levels 3 and 4. `truth`: a trace of another library, by
+    default plain torch; `fused`: as few calls as possible instead of one per stage."""
 
     name: str
     config: DecoderConfig
@@ -265,8 +266,8 @@ def _step_prefix(a: int, b: int) -> str:
 
 def _slice_steps(values: Mapping[str, Tensor], steps: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
     """Slices each stage of a whole sequence into steps."""
-    whole = [s for s in values if not s.endswith(".scores") and not s.startswith(("grad", "learned"))]
-    return {_step_prefix(a, b) + s: values[s][:, a:b] for a, b in steps for s in whole}
+    stages = [s for s in values if not s.endswith(".scores") and not s.startswith(("grad", "learned"))]
+    return {_step_prefix(a, b) + s: values[s][:, a:b] for a, b in steps for s in stages}
 
 
 def _unpack(trace: Trace, batch: int) -> Trace:
@@ -356,7 +357,8 @@ def forward_routes(model: Model, dtype: str, truth: Mapping[str, Tensor], device
 def likeliest_rows(got: Tensor, want: Tensor, tolerance: float, eager: Tensor | None) -> list[Row]:
     """Returns rows for the top-1 of all positions and of each, and the mean KL divergence.
 
-    In 16 bits the top-1 may differ where the best two are closer than twice the tolerance, and KL may be twice eager's.
+    In 16 bits the top-1 may differ where the best two are closer than twice the tolerance, and KL
+    may be twice eager's.
     """
     best = want.double().topk(2).values
     tokens, expected = got.argmax(-1), want.argmax(-1)

@@ -1,6 +1,8 @@
-"""The ops of a decoder in plain torch, written independently of the contracts: the baseline of the ladder.
+"""The ops of a decoder in plain torch, written independently of the contracts: the baseline of the
+ladder.
 
-They compute in the dtype of the arguments: float64 gives the expected values, a narrower dtype eager torch's error.
+They compute in the dtype of the arguments: float64 gives the expected values, a narrower dtype
+eager torch's error.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """A route: one run of a decoder by lz, compared stage by stage with the expected values.
 
-How far a value may be off. In float32: the limit of its kind (below). Inside a layer the limits of stages and gradients
-scale with their largest value: they are stated for values near one, the spacing of float32 grows with the values, and
-the residual of a real model reaches thousands. Logits, losses and trained parameters are not scaled. In 16 bits: twice
-the error of plain torch at the same dtype, plus a few roundings, as in FlashAttention's own tests. Where a gradient is
-discontinuous, as that of ReLU at zero, rounding puts a few elements on the other side, in plain torch as in lz: there
-the root mean square is compared instead of the largest difference.
+How far a value may be off. In float32: the limit of its kind (below). Inside a layer the limits of
+stages and gradients scale with their largest value: they are stated for values near one, the
+spacing of float32 grows with the values, and the residual of a real model reaches thousands.
+Logits, losses and trained parameters are not scaled. In 16 bits: twice the error of plain torch at
+the same dtype, plus a few roundings, as in FlashAttention's own tests. Where a gradient is
+discontinuous, as that of ReLU at zero, rounding puts a few elements on the other side, in plain
+torch as in lz: there the root mean square is compared instead of the largest difference.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def allowed(dtype: torch.dtype, want: Tensor, eager: Tensor | None, limit: float
 
 @dataclass
 class Route:
-    """`run` computes with lz and returns a trace; `truth` has the expected stages, in the order of computing.
+    """`run` computes with lz and returns a trace; `truth` has the expected stages, in the order of
+    computing.
 
     All of `truth` serves to find a culprit; `shown` are the stages that are judged, by default all.
     """

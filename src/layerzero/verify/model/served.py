@@ -1,7 +1,8 @@
 """The ops of a decoder, served by lz: by its own selection, or by a named kernel or library.
 
-What was named serves every call it can, and no other kernel is tried in its place if it fails. A call it refuses goes
-to lz's own selection, and the reason is kept: nothing was verified of the kernel there.
+What was named serves every call it can, and no other kernel is tried in its place if it fails. A
+call it refuses goes to lz's own selection, and the reason is kept: nothing was verified of the
+kernel there.
 """
 
 from __future__ import annotations

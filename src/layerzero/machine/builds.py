@@ -92,7 +92,7 @@ def _folder_digest(package: str) -> str:
     if not folders and spec.origin:
         paths = [Path(spec.origin)]
     entries = [(str(p), stat.st_size, stat.st_mtime_ns) for p in sorted(paths)
-            if p.suffix in _LIBRARY_FILES and (stat := _stat(p)) is not None]
+               if p.suffix in _LIBRARY_FILES and (stat := _stat(p)) is not None]
     return _digest(repr(entries))
 
 

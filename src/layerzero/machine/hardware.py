@@ -233,7 +233,7 @@ def _read_text(path: str) -> str:
 def _apple_brand() -> str:
     try:
         sysctl = subprocess.run(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
-                              capture_output=True, text=True, timeout=5, check=True)
+                                capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return "Apple"
     return sysctl.stdout.strip() or "Apple"

@@ -120,7 +120,7 @@ def import_in_subprocess(package: str, timeout: float = 60.0) -> Reason | None:
     reason here."""
     try:
         process = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {package}"],
-                              capture_output=True, text=True, timeout=timeout)
+                                 capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return Reason(Code.IMPORT_FAILED, package, f"no answer within {timeout:g} s")
     if process.returncode == 0:

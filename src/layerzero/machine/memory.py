@@ -85,7 +85,7 @@ def _read_number(path: Path) -> int | None:
 
 # (limit, usage, field of memory.stat with the reclaimable page cache), for cgroup 2, then 1
 _CGROUP_FILES = (("memory.max", "memory.current", "inactive_file "),
-          ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file "))
+                 ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file "))
 
 
 def cgroup_free() -> int:

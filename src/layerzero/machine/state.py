@@ -54,7 +54,7 @@ def _gpu_state(index: int) -> dict[str, Any]:
     query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
     try:
         smi = subprocess.run(["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"],
-                              capture_output=True, text=True, timeout=5, check=True)
+                             capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
     return parse_smi(smi.stdout)

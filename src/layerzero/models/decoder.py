@@ -153,8 +153,8 @@ def make_weights(c: DecoderConfig, seed: int = 0) -> Weights:
         w["positions"] = 0.5 * torch.randn(c.max_positions, c.hidden, generator=gen)
     for i in range(c.layers):
         layer = {"ln1": around(1.0, c.hidden), "qkv": matrix((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
-                "out": matrix(c.hidden, c.heads * c.head_dim), "ln2": around(1.0, c.hidden),
-                "in": matrix((2 if c.gated else 1) * c.inner, c.hidden), "down": matrix(c.hidden, c.inner)}
+                 "out": matrix(c.hidden, c.heads * c.head_dim), "ln2": around(1.0, c.hidden),
+                 "in": matrix((2 if c.gated else 1) * c.inner, c.hidden), "down": matrix(c.hidden, c.inner)}
         if c.bias:
             names = ("qkv", "out", "in", "down", *(("ln1", "ln2") if c.norm == "layer" else ()))
             layer |= {f"{name}.bias": around(0.0, layer[name].shape[0]) for name in names}

@@ -169,7 +169,7 @@ class KVCache:
         """
         if self._decoder is not None or not self.cross_len:
             raise _invalid(Code.MISSING_METADATA, "the longest encoder output, when the decoder's cache is made", None,
-                         "cross_len")
+                           "cross_len")
         if self._cross is None:
             self._cross = ChunkedCache(
                 chunk_size=self.cross_len, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v,
@@ -182,13 +182,13 @@ class KVCache:
         if self._decoder is not None:
             raise _invalid(Code.KV_METADATA_INVALID,
                            "added, removed or forked in the decoder's cache", "a call of cross",
-                         "a sequence")
+                           "a sequence")
 
     def _get(self, sequence: int) -> _Sequence:
         state = self._sequences.get(sequence)
         if state is None:
             raise _invalid(Code.KV_METADATA_INVALID, f"one of {list(self._sequences)}",
-                         f"{sequence}, which was removed or never added", "sequence")
+                           f"{sequence}, which was removed or never added", "sequence")
         return state
 
     # writing
@@ -278,7 +278,7 @@ class KVCache:
         scale = torch.as_tensor(value, dtype=torch.float32, device=self.device)
         if tuple(scale.shape) not in ((), (1,), (self.kv_heads,)):
             raise _invalid(Code.SCALE_LAYOUT_MISMATCH, f"one number or {self.kv_heads}, one per KV head",
-                         f"shape {tuple(scale.shape)} for {name}", name)
+                           f"shape {tuple(scale.shape)} for {name}", name)
         return scale
 
     # reading
@@ -337,7 +337,7 @@ class KVCache:
             length = self._get(name).length
             if causal and count > length:
                 raise _invalid(Code.KV_METADATA_INVALID, f"at most {length}, the tokens of sequence {name}",
-                             f"{count}; append the keys of these tokens first", "the query's length")
+                               f"{count}; append the keys of these tokens first", "the query's length")
         options: dict[str, Any] = {"is_causal": causal, "scale": scale, "window_left": window_left, "softcap": softcap,
                                    "return_lse": return_lse, **({"backend": backend} if backend else {})}
         result = self._attention(rows, names, counts, options)
@@ -369,7 +369,7 @@ class KVCache:
         return sequences
 
     def _split_rows(self, t: Tensor, names: Sequence[int], lengths: Sequence[int] | None,
-                 name: str) -> tuple[Tensor, Sequence[int]]:
+                    name: str) -> tuple[Tensor, Sequence[int]]:
         """Returns packed rows, and how many of them belong to each sequence."""
         if t.dim() == 4:
             if t.shape[0] != len(names):
@@ -382,11 +382,11 @@ class KVCache:
             if t.shape[0] != len(names) != 1:
                 raise _invalid(Code.MISSING_METADATA,
                                f"whose are {t.shape[0]} tokens for {len(names)} sequences?", None,
-                             "lengths")
+                               "lengths")
             lengths = [t.shape[0]] if len(names) == 1 else [1] * len(names)
         if len(lengths) != len(names) or sum(lengths) != t.shape[0] or min(lengths, default=0) < 0:
             raise _invalid(Code.KV_METADATA_INVALID, f"{len(names)} numbers of sum {t.shape[0]}, the rows of {name}",
-                         str(list(lengths)), "lengths")
+                           str(list(lengths)), "lengths")
         return t, lengths
 
 

@@ -34,7 +34,7 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _ANY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _POSITIVE = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
-                "beta_slow", "attention_factor")
+             "beta_slow", "attention_factor")
 
 
 def rope_tables(
@@ -133,7 +133,7 @@ def _frequencies(kind: str, head_dim: int, dim: int, base: float, scaling: Mappi
         name = "long_factor" if seq_len > original else "short_factor"
         if len(scaling[name]) != dim // 2:
             raise _invalid("rope_tables", f"scaling[{name!r}]", f"{dim // 2} numbers, one for each pair",
-                         len(scaling[name]))
+                           len(scaling[name]))
         return formulas.longrope_frequencies(dim, base, scaling[name]), amplitude
     return formulas.frequencies(dim, base), 1.0
 
@@ -158,7 +158,7 @@ def _check_keys(kind: str, scaling: Mapping[str, Any], base: float) -> None:
     unknown = [key for key in scaling if key not in (*needed, *also, *_ANY_KIND)]
     if unknown:                                # a misspelt key would otherwise be ignored silently
         raise _invalid("rope_tables", "scaling", f"made of {', '.join((*needed, *also, *_ANY_KIND))} for {kind!r}",
-                     ", ".join(unknown))
+                       ", ".join(unknown))
     if scaling.get("rope_theta") not in (None, base):
         raise _invalid("rope_tables", "base", f"{scaling['rope_theta']} like scaling['rope_theta']", base)
     for key in _POSITIVE:
@@ -167,7 +167,7 @@ def _check_keys(kind: str, scaling: Mapping[str, Any], base: float) -> None:
     if kind == "llama3" and not scaling["high_freq_factor"] > scaling["low_freq_factor"]:
         raise _invalid("rope_tables", "scaling['high_freq_factor']",
                        f"> {scaling['low_freq_factor']}, the low_freq_factor",
-                     scaling["high_freq_factor"])
+                       scaling["high_freq_factor"])
 
 
 def _check_numbers(head_dim: int, max_positions: int, base: float, seq_len: int | None) -> None:

@@ -125,7 +125,7 @@ def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     if not plan.steps:
         override = context.override_for_call(kwargs.get("backend"), kwargs.get("policy"))
         raise no_kernel_error(_imagining(worlds.current(), kwargs.get("on")), worlds.current().catalog.ops[plan.op],
-                      plan.facts, override)
+                              plan.facts, override)
     return plan
 
 

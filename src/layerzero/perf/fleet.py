@@ -151,8 +151,8 @@ class FleetStore(Store):
                 connection.execute(upsert, batch)
             for place, (rate, at) in sorted(rates.items()):
                 connection.execute(upsert_rates, {"place": place, "flops_per_us": float(rate.flops_per_us),
-                                           "bytes_per_us": float(rate.bytes_per_us),
-                                           "at": min(float(at), now)})
+                                                  "bytes_per_us": float(rate.bytes_per_us),
+                                                  "at": min(float(at), now)})
 
     def _known_time(self, at: Any, now: float) -> Any:
         """Returns the time, 0 for one in the future: see `normalized`."""

@@ -28,8 +28,8 @@ from .schema import ALL_COLUMNS, MIGRATIONS, UPSERT, UPSERT_RATES, VERSION, chec
 # SQLite's errors about the file's environment. Any other operational error ("no such column",
 # "table exists already") means that the file is damaged.
 _ENVIRONMENT_ERRORS = ("locked", "is full", "readonly", "disk I/O", "unable to open", "out of memory",
-              "busy", "locking protocol", "interrupted", "permission denied", "not authorized",
-              "file support is disabled")
+                       "busy", "locking protocol", "interrupted", "permission denied", "not authorized",
+                       "file support is disabled")
 
 _reading = threading.Lock()                    # serializes threads that read a view; held during a fork
 

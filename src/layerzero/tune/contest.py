@@ -167,7 +167,7 @@ class Contest:
         margin = self.race.watch.margin
         group = [ranked[0], *(name for name in ranked[1:] if costs.beats(ranked[0], name, margin) < SURE)]
         rows, chosen = tighten_spread(self.world, self.op, self.facts,
-                              self._levelled(self._measurements(ranked), group, costs), group, asked)
+                                      self._levelled(self._measurements(ranked), group, costs), group, asked)
         best = chosen if chosen in group else ranked[0]
         own = next((name for name in ranked if self.world.catalog.by_id[name].baseline), "")
         kind, flops, moved = kind_of(self.op, self.facts), rows[0].flops, rows[0].bytes

@@ -185,7 +185,7 @@ def capture_verdicts(kernels: Iterable[Kernel], device: Device) -> dict[str, boo
     certificates = folder(device)
     certified = [k for k in by_id.values() if (certificates / f"{k.id}.json").exists()]
     verdicts = {k: c.graph_safe for k, c in statuses(certified, device).items()
-             if isinstance(c, Certificate) and c.graph_safe is not None}
+                if isinstance(c, Certificate) and c.graph_safe is not None}
     return verdicts | {k: not problem for k, (kernel, problem) in _captures.copy().items() if by_id.get(k) is kernel}
 
 

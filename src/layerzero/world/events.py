@@ -55,8 +55,7 @@ _failures: itertools.count[int] = itertools.count(1)
 _lock = locks.Lock()
 _local = threading.local()         # .background: is it our thread; .callers: subscribers that are running
 _WARNINGS = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged,
-             KernelRefused, PolicyRejected,
-         StoreTrouble)
+             KernelRefused, PolicyRejected, StoreTrouble)
 
 
 def emit(event: Event) -> None:

@@ -84,7 +84,7 @@ class Faults:
 
 
 def after_failure(old: Health | None, reason: Reason, now: float, too_many: bool, failures: int,
-           cooldown: float) -> Health | None:
+                  cooldown: float) -> Health | None:
     """Returns the breaker after a fault; it opens if there were `too_many`."""
     if old is not None and old.state in ("open", "disabled"):  # the call began before it opened
         return old

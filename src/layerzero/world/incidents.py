@@ -320,7 +320,7 @@ def _capture_error(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> Ker
 
 
 def sdpa_disabled_error(world: World, op: Op, plan: Plan, refused: Sequence[Failure],
-                 override: Override | None) -> NoKernel:
+                        override: Override | None) -> NoKernel:
     """Returns the error for a call that every implementation sdpa_kernel allows has refused."""
     reasons = [failure.reason for failure in refused]
     refusals = tuple(Rejected(failure.name, (failure.reason,)) for failure in refused)

@@ -96,7 +96,7 @@ def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | Non
 
 
 def tighten_spread(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement], group: Collection[str],
-           override: Override | None = None) -> tuple[tuple[Measurement, ...], str]:
+                   override: Override | None = None) -> tuple[tuple[Measurement, ...], str]:
     """Returns the rows with a spread that lets selection pick one of `group`, and the kernel it
     picks.
 
@@ -155,7 +155,7 @@ def signature_of(place: str) -> str:
 # into the store
 
 def _store_rows(policy: Policy, rows: list[Measurement], environments: Mapping[str, Mapping[str, Any]],
-          rates: Mapping[str, tuple[Rates, float]]) -> list[Event]:
+                rates: Mapping[str, tuple[Rates, float]]) -> list[Event]:
     """Writes these rows and what could not be written before; returns what went wrong."""
     try:
         if location(policy) is None:  # perfdb is off: kept in memory while the process lives

@@ -170,7 +170,7 @@ class DamagedRows:
 
 
 DAMAGED_ACTION = ("choices are made without its measurements; it is set aside when something is to be "
-              "written, or by lz perf prune")
+                  "written, or by lz perf prune")
 
 
 def _trouble(name: str, error: Exception, action: str) -> StoreTrouble:
@@ -216,7 +216,7 @@ def shipped_measurements(catalog: Catalog, device: Device, place: str) -> Shippe
     if table is None or refused:
         return Shipped()
     unsuitable = {distribution for distribution, versions in table.libraries().items()
-               if not satisfies(installed_version(distribution) or "", versions)}
+                  if not satisfies(installed_version(distribution) or "", versions)}
     kernels = {k.id for k in catalog.kernels if (k.distribution or k.package) not in unsuitable}
     return Shipped(table.view(place, kernels), table.title)
 

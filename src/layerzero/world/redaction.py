@@ -206,4 +206,4 @@ def _hide_size(match: re.Match[str]) -> str:
 
 
 _EVENT_FIELDS = {f.name for kind in vars(kinds).values() if isinstance(kind, type) and issubclass(kind, Event)
-           for f in fields(kind)}
+                 for f in fields(kind)}

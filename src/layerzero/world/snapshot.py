@@ -255,7 +255,7 @@ def _create() -> World:
             perf, trouble = perf_loading.load(policy, catalog.kernels)
             pending += (*problems, *refused, *trouble)
             _activate(World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp,
-                                created_at=time.monotonic()))
+                            created_at=time.monotonic()))
         world = _current
     for event in pending:
         events.emit(event)
@@ -356,7 +356,7 @@ def apply_deadlines(now: float) -> None:
         ops |= (reselect := memory.ops_to_reselect(now, lambda kind: memory.headroom(kind, policy)))
         ttl = policy.setting("cache_ttl")
         if ttl and now >= world.created_at + ttl:
-            changes["born"] = now
+            changes["created_at"] = now
         future = frozenset(d for d in world.deadlines if d > now)
         if future != world.deadlines:
             changes["deadlines"] = future

@@ -65,7 +65,7 @@ class ActiveTable:
         scored = {s.kernel: s for s in full.steps}
         listed = {s.kernel for s in usable}
         from_table = tuple(s._replace(score=scored[s.kernel].score if s.kernel in scored else s.score,
-                                note=f"from table {self.table.id}") for s in usable)
+                                      note=f"from table {self.table.id}") for s in usable)
         return replace(full,
                        steps=(*from_table, *(s for s in full.steps if s.kernel not in listed)), table=self.table.id)
 
@@ -77,7 +77,7 @@ class ActiveTable:
         return None
 
     def _usable_steps(self, steps: Iterable[Step], roster: Roster, facts: Mapping[str, Any], around: Surroundings,
-                 named: bool) -> tuple[Step, ...]:
+                      named: bool) -> tuple[Step, ...]:
         """Returns the steps that can serve now: health, loading, warm-up, certificates and memory
         change without drift."""
         viable, demands = {k.id: k for k in roster.viable}, Demands.of(facts, around, named)

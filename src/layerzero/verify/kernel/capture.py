@@ -161,7 +161,7 @@ def _capturable_cases(kernel: Kernel) -> Iterator[tuple[Values, ReplayInputs | N
         if not _is_writable(values) or refusals(kernel, values):
             continue
         replays = [(case_values(op, case, dtype, "cuda", 2 * i + 1), case_values(op, case, dtype, "cuda", 2 * i + 2))
-                  for i in range(REPLAYS)]
+                   for i in range(REPLAYS)]
         if all(_same_layout(values, inputs) for pair in replays for inputs in pair):
             yield values, replays, dtype
 
@@ -213,7 +213,7 @@ def _replay(graph: Any, stream: Any) -> None:
 def _stale_results(op: Op, dtype: str, values: Values, result: tuple[Any, ...], when: str) -> list[Problem]:
     expected, eager = results_of(op.reference(**upcast(values))), results_of(op.reference(**values))
     judgements = [judge_result(op, dtype, f"result {i}", got, got, true, plain)
-              for i, (got, true, plain) in enumerate(zip(result, expected, eager)) if isinstance(got, Tensor)]
+                  for i, (got, true, plain) in enumerate(zip(result, expected, eager)) if isinstance(got, Tensor)]
     complaints = [c.text for judgement in judgements for c in judgement.complaints]
     if not complaints or may_be_chance(result, max(judgement.ratio for judgement in judgements)):
         return []                              # just outside the tolerance: rounding, not the graph

@@ -66,7 +66,7 @@ def unrestricted_arguments(kernel: Kernel) -> list[str]:
     value."""
     restricted = {leaf.fact.partition(".")[0] for rule in kernel.requires for leaf in rule.leaves()}
     optional = [p for p in kernel.op.params
-            if not p.required and p.kind != "generator" and p.name not in (*restricted, *_NOT_TESTED)]
+                if not p.required and p.kind != "generator" and p.name not in (*restricted, *_NOT_TESTED)]
     return [p.name for p in optional if p.name != kernel.op.variant or set(kernel.variants) - {p.default}]
 
 
@@ -86,7 +86,7 @@ class ArgumentCase(NamedTuple):
 
 
 def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str, Any]],
-             seed: int = 0) -> tuple[list[ArgumentCase], set[str]]:
+                        seed: int = 0) -> tuple[list[ArgumentCase], set[str]]:
     """Finds cases for the `unrestricted_arguments` that no accepted case of the lane gives.
 
     Each joins an accepted case with another one, or with an argument of another one. Returns them,
@@ -114,7 +114,7 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
 
 
 def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, str]],
-          takes: Callable[[Mapping[str, Any]], bool]) -> Iterator[tuple[bool, ArgumentCase]]:
+                  takes: Callable[[Mapping[str, Any]], bool]) -> Iterator[tuple[bool, ArgumentCase]]:
     """Yields (does the argument affect the result?, case) up to the first where it does."""
     for base, dtype in bases:
         joined = ({**base, **donor}, {**donor, **base}, *({**base, param: donor[param]} for param in donor))

@@ -205,7 +205,7 @@ def _accepts(kernel: Kernel, cell: Cell, device: str, seed: int) -> bool:
 
 
 def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
-                      seed: int) -> Iterator[Callable[[], CaseResult]]:
+                         seed: int) -> Iterator[Callable[[], CaseResult]]:
     """Yields checks on cells that the kernel accepts, one per dtype; more in the longer lanes."""
     op, chosen = kernel.op, []                 # type: Op, list[Cell]
     count = {"quick": 1, "full": 3, "stress": 3}[lane]

@@ -147,7 +147,7 @@ class InferenceMode(Circumstance):
     def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
         by_id: dict[int, Tensor] = {}          # inference tensors, as activations are
         return {n: by_id.setdefault(id(v), torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                                   .copy_(v)) if isinstance(v, Tensor) and 0 not in v.stride() else v
+                                    .copy_(v)) if isinstance(v, Tensor) and 0 not in v.stride() else v
                 for n, v in values.items()}
 
     def around(self, device: str) -> Any:

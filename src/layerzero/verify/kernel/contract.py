@@ -192,7 +192,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
     judgements = [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts, even=circumstance.even)
-              for i, parts in enumerate(zip(first, second, exact, eager))]
+                  for i, parts in enumerate(zip(first, second, exact, eager))]
     if kernel.deterministic:
         complaints += _nondeterminism(outcome.results)
     complaints += [c for j in judgements for c in j.complaints]
@@ -201,7 +201,7 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     if complaints and again and all(c.kind == "error" for c in complaints):
         if may_be_chance(first, errors[2]):
             retries = [check_case(kernel, case, dtype, device, seed + 1000 + i, circumstance, False)
-                      for i in range(RETRIES)]
+                       for i in range(RETRIES)]
             if _was_chance(op, errors, retries):
                 return result("passed", detail=f"just outside once: {complaints[0].text}", errors=(*errors[:2], 1.0))
     notes = "; ".join(n for j in judgements for n in j.notes)
@@ -299,7 +299,7 @@ class Judgement:
 
 
 def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor, eager: Tensor,
-          even: bool = True) -> Judgement:
+                 even: bool = True) -> Judgement:
     """Judges one result. `even`: its elements have similar size, so each is held to the op's
     tolerance."""
     if not first.numel():

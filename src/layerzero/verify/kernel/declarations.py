@@ -92,7 +92,7 @@ def static_checks(catalog: Catalog) -> Iterator[Checked]:
 
 
 def _run_check(name: str, says: str, subjects: Sequence[Any], check: Callable[[Any], Iterator[str]],
-          name_of: Callable[[Any], str]) -> Checked:
+               name_of: Callable[[Any], str]) -> Checked:
     started, findings = time.perf_counter(), []
     for subject in subjects:
         try:
@@ -237,7 +237,7 @@ def _accepted_calls(kernel: Kernel) -> list[tuple[frozenset[str], Facts]]:
         # on further devices a sample is enough
         rows = _known_calls(kernel.op) if not accepted else _known_calls(kernel.op)[::5]
         accepted += [(given, {**facts, **device}) for given, facts in rows
-                  if next(kernel.reasons({**facts, **device}), None) is None]
+                     if next(kernel.reasons({**facts, **device}), None) is None]
     return accepted
 
 

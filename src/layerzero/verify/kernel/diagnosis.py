@@ -101,7 +101,7 @@ def diagnose(kernel: Kernel, results: Sequence[CaseResult], device: str = "cpu")
 
 
 def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[CaseResult], device: str,
-               where: str) -> tuple[str, str]:
+             where: str) -> tuple[str, str]:
     for kind in _DIRECT:
         if all(kind in r.kinds for r in failed):
             return kind, failed[0].detail

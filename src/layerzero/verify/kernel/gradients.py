@@ -109,7 +109,7 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
 
 
 def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor], exact: Mapping[str, Tensor],
-            eager: Mapping[str, Tensor], values: Mapping[str, Any]) -> tuple[list[Complaint], Errors]:
+                     eager: Mapping[str, Tensor], values: Mapping[str, Any]) -> tuple[list[Complaint], Errors]:
     """Returns complaints, and the errors of the worst input."""
     rtol, atol = op.tolerance.of(dtype)
     complaints: list[Complaint] = []

@@ -86,7 +86,7 @@ def find(route: Route, named: str = "") -> Culprit:
         nearest = max((row for row in route.rows(runs[0])), key=lambda row: (not row.ok, row.ratio))
         return _culprit_by_swaps(nearest, swaps,
                                  "no stage alone is further off than it may be: small differences add up")
-    _, first, trace = min(failing, key=lambda earlier_culprit: earlier_culprit[0])
+    _, first, trace = min(failing, key=lambda item: item[0])
     stage_value = trace[first.what]
     kernels = worlds.current().catalog.by_id
     if stage_value.kernel not in kernels:      # plain torch between calls, or a gradient
@@ -96,7 +96,7 @@ def find(route: Route, named: str = "") -> Culprit:
     if kernel_is_right:                        # an earlier stage may be off by just less than its limit
         earlier = itertools.takewhile(lambda item: item[0] != first.what, trace.items())
         earlier_culprit = next(((s, n) for s, n in earlier if n.kernel in kernels and s in route.truth
-                      and not keeps_contract(kernels[n.kernel], n)), None)
+                                and not keeps_contract(kernels[n.kernel], n)), None)
         if earlier_culprit is not None:
             (stage, stage_value), kernel_is_right = earlier_culprit, False
             kernel = kernels[stage_value.kernel]

@@ -214,7 +214,7 @@ def layer_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 
         noise = (torch.randn(x.shape, generator=gen).sign().to(x) * torch.finfo(kind).eps for _ in range(6))
         eager_runs = [eager,
                       *(values_of(whole(PlainTorch(), weights, x * (1 + n), output_grad, rope_angles(c, device), False))
-                          for n in noise)]
+                        for n in noise)]
         eager = {stage: max((t[stage] for t in eager_runs), key=lambda t: rms_difference(t, truth[stage]))
                  if stage.startswith("grad") else value for stage, value in eager.items()}
 

@@ -18,7 +18,7 @@ import torch
 
 from ..machine.builds import build_of
 from ..machine.loading import installed_version, is_version_range, satisfies
-from ..perf import shipped_measurements as files
+from ..perf import shipped as files
 from ..perf.batch import Batch
 from ..perf.fleet import FleetStore
 from ..perf.interface import CorruptStore, Store, StoreError

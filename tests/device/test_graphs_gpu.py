@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def nothing_tried(monkeypatch, world, tmp_path):
-    monkeypatch.setattr(certificates, "_tried", {})
+    monkeypatch.setattr(certificates, "_captures", {})
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
 
 

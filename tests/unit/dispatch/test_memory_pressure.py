@@ -160,7 +160,7 @@ def test_the_limit_of_a_container_is_the_limit(tmp_path, monkeypatch, files, wan
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_cgroups", lambda: (tmp_path,))
+    monkeypatch.setattr(memory, "_cgroup_folders", lambda: (tmp_path,))
     assert memory.cgroup_free() == want
     assert memory.free_bytes("cpu") <= want
 
@@ -254,7 +254,7 @@ def test_unregistering_forgets_the_shortage(path):
 
 
 def test_kinds_without_end_are_bounded(path, monkeypatch):
-    monkeypatch.setattr(incidents, "MOST_REFUSALS", 8)
+    monkeypatch.setattr(incidents, "MAX_REFUSALS", 8)
     greedy = Fake("fake.greedy", fault=MemoryError("no"))
     register(greedy)
     for n in range(1, 17):

@@ -32,7 +32,7 @@ UNSAFE = lz.Code.CUDA_GRAPH_UNSAFE
 
 @pytest.fixture(autouse=True)
 def nothing_tried(monkeypatch, world):
-    monkeypatch.setattr(certificates, "_tried", {})
+    monkeypatch.setattr(certificates, "_captures", {})
 
 
 def in_a_graph(shown: dict[str, bool], safe: bool = True, capturing: bool = True, **settings) -> Plan:

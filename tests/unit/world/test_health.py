@@ -338,7 +338,7 @@ def test_a_library_that_does_not_load_and_a_kind_that_is_refused_concern_their_o
 
 
 def test_what_is_remembered_of_refusals_is_bounded(world, monkeypatch):
-    monkeypatch.setattr(incidents, "MOST_REFUSALS", 3)
+    monkeypatch.setattr(incidents, "MAX_REFUSALS", 3)
     fake = Fake(fault=LaunchRefused("no", [Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, "<= 1", 2, "grid x")]))
     register(fake)
     for n in range(1, 9):

@@ -213,7 +213,7 @@ def test_events_of_a_blocked_subscriber_are_bounded():
     go = threading.Event()
     behind = events._DeliveryThread()
     behind.add(lambda: go.wait(30) and None)
-    behind._late = True
+    behind._blocked = True
     for _ in range(3 * events.MAX_QUEUED):
         behind.add(lambda: None)
     assert len(behind._queue) <= events.MAX_QUEUED

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends import flashinfer
-from layerzero.machine.loading import findable
+from layerzero.machine.loading import is_importable
 from layerzero.tune.regret import replay
 from layerzero.tune.tuner import tune
 from layerzero.tune.workload import calls_for
@@ -164,7 +164,7 @@ def _others(goal: Goal, values: Mapping[str, Any], slow: frozenset[str]) -> dict
         return {goal.beside[0]: lambda: F.linear(values["x"], weight)}
     if goal.op == "paged_attention":
         return {goal.beside[1]: _in_one_piece(values)}
-    if goal.op == "sample" and findable("flashinfer") and (not slow or "sampling" in flashinfer.compiled()):
+    if goal.op == "sample" and is_importable("flashinfer") and (not slow or "sampling" in flashinfer.compiled()):
         from flashinfer import sampling
         return {goal.beside[0]: lambda: sampling.top_p_sampling_from_probs(
             sampling.softmax(values["logits"]), goal.sizes["top_p"])}

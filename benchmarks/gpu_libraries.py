@@ -37,8 +37,8 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.op import Op
 from layerzero.spec.plan import Transform
 from layerzero.tune.harness import ColdWatch, GraphWatch
-from layerzero.verify.kernel.cases import key
-from layerzero.verify.kernel.contract import case_values, check_case, loaded, refusals
+from layerzero.verify.kernel.cases import case_key
+from layerzero.verify.kernel.contract import case_values, check_case, load_once, refusals
 from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
 from layerzero.world import snapshot as worlds
 
@@ -107,8 +107,8 @@ def cases_of(kernel: Kernel) -> Iterator[tuple[Case, str]]:
         for case in (*REAL.get(op.name, ()), *op.cases)[:6 if few else None]:
             changed = {n: v for n, v in {**case, **({} if case in REAL.get(op.name, ()) else forced)}.items()
                        if not (n == "dv" and "d" in forced)}
-            if key(changed) + dtype not in seen:
-                seen.add(key(changed) + dtype)
+            if case_key(changed) + dtype not in seen:
+                seen.add(case_key(changed) + dtype)
                 yield changed, dtype
 
 
@@ -182,7 +182,7 @@ def bound(kernel: Kernel, values: Mapping[str, Any]) -> Callable[[], Any]:
     op: Op = kernel.op
     variant = values[op.variant] if op.variant else ""
     moves = op.variant and kernel.variants and variant not in kernel.variants
-    run = bind(op, kernel, loaded(kernel), (Transform("layout", kernel.variants[0]),) if moves else (), variant).run
+    run = bind(op, kernel, load_once(kernel), (Transform("layout", kernel.variants[0]),) if moves else (), variant).run
     given = tuple(values[p.name] for p in op.params)
     return lambda: run(*given)
 

@@ -58,11 +58,11 @@ def compare(model: str, logits: str, against: str) -> int:
 
     from layerzero.integrations.gguf_model import read_gguf
     from layerzero.models.decoder import Decoder
-    from layerzero.verify.model.served import Served, tables_of
+    from layerzero.verify.model.served import LzCaller, rope_tables_of
     found = read_gguf(model)
     stored = numpy.load(logits)
-    do = Served()
-    run = Decoder(found.config, found.weights, do, tables_of(found.config), fused=True)
+    do = LzCaller()
+    run = Decoder(found.config, found.weights, do, rope_tables_of(found.config), fused=True)
     peer = None
     if against == "transformers":
         from layerzero.integrations.llama_peer import as_transformers

@@ -37,7 +37,8 @@ def world():
     saved, override = worlds.current(), context.current.get()
     yield
     assert context.current.get() is override, "a test left an override behind"
-    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, changed=w.epoch + 1, memo={}, born=time.monotonic()),
+    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, changed=w.epoch + 1, memo={},
+                                     created_at=time.monotonic()),
                    "end of a test")
     incidents._faults.clear()
     events.reset()
@@ -147,7 +148,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
     while not (found := condition()):
         assert time.monotonic() < end, f"not within {seconds} s: {inspect.getsource(condition).strip()}"
         time.sleep(0.005)
-    worlds.consult(lambda world: None)         # if that was a new world, every op has taken it over after this
+    worlds.call_with_current(lambda world: None)  # if that was a new world, every op has taken it over after this
     return found
 
 

@@ -9,7 +9,7 @@ from conftest import KERNELS, case_id
 
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.kernel.contract import case_values, refusals
-from layerzero.verify.kernel.gradients import check_gradients, gradient_cases, wanting_gradients
+from layerzero.verify.kernel.gradients import check_gradients, gradient_cases, requiring_grad
 
 
 def rows() -> list[Any]:
@@ -17,7 +17,7 @@ def rows() -> list[Any]:
             for kernel in KERNELS if kernel.differentiable
             for dtype in ("float32", "float64")
             for case in gradient_cases(kernel.op)
-            if not refusals(kernel, wanting_gradients(kernel.op, case_values(kernel.op, case, dtype)))]
+            if not refusals(kernel, requiring_grad(kernel.op, case_values(kernel.op, case, dtype)))]
 
 
 ROWS = rows()

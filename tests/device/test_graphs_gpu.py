@@ -12,7 +12,7 @@ from layerzero.operate import graphs
 from layerzero.operate.graphs import GraphKernelDisabled
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import equals
-from layerzero.verify.kernel.capture import is_graph_safe, prove, validate_graph_capture
+from layerzero.verify.kernel.capture import capture_cases, is_graph_safe, validate_graph_capture
 from layerzero.verify.kernel.certify import certify
 from layerzero.world import certificates
 from layerzero.world import snapshot as worlds
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def nothing_tried(monkeypatch, world, tmp_path):
-    monkeypatch.setattr(certificates, "_tried", {})
+    monkeypatch.setattr(certificates, "_captures", {})
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
 
 
@@ -103,7 +103,7 @@ def test_a_kernel_that_cannot_be_captured_is_found_out(fn, kinds):
 
 
 def test_the_line_that_waits_is_named():
-    verdict = prove(liar(waits))
+    verdict = capture_cases(liar(waits))
     assert any("x.sum().item()" in p.where for p in verdict.problems), verdict.problems
 
 

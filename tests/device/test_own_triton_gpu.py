@@ -17,7 +17,7 @@ import layerzero as lz
 from layerzero.operate.triton_kernels import TritonCompiled, triton_cache, triton_kernel
 from layerzero.spec.launch import LaunchRefused
 from layerzero.spec.reason import Code
-from layerzero.verify.kernel.capture import prove
+from layerzero.verify.kernel.capture import capture_cases
 from layerzero.verify.kernel.contract import check_case
 from layerzero.world import snapshot as worlds
 
@@ -180,7 +180,7 @@ def test_the_tuner_times_every_configuration_and_selection_follows(mine, tmp_pat
 
 
 def test_it_can_be_captured(mine):
-    verdict = prove(mine.MINE)
+    verdict = capture_cases(mine.MINE)
     assert verdict, verdict
 
 

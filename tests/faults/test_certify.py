@@ -48,7 +48,7 @@ def test_a_certificate_says_what_was_shown():
     assert made.dtypes == ("bfloat16", "float16", "float32") and made.gradients > 10
     assert 0 < made.worst <= 1 and made.worst_over_eager > 0
     assert made.deterministic and made.writes_all and made.nan_propagates and made.graph_safe is None
-    assert made.void(by_id("torch.rms_norm"), HERE) is None
+    assert made.void_reason(by_id("torch.rms_norm"), HERE) is None
 
 
 def test_the_grid_is_the_same_for_the_same_seed_and_another_for_another():
@@ -67,7 +67,7 @@ def test_passing_writes_one_failing_takes_it_away():
     for verdict in certify_all([by_id("fake.good"), by_id("fake.bad")]):
         seen.append((verdict.kernel, verdict.status, (path.parent / f"{verdict.kernel}.json").exists()))
     assert seen == [("fake.good", "passed", True), ("fake.bad", "failed", False)]
-    assert certificates.certified([by_id("fake.good"), by_id("fake.bad")], HERE) == {"fake.good"}
+    assert certificates.certified_ids([by_id("fake.good"), by_id("fake.bad")], HERE) == {"fake.good"}
 
 
 def test_interrupted_it_keeps_what_it_has():
@@ -76,7 +76,7 @@ def test_interrupted_it_keeps_what_it_has():
     walk = certify_all([f.kernel for f in fakes])
     next(walk)
     walk.close()
-    assert certificates.certified([f.kernel for f in fakes], HERE) == {"fake.n0"}
+    assert certificates.certified_ids([f.kernel for f in fakes], HERE) == {"fake.n0"}
 
 
 def test_what_is_not_here_is_skipped_with_its_reason():

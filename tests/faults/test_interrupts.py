@@ -86,7 +86,7 @@ def in_another_thread(do: Callable[[], Any], where: str) -> Any:
 
 
 def take_every_lock() -> None:
-    for lock in list(locks._all):
+    for lock in list(locks._all_locks):
         assert lock.acquire(timeout=5), "a lock stays held"
         lock.release()
     for plain in (compiling._compiling,):

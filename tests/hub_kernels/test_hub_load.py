@@ -228,7 +228,7 @@ def test_it_serves_with_a_certificate(tmp_path, world):
     kernel = hub.register("me/norm", "rms_norm", "rms_norm", version=7, requires=NO_OFFSET, prior=1e6,
                           less_work="a test")
     assert kernel.id == "hub.me_norm.v7.rms_norm" and json.dumps(kernel.to_json())
-    standing = certificates.standing([kernel], hardware.probe("cpu"))[kernel.id]
+    standing = certificates.statuses([kernel], hardware.probe("cpu"))[kernel.id]
     assert isinstance(standing, certificates.Certificate) and standing.cases > 50
     x, weight = torch.randn(3, 40), torch.randn(40)
     lz.configure(require_certificates=True)
@@ -270,8 +270,8 @@ def test_a_certificate_is_for_one_content(tmp_path, world):
     build(tmp_path / "r", id="_content_b", files={"__init__.py": repositories.RMS_NORM.format(version=1, mistake="+0")})
     second = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, certify=False)
     assert build_of(first) != build_of(second)
-    assert isinstance(certificates.standing([first], here)[first.id], certificates.Certificate)
-    void = certificates.standing([second], here)[second.id]
+    assert isinstance(certificates.statuses([first], here)[first.id], certificates.Certificate)
+    void = certificates.statuses([second], here)[second.id]
     assert isinstance(void, lz.Reason) and void.code is lz.Code.CERTIFICATE_VOID
 
 

@@ -286,7 +286,7 @@ def test_what_was_measured_while_the_server_was_away_is_written_when_it_is_back(
     assert len(state.unsaved) == 3
     assert "3 measurements are kept in memory" in measurements.status().hint
     admin(server, f"ALTER DATABASE {name}_away RENAME TO {name}")
-    measurements.try_again()
+    measurements.retry_save()
     assert not state.unsaved and measurements.status().ok
     with FleetStore(url, read_only=True) as reader:
         assert sorted(reader.rows()) == [measured(1), measured(2)]

@@ -282,7 +282,7 @@ seen = []
 lz.subscribe(seen.append)
 x, scale = torch.randn(3, 8), torch.randn(8)
 kernel, here = world.current().catalog.by_id["example.addcmul"], hardware.probe("cpu")
-standing = certificates.standing([kernel], here)[kernel.id]
+standing = certificates.statuses([kernel], here)[kernel.id]
 if {certify}:
     assert [v.status for v in certify_all([kernel], "cpu")] == ["passed"]
 print(json.dumps({{

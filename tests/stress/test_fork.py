@@ -99,7 +99,7 @@ def test_the_clock_goes_on_in_the_child(path):
 
 
 def test_the_clock_goes_on_also_if_it_was_at_work_when_the_fork_came(monkeypatch):
-    busy, leave, pass_time = threading.Event(), threading.Event(), worlds.pass_time
+    busy, leave, pass_time = threading.Event(), threading.Event(), worlds.apply_deadlines
 
     def hold_the_clock(now):
         if threading.current_thread().name == "layerzero-clock":
@@ -107,7 +107,7 @@ def test_the_clock_goes_on_also_if_it_was_at_work_when_the_fork_came(monkeypatch
             leave.wait(10)
         pass_time(now)
 
-    monkeypatch.setattr(worlds, "pass_time", hold_the_clock)
+    monkeypatch.setattr(worlds, "apply_deadlines", hold_the_clock)
     lz.configure(breaker_threshold=1, breaker_cooldown=0.05)
     register(Fake(fault=RuntimeError("boom")))
     lz.rms_norm(rows())

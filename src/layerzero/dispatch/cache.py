@@ -182,7 +182,7 @@ class OpCache:
                 return self._lead(key, flight, make)
             if flight.owner == own.owner and flight.is_under_way:
                 return make()                  # a kernel that calls its own op while it loads
-            while not flight.done.wait(locks.LOOK_SECONDS) and flight.is_under_way:
+            while not flight.done.wait(locks.POLL_SECONDS) and flight.is_under_way:
                 pass
             self._land(key, flight)            # also one that nobody ends any more
             if flight.entry is not None:
@@ -192,7 +192,7 @@ class OpCache:
 
     def _lead(self, key: Hashable, flight: _Flight, make: Callable[[], Entry]) -> Entry:
         evicted = 0
-        with locks.Section():                  # what happens meanwhile is told when nobody waits any more
+        with locks.DeferEvents():              # what happens meanwhile is told when nobody waits any more
             try:
                 entry = make()
                 evicted = self._insert(key, entry)

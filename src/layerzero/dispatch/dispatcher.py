@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..machine import faults, loading, locks, memory, watchdog
-from ..machine.faults import InputsChanged, Settled
+from ..machine.faults import InputsChanged, PlanExhausted
 from ..select.key import KeyProgram, fixed_by_key
 from ..select.verdicts import compile_verdicts
 from ..spec import codegen
@@ -29,7 +29,15 @@ from ..spec.plan import Plan, Step
 from ..world import clock, context, events, health, incidents
 from ..world import snapshot as worlds
 from ..world.context import Override
-from ..world.incidents import ProbeBusy, compile_failed, count_success, learn, loaded, mark_unloadable, refusal
+from ..world.incidents import (
+    ProbeBusy,
+    compile_failed,
+    count_success,
+    extend_keys,
+    loaded,
+    mark_unloadable,
+    no_kernel_error,
+)
 from ..world.snapshot import World
 from . import casting, hotpath, native, protection, recovery, tracing, unregistered
 from . import facts as reading
@@ -61,7 +69,7 @@ class Dispatcher:
         self.now: tuple[World, OpCache] | None = None          # both at once: an entry belongs in its own world's cache
         self.ledger = Ledger()
         self._bindings: dict[Any, Binding] = {}
-        self.globals = hotpath.namespace(context.current.get, context.for_call, faults.FAULTS)
+        self.globals = hotpath.namespace(context.current.get, context.override_for_call, faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
         exec(codegen.compile(hotpath.stub(op), f"{op.name} stub"), self.globals)
         self.twin: FunctionType = self.globals["call"]
@@ -103,9 +111,9 @@ class Dispatcher:
     def _ready(self) -> World:
         now = time.monotonic()
         if clock.due(now):
-            worlds.pass_time(now)
+            worlds.apply_deadlines(now)
         if self.world is None:
-            worlds.consult(lambda world: self.install(world) if self.world is None else None)
+            worlds.call_with_current(lambda world: self.install(world) if self.world is None else None)
         assert self.world is not None
         return self.world
 
@@ -117,8 +125,8 @@ class Dispatcher:
     # miss
 
     def miss(self, key: Any, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
-        override = context.for_call(backend, policy)
-        if not learn(override):
+        override = context.override_for_call(backend, policy)
+        if not extend_keys(override):
             return self.slow(values, backend, policy)
         try:
             entry = self.obtain(key, values, override)
@@ -142,8 +150,8 @@ class Dispatcher:
         """The native table does not know this call: serve it, and tell the table if it is an ordinary one."""
         values, (backend, policy) = self.bound(args, kwargs), (kwargs.get(name) for name in hotpath.EXTRAS)
         self._ready()
-        override = context.for_call(backend, policy)
-        learned = learn(override)
+        override = context.override_for_call(backend, policy)
+        learned = extend_keys(override)
         world, cache = self._here()
         key = self.key_of(*values) if learned else None
         if key is None:
@@ -175,7 +183,7 @@ class Dispatcher:
     def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: BaseException,
                        changed: int) -> Any:
         """`changed`: a bit for each parameter whose tensor was written into."""
-        if changed and not isinstance(fault, (InputsChanged, Settled, *faults.PASSED_ON)):
+        if changed and not isinstance(fault, (InputsChanged, PlanExhausted, *faults.PASSED_ON)):
             fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1], fault)
         return self.recover(entry, self.bound(args, kwargs), fault)
 
@@ -209,7 +217,7 @@ class Dispatcher:
         while True:
             plan = world.plan(self.op, facts, override)
             if not plan.steps:
-                raise refusal(world, self.op, facts, override)
+                raise no_kernel_error(world, self.op, facts, override)
             step = plan.steps[0]
             kernel = world.catalog.by_id[step.kernel]
             try:
@@ -231,14 +239,14 @@ class Dispatcher:
             compiling.request_better(self, world, plan, override, values)
         limit = world.surroundings(facts["device"], override).policy.setting("call_timeout")
         if limit is not None and not facts["grad"] and not facts["graph"]:
-            run, recordings = watchdog.bounded(run, limit), None
+            run, recordings = watchdog.with_timeout(run, limit), None
         bare = run
         run = learning.exploring(self, world, plan, self.guarded(kernel, plan, run, world, override), override)
         if isinstance(run, Exploring):
             bare, recordings = run, None       # what is replayed would not be explored
-        if (step.workspace or plan.refused_workspace) and memory.note(
+        if (step.workspace or plan.refused_workspace) and memory.record_need(
                 self.op.name, facts["device"], step.workspace, plan.refused_workspace):
-            worlds.consult(clock.follow)       # from now on the clock looks at what is free
+            worlds.call_with_current(clock.schedule)  # from now on the clock looks at what is free
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
@@ -312,7 +320,7 @@ class Dispatcher:
                 self.ledger.fell_back(served_by)
                 return served_by, self.serve(cold[0], values)
             except LayerZeroError as e:
-                raise Settled(e) from e
+                raise PlanExhausted(e) from e
 
         def unready(values: tuple[Any, ...]) -> None:
             if mode == "background" and not facts["graph"] and compiling.is_worth_it(kernel, plan.steps[0]):
@@ -342,8 +350,8 @@ class Dispatcher:
 
     def slow(self, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
         self._ready()
-        override = context.for_call(backend, policy)
-        learned = learn(override)
+        override = context.override_for_call(backend, policy)
+        learned = extend_keys(override)
         named = dict(zip(self.names, values))
         tensors = reading.check_types(self.op, named)
         reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
@@ -396,7 +404,7 @@ class Dispatcher:
         world, facts = self._ready(), self.facts(values)
         choice = tracing.choose(world, self.op, facts, override)
         if choice is None:
-            raise refusal(world, self.op, tracing.seen_facts(facts), override)
+            raise no_kernel_error(world, self.op, tracing.seen_facts(facts), override)
         step, kernel = choice
         return self.binding(kernel, step, facts, {}).run(*values)
 
@@ -415,7 +423,7 @@ def function(op: Op) -> Callable[..., Any]:
     if found is None or found.op is not op:
         found = dispatchers[op.name] = Dispatcher(op)
         if worlds.exists():
-            worlds.consult(lambda world: found.install(world) if op.name in world.catalog.ops else None)
+            worlds.call_with_current(lambda world: found.install(world) if op.name in world.catalog.ops else None)
     return found.public
 
 
@@ -424,10 +432,10 @@ def _follow(world: World) -> None:
     for name, op in world.catalog.ops.items():
         if name in dispatchers and dispatchers[name].op is op and dispatchers[name].world is not None:
             dispatchers[name].install(world)
-    clock.follow(world)
+    clock.schedule(world)
 
 
-worlds.listen(_follow)
+worlds.add_listener(_follow)
 
 
 def _after_fork() -> None:
@@ -438,7 +446,7 @@ def _after_fork() -> None:
     for dispatcher in dispatchers.values():
         dispatcher.cache.after_fork()
     if worlds.exists():
-        worlds.consult(_follow_if_behind)
+        worlds.call_with_current(_follow_if_behind)
 
 
 def _follow_if_behind(world: World) -> None:

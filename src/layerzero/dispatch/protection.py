@@ -213,7 +213,7 @@ def raise_for(changed: Sequence[str], fault: BaseException) -> None:
 
 def _ends_the_call(fault: BaseException) -> bool:
     """Is no other kernel tried after it anyway?"""
-    return isinstance(fault, (faults.Settled, faults.Hung, *faults.PASSED_ON)) or faults.classify(fault) in (
+    return isinstance(fault, (faults.PlanExhausted, faults.Hung, *faults.PASSED_ON)) or faults.classify(fault) in (
         "sticky", "lost", "capture")
 
 

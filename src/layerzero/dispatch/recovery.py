@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..machine import faults, loading, watchdog
-from ..machine.faults import Hung, InputsChanged, Settled
+from ..machine.faults import Hung, InputsChanged, PlanExhausted
 from ..spec.errors import InputDamaged, InvalidCall, KernelExecutionError, SelectionTimeoutError
 from ..spec.event import Fallback
 from ..spec.kernel import Kernel
@@ -22,7 +22,7 @@ from ..world.incidents import (
     count_success,
     mark_unloadable,
     refuse,
-    switched_off,
+    sdpa_disabled_error,
 )
 from . import protection
 from .background.exploring import Exploring
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 def recover(found: Dispatcher, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
     """The kernel of `entry` threw `fault`: the next one of the same plan serves, if the inputs were left alone."""
-    if isinstance(fault, (Settled, *faults.PASSED_ON)):
-        raise fault.error if isinstance(fault, Settled) else fault
+    if isinstance(fault, (PlanExhausted, *faults.PASSED_ON)):
+        raise fault.error if isinstance(fault, PlanExhausted) else fault
     op, world = found.op, worlds.current()
     first = world.catalog.by_id.get(entry.plan.steps[0].kernel)
     if isinstance(fault, InputsChanged):
@@ -57,7 +57,7 @@ def recover(found: Dispatcher, entry: Entry, values: tuple[Any, ...], fault: Bas
         try:
             run = found.binding(kernel, step, facts, {}).run
             if limit is not None and not facts["grad"] and not facts["graph"]:
-                run = watchdog.bounded(run, limit)
+                run = watchdog.with_timeout(run, limit)
             out = found.guarded(kernel, entry.plan, run)(*values)
         except InputsChanged as changed:
             raise _damaged(found, entry, kernel, changed) from changed
@@ -83,7 +83,7 @@ def recover(found: Dispatcher, entry: Entry, values: tuple[Any, ...], fault: Bas
         events.emit(Fallback(op.name, failures[0].name, kernel.id, failures[0].reason))
         return out
     if all(failure.reason.code is Code.SDPA_BACKEND_DISABLED for failure in failures):
-        raise switched_off(world, op, entry.plan, failures, context.current.get()) from fault
+        raise sdpa_disabled_error(world, op, entry.plan, failures, context.current.get()) from fault
     if len(failures) == 1:                     # where several kernels fail on one call it is the call that is wrong
         _count(found, failures)
     lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
@@ -117,7 +117,7 @@ def _hung(found: Dispatcher, entry: Entry, kernel: Kernel | None, fault: Hung) -
     name, reason = entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason
     if kernel is not None:
         now, cooldown = time.monotonic(), worlds.current().policy.setting("breaker_cooldown")
-        change_health(kernel.health, lambda old: health.failed(old, reason, now, True, 1, cooldown))
+        change_health(kernel.health, lambda old: health.after_failure(old, reason, now, True, 1, cooldown))
     return SelectionTimeoutError(
         f"lz.{found.op.name}: {name} {reason.message}, the call_timeout of the policy. It cannot be stopped and may "
         "be at work on the inputs still, so no other kernel was tried.\n  hint: leave these inputs alone and call "

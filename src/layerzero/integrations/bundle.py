@@ -106,7 +106,8 @@ def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
 # what is in it
 
 def _machine() -> dict[str, Any]:
-    environ = {name: redaction.SECRET if name in SECRETS else perf_loading.shown(value) if "://" in value else value
+    environ = {name: redaction.SECRET if name in SECRETS else perf_loading.without_password(value)
+               if "://" in value else value
                for name, value in sorted(os.environ.items()) if name.startswith(config.PREFIX)}
     return {"versions": {"layerzero": installed_version("layerzero"), "python": platform.python_version(),
                          "torch": torch.__version__, "cuda": torch.version.cuda, "platform": platform.platform()},

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.decoder import Cached, Calls, Decoder, DecoderConfig, Weights, cast
+from ..models.decoder import CachedKV, Decoder, DecoderConfig, OpCaller, Weights, cast
 from ..models.tokenizers import load_tokenizer
 from ..operate.inspection import dispatcher_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
 from ..spec.reason import FOREIGN_ERRORS, shown
-from ..verify.model.served import Served, tables_of
+from ..verify.model.served import LzCaller, rope_tables_of
 from . import chat_template
 from .gguf_header import check_header
 
@@ -250,8 +250,8 @@ class Generation:
         length = min(self.max_tokens, room)
         capacity = len(self.prompt) + length
         phases = {"prefill": self._calls(), "decode": self._calls()}
-        memory = Cached(c, "contiguous", 1, capacity, self.dtype, self.device)
-        run = Decoder(c, weights, phases["prefill"], tables_of(c, self.device), fused=True)
+        memory = CachedKV(c, "contiguous", 1, capacity, self.dtype, self.device)
+        run = Decoder(c, weights, phases["prefill"], rope_tables_of(c, self.device), fused=True)
         tokens = torch.tensor([list(self.prompt)], device=self.device)
         for step in range(length):
             with torch.no_grad():
@@ -260,14 +260,14 @@ class Generation:
                                 seed=self.seed, offset=step)[:, None]
             token = int(tokens)
             run.do = phases["decode"]
-            self.kernels = {name: dict(do.counts) for name, do in phases.items() if isinstance(do, Served)}
+            self.kernels = {name: dict(do.counts) for name, do in phases.items() if isinstance(do, LzCaller)}
             if token in self.model.stops:
                 return
             self.made += 1
             yield token
 
-    def _calls(self) -> Calls:
-        return Served() if self.watch else Plainly()
+    def _calls(self) -> OpCaller:
+        return LzCaller() if self.watch else Plainly()
 
     def pieces(self) -> Iterator[str]:
         """The text as it comes: a character whose bytes are not all there yet waits."""

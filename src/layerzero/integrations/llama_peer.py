@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.decoder import DecoderConfig, Weights, scores_of
+from ..models.decoder import DecoderConfig, Weights, attention_scores
 from ..spec.errors import ConfigError
 
 
@@ -105,7 +105,7 @@ def _in_order(c: DecoderConfig, seen: dict[str, Tensor], turned: list[tuple[Tens
         at = f"{i}."
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         made |= {f"{at}input": seen[f"{at}input"], f"{at}ln1_out": seen[f"{at}ln1_out"], f"{at}q": q, f"{at}k": k,
-                 f"{at}scores": scores_of(c, q, k),
+                 f"{at}scores": attention_scores(c, q, k),
                  f"{at}attn_out": seen[f"{at}attn_out"].unflatten(-1, (c.heads, c.head_dim)),
                  **{at + s: seen[at + s] for s in ("proj_out", "resid", "ln2_out")},
                  f"{at}fc1": torch.cat((seen[f"{at}gate"], seen[f"{at}up"]), -1),

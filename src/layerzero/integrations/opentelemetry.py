@@ -23,7 +23,7 @@ from ..spec.errors import ConfigError
 from ..spec.event import Event, Fallback, HealthChanged, Selected
 from ..spec.op import Op
 from ..world import events, redaction
-from ..world.tables import described
+from ..world.tables import describe_call
 
 # An observable instrument cannot be taken out of its meter, and asking for it again gives the same one
 # with its first callback. So each has a switch, which outlives what install() returned.
@@ -84,7 +84,7 @@ class _Calls:
     def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
         plan = entry.plan
         first = plan.steps[0]
-        call = redaction.SHAPE if redaction.hides("shapes") else described(op, plan.facts)
+        call = redaction.SHAPE if redaction.hides("shapes") else describe_call(op, plan.facts)
         span = self.tracer.start_span("layerzero.dispatch", start_time=began, attributes={
             "layerzero.op": op.name, "layerzero.kernel": kernel, "layerzero.chosen": plan.kernel or "",
             "layerzero.call": call, "layerzero.transforms": tuple(map(str, first.transforms)),

@@ -1,1 +1,1 @@
-"""What is here: hardware, builds, loading libraries, memory, locks between processes."""
+"""What this machine has: hardware, installed builds, loadable libraries, memory, locks."""

@@ -38,7 +38,7 @@ _CORES: Mapping[int, Mapping[int, str]] = {
 
 
 def core_name(implementer: str, part: str) -> str:
-    """("0x41", "0xd0c") -> "Neoverse-N1"; of a core that is not in the table the two numbers."""
+    """("0x41", "0xd0c") -> "Neoverse-N1"; a core that is not in the table keeps its two numbers."""
     try:
         return _CORES[int(implementer, 16)][int(part, 16)]
     except (KeyError, ValueError):

@@ -1,7 +1,8 @@
-"""Which build of a kernel this is: what must be the same for a measurement or a proof of it to hold.
+"""The build of a kernel, as a short text: a measurement or a certificate holds for one build only.
 
-For a library its version and the list of its files; for what is written here the source. Torch, Triton, CUDA and the
-driver are not in it: they belong to the device (`Device.signature`).
+A library's build is its version and the hashes of its files; our own kernels' is their source.
+Torch, Triton, CUDA and the driver are not part of it: they belong to the device
+(`Device.signature`).
 """
 
 from __future__ import annotations
@@ -23,59 +24,63 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..spec.kernel import Kernel
-from .loading import findable, installed_version
+from .loading import installed_version, is_importable
 
 _SOURCES = (".py", ".c", ".cpp", ".cu", ".cuh", ".h", ".hpp")
 _LIBRARY_FILES = (".py", ".so", ".pyd", ".dll", ".dylib")
 
 
 def build_of(kernel: Kernel) -> str:
-    """A short text that is equal for equal builds; "" where the library is not here. Found out once per process."""
-    found = _builds.get(kernel)
-    if found is None:
-        found = _builds[kernel] = _build(kernel)
-    return found
+    """Returns a text that is equal for equal builds, "" where the library is not installed. Cached
+    per process."""
+    build = _builds.get(kernel)
+    if build is None:
+        build = _builds[kernel] = _compute_build(kernel)
+    return build
 
 
 _builds: WeakKeyDictionary[Kernel, str] = WeakKeyDictionary()
 
 
-def _build(kernel: Kernel) -> str:
-    own = _source_of(kernel)
+def _compute_build(kernel: Kernel) -> str:
+    source = _kernel_source_digest(kernel)
     top = kernel.package.partition(".")[0]
-    if not top or top == _written_in(kernel.load).partition(".")[0]:
-        return f"source#{own}"
-    if not findable(kernel.package):
+    if not top or top == _module_of(kernel.load).partition(".")[0]:
+        return f"source#{source}"
+    if not is_importable(kernel.package):
         return ""
     distribution = kernel.distribution or top.replace("_", "-")
-    return f"{distribution}=={installed_version(distribution) or 'unknown'}#{_digest(own, _files(distribution, top))}"
+    digest = _digest(source, _files_digest(distribution, top))
+    return f"{distribution}=={installed_version(distribution) or 'unknown'}#{digest}"
 
 
 # A library
 
 @lru_cache(maxsize=None)
-def _files(distribution: str, package: str) -> str:
-    """The list of a library's files with their hashes, as its installer wrote it down; else what is in its folder."""
+def _files_digest(distribution: str, package: str) -> str:
+    """Hashes the RECORD that the installer wrote; without one, or for an editable install, the
+    package folder."""
     try:
-        found = importlib.metadata.distribution(distribution)
+        installed = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return _listing(package)
-    record = found.read_text("RECORD")
-    if not record or _is_editable(found):
-        return _listing(package)
+        return _folder_digest(package)
+    record = installed.read_text("RECORD")
+    if not record or _is_editable(installed):
+        return _folder_digest(package)
     return _digest(*sorted(line for line in record.splitlines() if "__pycache__" not in line))
 
 
-def _is_editable(found: importlib.metadata.Distribution) -> bool:
+def _is_editable(installed: importlib.metadata.Distribution) -> bool:
     try:
-        said = json.loads(found.read_text("direct_url.json") or "{}")
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
     except ValueError:
         return False
-    return bool(isinstance(said, dict) and said.get("dir_info", {}).get("editable"))
+    return bool(isinstance(origin, dict) and origin.get("dir_info", {}).get("editable"))
 
 
-def _listing(package: str) -> str:
-    """Names, sizes and times of the files of a package: one that is being worked on has no list of hashes."""
+def _folder_digest(package: str) -> str:
+    """Hashes names, sizes and times of a package's files: an editable install has no list of
+    hashes."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError, AttributeError):
@@ -83,12 +88,12 @@ def _listing(package: str) -> str:
     if spec is None:
         return ""
     folders = spec.submodule_search_locations or ()
-    paths = [Path(at, name) for folder in folders for at, _, names in os.walk(folder) for name in names]
+    paths = [Path(parent, name) for folder in folders for parent, _, names in os.walk(folder) for name in names]
     if not folders and spec.origin:
         paths = [Path(spec.origin)]
-    told = [(str(p), stat.st_size, stat.st_mtime_ns) for p in sorted(paths)
-            if p.suffix in _LIBRARY_FILES and (stat := _stat(p)) is not None]
-    return _digest(repr(told))
+    entries = [(str(p), stat.st_size, stat.st_mtime_ns) for p in sorted(paths)
+               if p.suffix in _LIBRARY_FILES and (stat := _stat(p)) is not None]
+    return _digest(repr(entries))
 
 
 def _stat(path: Path) -> os.stat_result | None:
@@ -98,44 +103,44 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-# What is written here, or in a plugin
+# Our own source, or a plugin's
 
-def _source_of(kernel: Kernel) -> str:
-    """A hash of the file that declares the kernel, and of those of its package that it takes functions from."""
-    names = [_written_in(kernel.load)]
+def _kernel_source_digest(kernel: Kernel) -> str:
+    """Hashes the file that declares the kernel and the modules of its package that it imports."""
+    names = [_module_of(kernel.load)]
     if kernel.backend == "reference":
-        names.append(_written_in(kernel.op.reference))
+        names.append(_module_of(kernel.op.reference))
     if all(_file_of(name) for name in names):
-        return _digest(*(_content(name) for name in sorted(set().union(*map(_used_by, names)))))
-    return _digest(*_code(kernel.load))        # typed at a prompt: there is no file
+        return _digest(*(_content_digest(name) for name in sorted(set().union(*map(_dependencies, names)))))
+    return _digest(*_bytecode(kernel.load))    # defined at a prompt: there is no file
 
 
-def sources_of(function: Callable[..., Any]) -> str:
-    """A hash of the file a function is written in, and of those of its package that it takes functions from."""
-    name = _written_in(function)
+def source_digest(function: Callable[..., Any]) -> str:
+    """Hashes the file that defines a function and the modules of its package that it imports."""
+    name = _module_of(function)
     if _file_of(name):
-        return _digest(*(_content(used) for used in sorted(_used_by(name))))
-    return _digest(*_code(function))
+        return _digest(*(_content_digest(used) for used in sorted(_dependencies(name))))
+    return _digest(*_bytecode(function))
 
 
-def _written_in(load: Callable[..., Any]) -> str:
+def _module_of(load: Callable[..., Any]) -> str:
     while isinstance(load, partial):
         load = load.func
     return str(getattr(load, "__module__", None) or type(load).__module__)
 
 
 @lru_cache(maxsize=None)
-def _used_by(name: str) -> frozenset[str]:
-    """The modules of the same package that `name` imports, and theirs, and itself.
+def _dependencies(name: str) -> frozenset[str]:
+    """Returns `name` and the modules of its package that it imports, directly or not.
 
-    They are read from the source: what a process happens to have imported must not change a build. Those of
-    spec/ are left out: they hold declarations, which decide no speed.
+    Imports are read from the source: what a process happens to have imported must not change a
+    build. spec/ is left out: it holds declarations, which decide no speed.
     """
-    seen, ahead = {name}, [name]
-    while ahead:
-        found = {m for m in _imported_by(ahead.pop()) if not m.startswith("layerzero.spec") and _file_of(m)}
-        ahead += found - seen
-        seen |= found
+    seen, pending = {name}, [name]
+    while pending:
+        imports = {m for m in _direct_imports(pending.pop()) if not m.startswith("layerzero.spec") and _file_of(m)}
+        pending += imports - seen
+        seen |= imports
     return frozenset(seen)
 
 
@@ -143,48 +148,50 @@ _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+(\([^)]*
 
 
 @lru_cache(maxsize=None)
-def _imported_by(name: str) -> frozenset[str]:
-    """The names in the same package that a module's import statements could mean; not all of them are modules."""
+def _direct_imports(name: str) -> frozenset[str]:
+    """Returns the names in the same package that a module's imports could mean; not all are
+    modules."""
     path, top = _file_of(name), name.partition(".")[0]
     if path is None:
         return frozenset()
     folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found: set[str] = set()
+    modules: set[str] = set()
     for source, names, plain in _IMPORT.findall(path.read_text("utf-8", "replace")):
         listed = [part.split()[0] for part in re.sub(r"#.*|[()]", "", names or plain).split(",") if part.strip()]
         if not source:
-            found.update(listed)
+            modules.update(listed)
             continue
         level = len(source) - len(source.lstrip("."))
         base = ".".join([*folder.split(".")[:len(folder.split(".")) - level + 1] * bool(level),
                          *filter(None, [source[level:]])])
-        found.update((base, *(f"{base}.{one}" for one in listed)))
-    return frozenset(m for m in found if m.partition(".")[0] == top)
+        modules.update((base, *(f"{base}.{item}" for item in listed)))
+    return frozenset(m for m in modules if m.partition(".")[0] == top)
 
 
 def _file_of(name: str) -> Path | None:
-    """The file of a module, imported or not; None if there is none of that name."""
-    found = getattr(sys.modules.get(name), "__file__", None)
-    if isinstance(found, str):
-        return Path(found) if os.path.exists(found) else None
+    """Returns the file of a module, imported or not; None if there is no such module."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if isinstance(file, str):
+        return Path(file) if os.path.exists(file) else None
     folder, _, last = name.rpartition(".")
-    above = _file_of(folder) if folder else None
-    if above is None or above.name != "__init__.py":
+    parent = _file_of(folder) if folder else None
+    if parent is None or parent.name != "__init__.py":
         return None
-    here = above.parent / last
-    return next((p for p in (here / "__init__.py", here.with_suffix(".py")) if p.exists()), None)
+    base = parent.parent / last
+    return next((p for p in (base / "__init__.py", base.with_suffix(".py")) if p.exists()), None)
 
 
 @lru_cache(maxsize=None)
-def _content(name: str) -> str:
-    """A hash of a module's file; of a package, of every source in its folder: some are imported only on loading."""
+def _content_digest(name: str) -> str:
+    """Hashes a module's file, or every source in a package's folder: some are imported only on
+    loading."""
     path = _file_of(name)
     assert path is not None
     files = path.parent.iterdir() if path.name == "__init__.py" else (path,)
     return _digest(*(p.read_bytes() for p in sorted(files) if p.suffix in _SOURCES))
 
 
-def _code(load: Callable[..., Any]) -> Iterator[bytes]:
+def _bytecode(load: Callable[..., Any]) -> Iterator[bytes]:
     while isinstance(load, partial):
         load = load.func
     code = getattr(load, "__code__", None)
@@ -192,8 +199,8 @@ def _code(load: Callable[..., Any]) -> Iterator[bytes]:
 
 
 def _digest(*parts: str | bytes) -> str:
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else part.encode()
-        found.update(len(data).to_bytes(8, "little") + data)
-    return found.hexdigest()[:16]
+        sha256.update(len(data).to_bytes(8, "little") + data)
+    return sha256.hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""What this machine has, read once.
+"""The devices of this machine, read once.
 
-`present()` asks without starting CUDA, so a process may still fork afterwards; `probe` and
-`all_devices` read a GPU's properties, which does start it. The functions that turn what was read
-into a `Device` do no reading themselves.
+`present()` looks without starting CUDA, so a process may still fork afterwards; `probe` and
+`all_devices` read a GPU's properties, which does start it. The functions that make a `Device` of
+what was read do no reading themselves.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "pyto
 
 
 def probe(kind: str, index: int = 0, table: Table = GENERATIONS) -> Device:
-    """The device `kind:index`, read once and remembered."""
+    """Returns the device `kind:index`; it is read once."""
     return _probe(kind, index, table)
 
 
 @cache
 def present() -> tuple[str, ...]:
-    """The device kinds this torch can use here; the CPU is always one."""
+    """Returns the device types that torch can use here; "cpu" is always one."""
     return tuple(kind for kind in DEVICE_TYPES if _COUNT[kind]() > 0)
 
 
 def main_kind() -> str:
-    """What is meant where no device is named: an accelerator before the CPU."""
+    """Returns the device type that is used where none is named: an accelerator before the CPU."""
     return next((kind for kind in present() if kind != "cpu"), "cpu")
 
 
@@ -51,7 +51,7 @@ def all_devices() -> tuple[Device, ...]:
 
 
 def forget() -> None:
-    """Read everything anew on the next question."""
+    """Drops what was read; the next call reads it again."""
     for cached in (_probe, present, read_cpu, triton_version):
         cached.cache_clear()
 
@@ -74,7 +74,7 @@ def _probe(kind: str, index: int, table: Table) -> Device:
         raise ConfigError(f"{kind}:{index} is listed by its driver but torch cannot use it: {e}") from e
 
 
-# From what was read to a Device: no input or output below, so tables of real values test it.
+# Pure functions from what was read to a Device: tables of real values test them.
 
 Software = Mapping[str, Any]               # the version fields of a Device
 
@@ -125,17 +125,18 @@ class CPU:
 
 _CPU_VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "0x61": "apple"}
 _ARM_ISA = {"asimd": "neon", "neon": "neon", "asimdhp": "fp16", "asimddp": "dotprod", "bf16": "bf16", "i8mm": "i8mm",
-            "sve": "sve", "sve2": "sve2", "sme": "sme"}           # Linux's words for them
+            "sve": "sve", "sve2": "sve2", "sme": "sme"}           # Linux's flag -> ours
 
 
 def parse_cpuinfo(text: str) -> CPU:
-    """/proc/cpuinfo of x86 or ARM; of another processor what it has in common with them."""
+    """Parses /proc/cpuinfo of x86 or ARM; of another processor, the fields it has in common with
+    them."""
     blocks = [dict(_fields(block)) for block in text.split("\n\n")]
     blocks = [b for b in blocks if "processor" in b]
     first = next((b for b in blocks if "flags" in b or "Features" in b), blocks[0] if blocks else {})
     arm = "Features" in first
     flags = set(first.get("Features" if arm else "flags", "").split())
-    if arm:                                    # large and small cores: what all of them have, since any may run a call
+    if arm:                                    # big.LITTLE: only what every core has, since any may run a call
         flags.intersection_update(*(b["Features"].split() for b in blocks if "Features" in b))
     names = {_ARM_ISA[f] for f in flags if f in _ARM_ISA} if arm else flags
     vendor = first.get("CPU implementer" if arm else "vendor_id", "")
@@ -153,7 +154,8 @@ def _fields(block: str) -> list[tuple[str, str]]:
 
 
 def cpu_from_capability(machine: str, name: str, capability: str) -> CPU:
-    """Where there is no /proc/cpuinfo: what torch found, "AVX2", "AVX512" or another word."""
+    """Describes a CPU without /proc/cpuinfo by the capability torch reports: "AVX2", "AVX512",
+    ..."""
     arm = machine.lower() in ("arm64", "aarch64")
     isa = {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512f")}.get(capability, ())
     known = {"intel": "intel", "amd": "amd", "apple": "apple"}
@@ -167,9 +169,10 @@ def cpu_device(cpu: CPU, total_memory: int, software: Software) -> Device:
 
 
 def parse_nvidia_driver(text: str) -> str:
-    """The number in /proc/driver/nvidia/version, of the closed or the open module."""
-    found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)(?:\s|$)", text, re.MULTILINE)
-    return found.group(1) if found else ""
+    """Returns the driver version in /proc/driver/nvidia/version, of the closed or the open
+    module."""
+    match = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)(?:\s|$)", text, re.MULTILINE)
+    return match.group(1) if match else ""
 
 
 def cudnn_text(number: int) -> str:
@@ -182,7 +185,8 @@ def cudnn_text(number: int) -> str:
 
 @cache
 def triton_version() -> str:
-    """From the installed metadata: importing Triton costs a second and may touch the driver."""
+    """Returns the version in the package metadata: importing Triton takes a second and may touch
+    the driver."""
     for name in TRITON_DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -193,7 +197,7 @@ def triton_version() -> str:
 
 @cache
 def read_cpu() -> CPU:
-    cpuinfo = _text_of("/proc/cpuinfo")
+    cpuinfo = _read_text("/proc/cpuinfo")
     if cpuinfo:
         cpu = parse_cpuinfo(cpuinfo)
         return cpu if cpu.name else CPU(platform.machine(), cpu.vendor, cpu.isa, cpu.bf16, cpu.cores)
@@ -203,11 +207,12 @@ def read_cpu() -> CPU:
 
 
 def nvidia_driver_version() -> str:
-    return parse_nvidia_driver(_text_of("/proc/driver/nvidia/version")) or _nvml_driver_version()
+    return parse_nvidia_driver(_read_text("/proc/driver/nvidia/version")) or _nvml_driver_version()
 
 
 def _nvml_driver_version() -> str:
-    """Where the driver has no /proc entry (WSL, some containers). NVML does not start CUDA."""
+    """Asks NVML, where the driver has no /proc entry (WSL, some containers); this does not start
+    CUDA."""
     try:
         nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     except OSError:
@@ -218,7 +223,7 @@ def _nvml_driver_version() -> str:
     return text.value.decode()
 
 
-def _text_of(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -227,11 +232,11 @@ def _text_of(path: str) -> str:
 
 def _apple_brand() -> str:
     try:
-        done = subprocess.run(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
-                              capture_output=True, text=True, timeout=5, check=True)
+        sysctl = subprocess.run(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
+                                capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return "Apple"
-    return done.stdout.strip() or "Apple"
+    return sysctl.stdout.strip() or "Apple"
 
 
 def _system_memory() -> int:
@@ -256,7 +261,7 @@ def _read_cpu(index: int, table: Table, software: Software) -> Device:
 def _read_cuda(index: int, table: Table, software: Software) -> Device:
     props = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        driver = _text_of("/sys/module/amdgpu/version").strip()
+        driver = _read_text("/sys/module/amdgpu/version").strip()
         return amd_device(props, index, {**software, "driver_version": driver,
                                          "runtime_version": torch.version.hip}, table)
     return nvidia_device(props, index, {
@@ -280,7 +285,7 @@ def _read_mps(index: int, table: Table, software: Software) -> Device:
 
 
 def _hpu() -> Any:
-    """torch.hpu is there once the vendor's package is imported, which torch does by itself where it is installed."""
+    """Returns torch.hpu, which exists once torch has imported the vendor's package; else None."""
     return getattr(torch, "hpu", None)
 
 

@@ -1,7 +1,8 @@
-"""Is a kernel's library here, is it the right one, and, on first selection, load it.
+"""Finds out whether a kernel's library is installed in the right version, and loads it on first
+selection.
 
-`availability` looks without importing. `load` imports; whatever goes wrong there becomes a reason,
-so that a broken library costs its own kernels and nothing else.
+`availability` checks without importing anything. `load` imports; whatever goes wrong there becomes
+a reason, so that a broken library costs its own kernels and nothing else.
 """
 
 from __future__ import annotations
@@ -43,30 +44,32 @@ def installed_version(distribution: str) -> str | None:
 
 
 @lru_cache(maxsize=None)
-def findable(package: str) -> bool:
-    """Is there such a module? Looks at files only: importlib's own search would import the packages around it."""
+def is_importable(package: str) -> bool:
+    """Is there such a module? Only files are looked at: importlib's own search would import its
+    parent packages."""
     top, *parts = package.split(".")
     try:
         spec = importlib.util.find_spec(top)
         for i in range(len(parts)):
-            inside = spec.submodule_search_locations if spec is not None else None
-            if inside is None:
+            locations = spec.submodule_search_locations if spec is not None else None
+            if locations is None:
                 return False
-            spec = importlib.machinery.PathFinder.find_spec(".".join([top, *parts[:i + 1]]), inside)
+            spec = importlib.machinery.PathFinder.find_spec(".".join([top, *parts[:i + 1]]), locations)
         return spec is not None
     except (ImportError, ValueError, AttributeError):
         return False
 
 
 def availability(kernel: Kernel) -> Reason | None:
-    """Why the kernel cannot be loaded, as far as can be told without importing anything."""
+    """Returns why the kernel cannot be loaded, as far as is known without importing anything; None
+    if it can."""
     distribution = kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
-    if kernel.package and not findable(kernel.package):
+    if kernel.package and not is_importable(kernel.package):
         return Reason(Code.NOT_INSTALLED, distribution)
     if kernel.torch and not satisfies(torch.__version__, kernel.torch):
         return Reason(Code.VERSION_CONFLICT, f"torch {kernel.torch}", torch.__version__)
-    if kernel.built is not None and (found := kernel.built()) is not True:
-        return found or Reason(Code.NOT_BUILT)
+    if kernel.built is not None and (built := kernel.built()) is not True:
+        return built or Reason(Code.NOT_BUILT)
     if not kernel.package:
         return None
     version = installed_version(distribution)
@@ -75,11 +78,11 @@ def availability(kernel: Kernel) -> Reason | None:
     return None
 
 
-def satisfies(version: str, wanted: str) -> bool:
-    from packaging.specifiers import SpecifierSet  # not needed before something is checked
+def satisfies(version: str, specifier: str) -> bool:
+    from packaging.specifiers import SpecifierSet  # slow to import, and not needed by `import layerzero`
     from packaging.version import InvalidVersion, Version
     try:
-        return SpecifierSet(wanted).contains(Version(version.partition("+")[0]), prereleases=True)
+        return SpecifierSet(specifier).contains(Version(version.partition("+")[0]), prereleases=True)
     except InvalidVersion:
         return False
 
@@ -94,16 +97,16 @@ def is_version_range(text: str) -> bool:
 
 
 def load(kernel: Kernel) -> Callable[..., Any] | Direct:
-    """Import the library and return what to call; LoadFailed says what stood in the way."""
+    """Imports the library and returns what to call; raises LoadFailed with the reason otherwise."""
     try:
         run = kernel.load()
         accepted_params(kernel.id, kernel.op, run)
         return run
     except LOAD_ERRORS as e:
-        raise LoadFailed(_reason(kernel, e)) from e
+        raise LoadFailed(_load_failure(kernel, e)) from e
 
 
-def _reason(kernel: Kernel, error: BaseException) -> Reason:
+def _load_failure(kernel: Kernel, error: BaseException) -> Reason:
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
     if isinstance(error, (ImportError, OSError)) and _ABI.search(text):
         return Reason(Code.ABI_MISMATCH, None, text)
@@ -113,16 +116,17 @@ def _reason(kernel: Kernel, error: BaseException) -> Reason:
 
 
 def import_in_subprocess(package: str, timeout: float = 60.0) -> Reason | None:
-    """Import `package` in a process of its own: a crash there is a reason here."""
+    """Imports `package` in a process of its own and returns why that failed: a crash there is a
+    reason here."""
     try:
-        done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {package}"],
-                              capture_output=True, text=True, timeout=timeout)
+        process = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {package}"],
+                                 capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return Reason(Code.IMPORT_FAILED, package, f"no answer within {timeout:g} s")
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    if done.returncode < 0:
-        return Reason(Code.ABI_MISMATCH, None, f"import {package} was killed by signal {-done.returncode}")
-    lines = done.stderr.strip().splitlines()
-    text = lines[-1][:300] if lines else f"exit status {done.returncode}"
+    if process.returncode < 0:
+        return Reason(Code.ABI_MISMATCH, None, f"import {package} was killed by signal {-process.returncode}")
+    lines = process.stderr.strip().splitlines()
+    text = lines[-1][:300] if lines else f"exit status {process.returncode}"
     return Reason(Code.ABI_MISMATCH, None, text) if _ABI.search(text) else Reason(Code.IMPORT_FAILED, package, text)

@@ -1,7 +1,8 @@
-"""How much memory a kernel may take for itself, and which choices to make anew when that changes.
+"""How much workspace a kernel may allocate, and which ops must select again when free memory
+changes.
 
-A choice is made by the memory that is free at that moment, and remembered. The clock thread looks again every so often,
-and the ops whose choices would no longer be the same choose anew: those of the others stay.
+A selection depends on the memory that is free at that moment, and is cached. The clock thread
+checks free memory periodically; only ops whose selection would change select again.
 """
 
 from __future__ import annotations
@@ -17,40 +18,43 @@ import torch
 
 from ..select.policy import Policy
 
-FRESH = 0.25                   # seconds that an answer serves others: a burst of misses asks once
-SOON, LATER = 1.0, 10.0        # seconds between looks: where memory is short of `PLENTY` times what is needed, and else
-PLENTY = 16
-RELIEF = 1.25                  # what was left out returns when there is this much more than it needs
+FRESH_SECONDS = 0.25           # how long a reading is reused: a burst of misses queries once
+CHECK_SECONDS = 1.0            # between checks while less than PLENTY times the needed memory is free
+RELAXED_CHECK_SECONDS = 10.0   # between checks otherwise
+PLENTY = 16                    # times the needed memory
+RETURN_FACTOR = 1.25           # a kernel left out for memory returns when this many times its workspace is free
 UNLIMITED = 1 << 62
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
 def headroom(kind: str, policy: Policy) -> int:
-    """Bytes: configured, or a share of what is free on the device right now, other processes counted."""
-    fixed = policy.setting("memory_headroom")
-    if fixed is not None:
-        return int(fixed)
+    """Returns the bytes a workspace may take: as configured, or a share of what is free on the
+    device now."""
+    configured = policy.setting("memory_headroom")
+    if configured is not None:
+        return int(configured)
     return int(recent_free_bytes(kind) * policy.setting("memory_headroom_fraction"))
 
 
-_recent: dict[tuple[str, int], tuple[float, int]] = {}     # device -> when it was asked, and its answer
-_asking = threading.Lock()                     # held by the one who asks
-_last_free: dict[int, int] = {}                # device -> free bytes when last asked
+_recent: dict[tuple[str, int], tuple[float, int]] = {}     # device -> (time, free bytes) of the last query
+_query_lock = threading.Lock()                 # held by the thread that queries
+_last_free: dict[int, int] = {}                # device -> free bytes at the last query of the driver
 
 
 def recent_free_bytes(kind: str) -> int:
-    """As free_bytes, about FRESH seconds ago at most: one thread asks, the others go by the answer before."""
+    """Returns free_bytes of at most about FRESH_SECONDS ago: one thread queries, the others use the
+    last reading."""
     on_gpu = kind == "cuda" and torch.cuda.is_available()
     key, now = (kind, torch.cuda.current_device() if on_gpu else 0), time.monotonic()
-    asked, free = _recent.get(key, (-1.0, 0))
-    if asked < 0 or (now - asked > FRESH and _asking.acquire(blocking=False)):
+    queried_at, free = _recent.get(key, (-1.0, 0))
+    if queried_at < 0 or (now - queried_at > FRESH_SECONDS and _query_lock.acquire(blocking=False)):
         try:
             free = free_bytes(kind)
             _recent[key] = now, free
         finally:
-            if asked >= 0:
-                _asking.release()
+            if queried_at >= 0:
+                _query_lock.release()
     return free
 
 
@@ -58,12 +62,12 @@ def free_bytes(kind: str) -> int:
     if kind == "cuda" and torch.cuda.is_available():
         # What torch's allocator holds but does not use is free to it as well.
         return _device_free() + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    available = _field(MEMINFO, "MemAvailable:")
+    available = _read_field(MEMINFO, "MemAvailable:")
     return min(UNLIMITED if available is None else available * 1024, cgroup_free())
 
 
-def _field(path: Path, name: str) -> int | None:
-    """The number after a word at the beginning of a line."""
+def _read_field(path: Path, name: str) -> int | None:
+    """Returns the number on the line that begins with `name`."""
     try:
         with open(path) as f:
             return next((int(line.split()[1]) for line in f if line.startswith(name)), None)
@@ -71,33 +75,34 @@ def _field(path: Path, name: str) -> int | None:
         return None
 
 
-def _number(path: Path) -> int | None:
-    """None: there is no such file, or it says "max"."""
+def _read_number(path: Path) -> int | None:
+    """Returns the number in a file; None if there is no such file, or it says "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
 
 
-# limit, what is used, where what the kernel could drop is told, and the word there: cgroup 2, then 1
-_FILES = (("memory.max", "memory.current", "inactive_file "),
-          ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file "))
+# (limit, usage, field of memory.stat with the reclaimable page cache), for cgroup 2, then 1
+_CGROUP_FILES = (("memory.max", "memory.current", "inactive_file "),
+                 ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file "))
 
 
 def cgroup_free() -> int:
-    """What a container may still take. Pages of files that nobody has used lately are given up before it is full."""
+    """Returns the bytes the container may still take; inactive file pages count as free, since they
+    are reclaimed."""
     free = UNLIMITED
-    for folder in _cgroups():
-        for limit_file, used_file, word in _FILES:
-            limit, used = _number(folder / limit_file), _number(folder / used_file)
+    for folder in _cgroup_folders():
+        for limit_file, used_file, field in _CGROUP_FILES:
+            limit, used = _read_number(folder / limit_file), _read_number(folder / used_file)
             if limit is not None and used is not None:
-                cached = _field((folder / used_file).with_name("memory.stat"), word) or 0
+                cached = _read_field((folder / used_file).with_name("memory.stat"), field) or 0
                 free = min(free, max(limit - max(used - cached, 0), 0))
     return free
 
 
-def _cgroups() -> tuple[Path, ...]:
-    """The group of this process and those above it, as far as they are shown: each has a limit of its own."""
+def _cgroup_folders() -> tuple[Path, ...]:
+    """Returns the cgroup of this process and its visible ancestors: each has a limit of its own."""
     own = CGROUP
     try:
         line = next((t for t in Path("/proc/self/cgroup").read_text().splitlines() if t.startswith("0::")), "")
@@ -108,92 +113,100 @@ def _cgroups() -> tuple[Path, ...]:
 
 
 def _device_free() -> int:
-    """Free on the current device, whoever has the rest. While a graph is captured the driver is not asked: an answer
-    is not worth the capture."""
+    """Returns the bytes free on the current device, other processes counted.
+
+    While a graph is captured the last reading is used: querying the driver would invalidate the
+    capture.
+    """
     index = torch.cuda.current_device()
     if torch.cuda.is_current_stream_capturing():
         return _last_free.get(index, torch.cuda.get_device_properties(index).total_memory)
-    with _beside_captures():
+    with _outside_captures():
         free, _ = torch.cuda.mem_get_info(index)
     _last_free[index] = int(free)
     return int(free)
 
 
-def _beside_captures() -> Any:
-    """The clock asks while another thread may be capturing, which it must not spoil."""
+def _outside_captures() -> Any:
+    """Returns a context in which the clock thread may query the driver while another thread
+    captures a graph."""
     if threading.current_thread() is threading.main_thread() or torch.version.hip is not None:
         return nullcontext()
-    from ..backends.cuda.compiler import outside_captures  # `import layerzero` reads no backend
+    from ..backends.cuda.compiler import outside_captures  # `import layerzero` loads no backend
 
     return outside_captures()
 
 
-# remembered choices that depend on it
+# cached selections that depend on free memory
 
-class Need:
-    """What the remembered choices of one op on one kind of device were made by."""
+class MemoryNeed:
+    """The workspaces that the cached selections of one op on one device type depend on."""
 
     def __init__(self) -> None:
-        self.served = 0                        # the largest workspace of a kernel that serves
-        self.lacking = 0                       # the smallest of one that was left out for it; 0: none was
+        self.served = 0                        # largest workspace of a selected kernel
+        self.lacking = 0                       # smallest workspace of a kernel left out for memory; 0: none
 
-    def moves(self, room: int) -> bool:
-        """Would a choice be another with this headroom?"""
-        return self.served > room or 0 < self.lacking * RELIEF <= room
+    def changes_with(self, headroom: int) -> bool:
+        """Would a selection change with this headroom?"""
+        return self.served > headroom or 0 < self.lacking * RETURN_FACTOR <= headroom
 
 
-_needs: dict[tuple[str, str], Need] = {}       # (op, kind of device)
+_needs: dict[tuple[str, str], MemoryNeed] = {}  # (op, device type)
 _lock = threading.Lock()
-_next: float | None = None
+_next_check: float | None = None
 
 
-def note(op: str, kind: str, served: int, lacking: int) -> bool:
-    """A choice was remembered that depends on free memory. Did nobody look at it before?"""
-    global _next
+def record_need(op: str, kind: str, served: int, lacking: int) -> bool:
+    """Records that a cached selection depends on free memory. Returns True if no check was
+    scheduled before."""
+    global _next_check
     with _lock:
-        need = _needs.setdefault((op, kind), Need())
+        need = _needs.setdefault((op, kind), MemoryNeed())
         need.served = max(need.served, served)
         need.lacking = min(filter(None, (need.lacking, lacking)), default=0)
-        first = _next is None
+        first = _next_check is None
         if first:
-            _next = time.monotonic() + SOON
+            _next_check = time.monotonic() + CHECK_SECONDS
     return first
 
 
-def next_look() -> float | None:
-    return _next
+def next_check() -> float | None:
+    return _next_check
 
 
-def look(now: float, room_on: Callable[[str], int]) -> set[str]:
-    """The ops that must choose anew, if it is time to look. What they need is noted again when they have chosen.
+def ops_to_reselect(now: float, headroom_of: Callable[[str], int]) -> set[str]:
+    """Returns the ops that must select again, if a check is due. Their needs are recorded anew when
+    they do.
 
-    While a kernel runs, its own workspace is not free: its op may then choose anew for nothing, once in a look.
+    While a kernel runs, its own workspace is not free: its op may then select again for nothing,
+    once per check.
     """
-    global _next
+    global _next_check
     with _lock:
-        if _next is None or now < _next:
+        if _next_check is None or now < _next_check:
             return set()
-        known = dict(_needs)
-    rooms = {kind: room_on(kind) for _, kind in known}
-    moved = {key for key, need in known.items() if need.moves(rooms[key[1]])}
+        needs = dict(_needs)
+    headrooms = {kind: headroom_of(kind) for _, kind in needs}
+    changed = {key for key, need in needs.items() if need.changes_with(headrooms[key[1]])}
     with _lock:
         for key in list(_needs):
-            if key[0] in {op for op, _ in moved}:
+            if key[0] in {op for op, _ in changed}:
                 del _needs[key]
-        tight = any(PLENTY * max(n.served, n.lacking) > rooms.get(kind, 0) for (_, kind), n in _needs.items())
-        _next = now + (SOON if tight or moved else LATER) if _needs or moved else None
-    return {op for op, _ in moved}
+        tight = any(PLENTY * max(n.served, n.lacking) > headrooms.get(kind, 0) for (_, kind), n in _needs.items())
+        delay = CHECK_SECONDS if tight or changed else RELAXED_CHECK_SECONDS
+        _next_check = now + delay if _needs or changed else None
+    return {op for op, _ in changed}
 
 
 def forget() -> None:
-    global _next
+    global _next_check
     with _lock:
         _needs.clear()
         _recent.clear()
-        _next = None
+        _next_check = None
 
 
 def after_fork() -> None:
-    global _asking, _lock
+    global _query_lock, _lock
     _lock = threading.Lock()
-    _asking = threading.Lock()
+    _query_lock = threading.Lock()

@@ -1,4 +1,5 @@
-"""The state a machine is in while something is measured: load, clocks, temperature, power, memory, as far as known."""
+"""The state a machine is in while something is measured: load, clocks, temperature, power, memory,
+where known."""
 
 from __future__ import annotations
 
@@ -23,21 +24,22 @@ _SMI_FIELDS: Mapping[str, str] = {
 
 
 def state_of(device: Device) -> dict[str, Any]:
-    """What is not known is left out."""
-    found: dict[str, Any] = {
+    """Returns the software, machine and momentary state around a measurement; what is unknown is
+    left out."""
+    environment: dict[str, Any] = {
         "machine": machine_id(), "platform": platform.platform(), "python": platform.python_version(),
         "layerzero": installed_version("layerzero") or "unknown", "processors": os.cpu_count() or 0}
     if device.type == "cuda" and device.vendor == "nvidia":
-        found["uuid_class"] = uuid_class(device.name, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        found["state"] = _gpu_state(device.index)
+        environment["uuid_class"] = uuid_class(device.name, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        environment["state"] = _gpu_state(device.index)
     else:
-        found["state"] = {}
-    found["state"].update(_host_state())
-    return found
+        environment["state"] = {}
+    environment["state"].update(_host_state())
+    return environment
 
 
 def machine_id() -> str:
-    """Tells machines apart without naming them."""
+    """Returns a hash of the host name: it tells machines apart without naming them."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
 
 
@@ -48,48 +50,49 @@ def uuid_class(name: str, visible: str) -> str:
 
 def _gpu_state(index: int) -> dict[str, Any]:
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    which = f"GPU-{uuid}" if uuid is not None else str(index)      # torch counts visible devices, nvidia-smi all
+    gpu = f"GPU-{uuid}" if uuid is not None else str(index)        # torch counts visible devices, nvidia-smi all
     query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
     try:
-        done = subprocess.run(["nvidia-smi", "-i", which, query, "--format=csv,noheader,nounits"],
-                              capture_output=True, text=True, timeout=5, check=True)
+        smi = subprocess.run(["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"],
+                             capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return parse_smi(done.stdout)
+    return parse_smi(smi.stdout)
 
 
 def parse_smi(text: str) -> dict[str, Any]:
-    """One line of `nvidia-smi --query-gpu`; a field that the GPU does not have reads [N/A]."""
+    """Parses one line of `nvidia-smi --query-gpu`; a field that the GPU does not have reads
+    [N/A]."""
     values = [v.strip() for v in text.strip().splitlines()[0].split(",")] if text.strip() else []
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, value in zip(_SMI_FIELDS, values):
         if name == "performance_state" and value.startswith("P"):
-            found[name] = value
+            state[name] = value
         elif value.replace(".", "", 1).isdigit():
-            found[name] = float(value)
-    return found
+            state[name] = float(value)
+    return state
 
 
 def _host_state() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     if hasattr(os, "getloadavg"):
-        found["load_average"] = round(os.getloadavg()[0], 1)
+        state["load_average"] = round(os.getloadavg()[0], 1)
     zone, frequency = Path("/sys/class/thermal/thermal_zone0/temp"), Path("/sys/devices/system/cpu/cpu0/cpufreq")
     for name, path, scale in (("cpu_temperature_c", zone, 1e-3), ("cpu_mhz", frequency / "scaling_cur_freq", 1e-3)):
-        number = _text(path)
+        number = _read_text(path)
         if number.lstrip("-").isdigit():
-            found[name] = round(int(number) * scale)
-    if governor := _text(frequency / "scaling_governor"):
-        found["governor"] = governor
+            state[name] = round(int(number) * scale)
+    if governor := _read_text(frequency / "scaling_governor"):
+        state["governor"] = governor
     available = _available_mib()
     if available:
-        found["memory_available_mib"] = available
-    return found
+        state["memory_available_mib"] = available
+    return state
 
 
 def _available_mib() -> int:
     if sys.platform == "linux":
-        for line in _text(Path("/proc/meminfo")).splitlines():
+        for line in _read_text(Path("/proc/meminfo")).splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) // 1024
     try:
@@ -99,7 +102,7 @@ def _available_mib() -> int:
     return int(psutil.virtual_memory().available) >> 20
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

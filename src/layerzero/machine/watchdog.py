@@ -1,8 +1,8 @@
-"""Run something for a limited time: in a process of its own, where what hangs, crashes or loses the device does so
-there, or on a thread, which can be left behind but not stopped.
+"""Runs a function for a limited time: in a process of its own, which may hang, crash or lose the
+device without harm to this one, or on a thread, which can be abandoned but not stopped.
 
 A function for a process is named by its import path ("package.module:name"); its arguments and its result travel as
-JSON. The process gets the import path of this one and nothing else of it.
+JSON. The process inherits sys.path and the environment, nothing else.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from .faults import Hung, classify
 
 SOURCE = str(Path(__file__).resolve().parents[2])
 TIMEOUT_S = 120.0
-KEPT = 400                                     # characters of what the process said that are told
+MAX_TEXT = 400                                 # characters of an error that are kept
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: ran | failed (it raised) | timeout | crashed (the process died). `value` is what the function gave."""
+    """`status`: ran | failed (it raised) | timeout | crashed (the process died). `value` is the
+    function's result."""
 
     status: str
     value: Any = None
     why: str = ""
-    kind: str = ""                             # of a failure: as faults.classify says; "sticky" is a lost device
+    kind: str = ""                             # of a failure: faults.classify; "sticky" is a lost device
 
     @property
     def ok(self) -> bool:
@@ -49,7 +50,7 @@ class Outcome:
 
     @property
     def reason(self) -> Reason | None:
-        """For a kernel that was run so: why it must not be run here; None if it ran."""
+        """Why a kernel with this outcome must not run in this process; None if it ran."""
         if self.status == "ran":
             return None
         if self.status == "timeout":
@@ -59,40 +60,41 @@ class Outcome:
 
 def run_isolated(function: str, *args: Any, timeout: float = TIMEOUT_S, path: Sequence[str] = (),
                  environ: dict[str, str] | None = None) -> Outcome:
-    """Call `function` ("module:name") with `args` elsewhere. Whatever it does, this process goes on."""
+    """Calls `function` ("module:name") with `args` in another process. Whatever it does, this
+    process goes on."""
     if ":" not in function:
         raise ConfigError(f"run_isolated wants a function as 'package.module:name', got {function!r}")
     try:
         job = json.dumps({"function": function, "args": args})
     except (TypeError, ValueError) as e:
         raise ConfigError(f"run_isolated({function!r}): the arguments must be plain JSON values: {e}") from e
-    search = os.pathsep.join(dict.fromkeys([SOURCE, *path, *(p for p in sys.path if p)]))
+    python_path = os.pathsep.join(dict.fromkeys([SOURCE, *path, *(p for p in sys.path if p)]))
     process = subprocess.Popen(
         [sys.executable, "-c", "from layerzero.machine.watchdog import main; main()"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": search, **(environ or {})})
+        env={**os.environ, "PYTHONPATH": python_path, **(environ or {})})
     try:
-        answer, said = process.communicate(job, timeout=timeout)
+        stdout, stderr = process.communicate(job, timeout=timeout)
     except subprocess.TimeoutExpired:
-        _end(process)
+        _kill(process)
         return Outcome("timeout", why=f"{timeout:g} s")
-    except BaseException:                      # an interrupt: it must not outlive us
-        _end(process)
+    except BaseException:                      # an interrupt: the child must not outlive us
+        _kill(process)
         raise
-    return _read(process.returncode, answer, said)
+    return _parse_outcome(process.returncode, stdout, stderr)
 
 
-def _read(code: int, answer: str, said: str) -> Outcome:
-    lines = answer.strip().splitlines()
+def _parse_outcome(code: int, stdout: str, stderr: str) -> Outcome:
+    lines = stdout.strip().splitlines()
     if code == 0 and lines:
         with suppress(json.JSONDecodeError):
             return Outcome(**json.loads(lines[-1]))
     if code < 0:
-        how = f"the process was killed by signal {-code} ({_signal_name(-code)})"
+        ending = f"the process was killed by signal {-code} ({_signal_name(-code)})"
     else:
-        how = f"the process ended with {code} and gave no answer"
-    last = said.strip().splitlines()[-1:] or [""]
-    return Outcome("crashed", why=f"{how}: {last[0]}"[:KEPT].rstrip(": "))
+        ending = f"the process ended with {code} and gave no answer"
+    error = stderr.strip().splitlines()[-1:] or [""]
+    return Outcome("crashed", why=f"{ending}: {error[0]}"[:MAX_TEXT].rstrip(": "))
 
 
 def _signal_name(number: int) -> str:
@@ -102,11 +104,13 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
-def bounded(run: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """`run` on a thread, waited for no longer than `seconds`: then Hung is raised, and the thread is left behind.
+def with_timeout(run: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Returns `run` on a thread with a limit of `seconds`: beyond it Hung is raised, and the thread
+    abandoned.
 
-    It sees the caller's device, stream and context variables, and whether gradients are recorded. What else is of a
-    thread (autocast, modes of torch) cannot be handed over: under such a call waits as long as it takes.
+    The thread sees the caller's device, stream, context variables, grad mode and inference mode.
+    Other thread state (autocast, torch dispatch modes) cannot be handed over: a call under one of
+    those has no limit.
     """
     def limited(*values: Any) -> Any:
         if torch._C._is_any_autocast_enabled() or _get_current_dispatch_mode() is not None:
@@ -141,8 +145,8 @@ def bounded(run: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return limited
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """With all it started."""
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kills the process and all its children."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -150,19 +154,19 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """In the process: read the job, run it, say what came of it."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                              # a function that prints does not disturb the answer
+    """The entry point of the process: reads the job, runs it, writes the outcome."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)                              # what the function prints must not mix with the reply
     job = json.load(sys.stdin)
     try:
         value = resolve_import_path(job["function"])(*job["args"])
-        answer = json.dumps({"status": "ran", "value": value})
-    except (Exception, SystemExit) as e:       # anybody's code may raise anything; the answer says what
-        text = f"{type(e).__name__}: {str(e).strip()}"[:KEPT]
+        reply = json.dumps({"status": "ran", "value": value})
+    except (Exception, SystemExit) as e:       # foreign code may raise anything; the reply says what
+        text = f"{type(e).__name__}: {str(e).strip()}"[:MAX_TEXT]
         traceback.print_exc()
-        answer = json.dumps({"status": "failed", "why": text, "kind": classify(e)})
-    print(answer, file=answers, flush=True)
-    answers.close()
+        reply = json.dumps({"status": "failed", "why": text, "kind": classify(e)})
+    print(reply, file=out, flush=True)
+    out.close()
     os._exit(0)                                # threads, and destructors of a lost device, are not waited for
 
 

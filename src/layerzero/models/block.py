@@ -1,6 +1,6 @@
-"""A block of a model as data: its ops, the plain torch between them, and where there are several ways.
+"""A block of a model as data: its ops, the plain torch between them, and the alternatives.
 
-`lz.tables.plan_block` looks for the cheapest way through it; models/decoder.py runs one call by call.
+`lz.tables.plan_block` searches for the cheapest way through it; models/decoder.py runs one call by call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 @dataclass(frozen=True)
 class Stage:
-    """One op: `takes` names the value for each parameter, `gives` names its results, `fixed` are plain arguments."""
+    """One op: `takes` maps parameters to values by name, `gives` names the results, `fixed` are
+    plain arguments."""
 
     op: str
     takes: Mapping[str, str]
@@ -28,13 +29,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Glue:
-    """Plain torch between the ops: a view, a split, a residual. A result that is no view of an input is a copy."""
+    """Plain torch between ops: a view, a split, a residual. A result that is no view of an input is
+    a copy."""
 
     name: str
     run: Callable[..., Any]
     reads: tuple[str, ...]
     gives: tuple[str, ...]
-    is_copy: bool = True                       # False: work the model has to do anyway, the same in every way
+    is_copy: bool = True                       # False: work that every alternative does
 
 
 @dataclass(frozen=True)
@@ -52,4 +54,4 @@ class Block:
     name: str
     parts: tuple[Part, ...]
     results: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...] = ()       # between ops, besides that of the inputs; casting there must be allowed
+    dtypes: tuple[torch.dtype, ...] = ()       # allowed between ops, besides that of the inputs

@@ -1,10 +1,11 @@
-"""A decoder, written once over calls that can be replaced: served by lz, or computed in plain torch.
+"""A decoder over replaceable op calls: served by lz, or computed in plain torch.
 
 A layer is norm -> qkv -> rope -> attention -> projection -> residual -> norm -> MLP -> residual.
-`layer_parts` says so as data: `Decoder` runs the parts one call after the other, `decoder_block`
-hands them to lz.tables.plan_block. What a Decoder computes on the way is noted under the name of its
-stage, so that two runs can be compared stage by stage. Tensors are (batch, seq, ...), heads
-(batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP is one.
+`layer_parts` declares it as data: `Decoder` runs the parts one call after the other,
+`decoder_block` passes them to lz.tables.plan_block. A Decoder records each intermediate value under the
+name of its stage, so that two runs can be compared stage by stage. Tensors are (batch, seq, ...),
+heads (batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP is
+one.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _CHOICES = {"norm": ("rms", "layer"), "positions": ("rope", "learned", "none"), 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder. Sizes left at 0 follow from the others."""
+    """The shape of a decoder. Sizes left at 0 are derived from the others."""
 
     hidden: int
     heads: int
-    kv_heads: int = 0                          # as many as heads
+    kv_heads: int = 0                          # default: heads
     layers: int = 2
-    head_dim: int = 0                          # hidden / heads
-    inner: int = 0                             # 2 * hidden
+    head_dim: int = 0                          # default: hidden / heads
+    inner: int = 0                             # default: 2 * hidden
     vocab: int = 256
     max_positions: int = 256
     norm: str = "rms"                          # or "layer"
@@ -51,9 +52,9 @@ class DecoderConfig:
     positions: str = "rope"                    # or "learned", "none"
     rope_style: str = "rotate_half"            # or "interleaved"
     rope_base: float = 10000.0
-    window: int = 0                            # how many keys a token sees, itself included; 0 for all
+    window: int = 0                            # keys a token attends to, itself included; 0 for all
     bias: bool = False                         # in projections, MLP and layer norms
-    tied: bool = False                         # the head is the embedding
+    tied: bool = False                         # the head shares the embedding's weight
 
     def __post_init__(self) -> None:
         for name, value in (("kv_heads", self.heads), ("head_dim", self.hidden // max(self.heads, 1)),
@@ -79,7 +80,7 @@ class DecoderConfig:
 
     @property
     def jumps(self) -> bool:
-        """Does the derivative of the activation jump?"""
+        """Is the derivative of the activation discontinuous?"""
         return self.activation in ("relu", "reglu")
 
     @property
@@ -102,29 +103,30 @@ CONFIGS: Mapping[str, DecoderConfig] = {
 
 
 def parse_config(text: str) -> tuple[str, DecoderConfig]:
-    """A name of CONFIGS, or hidden=96,heads=6,kv_heads=3,...; a name may be followed by changes: tiny,layers=3."""
+    """Parses a name of CONFIGS with optional changes (tiny,layers=3), or
+    hidden=96,heads=6,kv_heads=3,..."""
     head, *rest = [part.strip() for part in text.split(",") if part.strip()] or [""]
     if head in CONFIGS:
-        base, words = CONFIGS[head], rest
+        base, assignments = CONFIGS[head], rest
     else:
-        base, words = None, [head, *rest]
+        base, assignments = None, [head, *rest]
     known = {f.name: f.type for f in fields(DecoderConfig)}
-    given: dict[str, Any] = {}
-    for word in words:
-        name, sign, value = word.partition("=")
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        name, sign, value = assignment.partition("=")
         if not sign or name not in known:
             raise ConfigError(f"--config: wanted one of {', '.join(CONFIGS)}, or name=value of {', '.join(known)}; "
-                              f"got {word!r}")
-        given[name] = _value(name, known[name], value)
+                              f"got {assignment!r}")
+        changes[name] = _value(name, known[name], value)
     if base is not None:
-        # Sizes that followed from the changed ones follow again.
-        lost = {"kv_heads", "head_dim"} if "heads" in given else set()
-        lost |= {"head_dim", "inner"} if "hidden" in given else set()
-        return text, replace(base, **{**dict.fromkeys(lost, 0), **given})
-    missing = [n for n in ("hidden", "heads") if n not in given]
+        # Sizes that depend on the changed ones are derived again.
+        derived = {"kv_heads", "head_dim"} if "heads" in changes else set()
+        derived |= {"head_dim", "inner"} if "hidden" in changes else set()
+        return text, replace(base, **{**dict.fromkeys(derived, 0), **changes})
+    missing = [n for n in ("hidden", "heads") if n not in changes]
     if missing:
         raise ConfigError(f"--config: a decoder needs hidden= and heads=; {missing[0]} is missing in {text!r}")
-    return text, DecoderConfig(**given)
+    return text, DecoderConfig(**changes)
 
 
 def _value(name: str, kind: Any, text: str) -> Any:
@@ -137,104 +139,106 @@ def _value(name: str, kind: Any, text: str) -> Any:
 
 
 def make_weights(c: DecoderConfig, seed: int = 0) -> Weights:
-    """Random, float32, of the sizes that keep values near one."""
+    """Returns random float32 weights, scaled to keep activations near one."""
     gen = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, cols: int) -> Tensor:
         return torch.randn(rows, cols, generator=gen) / math.sqrt(cols)
 
-    def near(centre: float, size: int) -> Tensor:
-        return centre + 0.1 * (2 * torch.rand(size, generator=gen) - 1)
+    def around(center: float, size: int) -> Tensor:
+        return center + 0.1 * (2 * torch.rand(size, generator=gen) - 1)
 
     w = {"embed": torch.randn(c.vocab, c.hidden, generator=gen) * (c.hidden ** -0.5 if c.tied else 1.0)}
     if c.positions == "learned":
         w["positions"] = 0.5 * torch.randn(c.max_positions, c.hidden, generator=gen)
     for i in range(c.layers):
-        made = {"ln1": near(1.0, c.hidden), "qkv": matrix((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
-                "out": matrix(c.hidden, c.heads * c.head_dim), "ln2": near(1.0, c.hidden),
-                "in": matrix((2 if c.gated else 1) * c.inner, c.hidden), "down": matrix(c.hidden, c.inner)}
+        layer = {"ln1": around(1.0, c.hidden), "qkv": matrix((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
+                 "out": matrix(c.hidden, c.heads * c.head_dim), "ln2": around(1.0, c.hidden),
+                 "in": matrix((2 if c.gated else 1) * c.inner, c.hidden), "down": matrix(c.hidden, c.inner)}
         if c.bias:
             names = ("qkv", "out", "in", "down", *(("ln1", "ln2") if c.norm == "layer" else ()))
-            made |= {f"{name}.bias": near(0.0, made[name].shape[0]) for name in names}
-        w |= {f"{i}.{name}": t for name, t in made.items()}
-    w["norm"] = near(1.0, c.hidden)
+            layer |= {f"{name}.bias": around(0.0, layer[name].shape[0]) for name in names}
+        w |= {f"{i}.{name}": t for name, t in layer.items()}
+    w["norm"] = around(1.0, c.hidden)
     if c.bias and c.norm == "layer":
-        w["norm.bias"] = near(0.0, c.hidden)
+        w["norm.bias"] = around(0.0, c.hidden)
     if not c.tied:
         w["head"] = matrix(c.vocab, c.hidden)
     return w
 
 
 def cast(weights: Mapping[str, Tensor], dtype: torch.dtype, device: str | None = None) -> Weights:
-    """In another dtype, and on another device if one is said."""
+    """Returns the weights in another dtype, and on `device` if given."""
     return {name: t.to(device or t.device, dtype) for name, t in weights.items()}
 
 
-def parts_of(c: DecoderConfig, name: str, t: Tensor) -> dict[str, Tensor]:
-    """A parameter by the names people know: what is stored together is told apart."""
+def split_parameter(c: DecoderConfig, name: str, t: Tensor) -> dict[str, Tensor]:
+    """Splits a parameter that is stored fused, such as qkv, into parts with their usual names."""
     suffix = ".bias" if name.endswith(".bias") else ""
     layer, _, what = name.removesuffix(".bias").rpartition(".")
-    lead = f"layer.{layer}." if layer else ""
+    prefix = f"layer.{layer}." if layer else ""
     if what == "qkv":
         q, k, v = t.split([n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)])
-        return {f"{lead}wq{suffix}": q, f"{lead}wk{suffix}": k, f"{lead}wv{suffix}": v}
+        return {f"{prefix}wq{suffix}": q, f"{prefix}wk{suffix}": k, f"{prefix}wv{suffix}": v}
     if what == "in" and c.gated:
         gate, up = t.chunk(2)
-        return {f"{lead}w_gate{suffix}": gate, f"{lead}w_up{suffix}": up}
-    known = {"out": "wo", "in": "w_up", "down": "w_down"}.get(what, what)
-    return {f"{lead}{known}{suffix}": t}
+        return {f"{prefix}w_gate{suffix}": gate, f"{prefix}w_up{suffix}": up}
+    known_name = {"out": "wo", "in": "w_up", "down": "w_down"}.get(what, what)
+    return {f"{prefix}{known_name}{suffix}": t}
 
 
-# What was computed.
+# Recorded stages, and who computes them.
 
 @dataclass(frozen=True)
-class Note:
-    """One stage: its value, and the call it came from, where it came from one."""
+class StageValue:
+    """The value of one stage, and the op call that computed it, if one did."""
 
     value: Tensor
     op: str = ""
-    given: Mapping[str, Any] | None = None
+    arguments: Mapping[str, Any] | None = None
     kernel: str = ""
-    result: int = 0                            # which of the call's results
+    result: int = 0                            # index among the call's results
 
 
-Trace = dict[str, Note]                        # "3.attn_out" -> note, in the order of computing
+Trace = dict[str, StageValue]                  # "3.attn_out" -> value, in the order of computing
 
 
-class Calls(Protocol):
-    """Who computes: `kernel` is the name of what served the last call."""
+class OpCaller(Protocol):
+    """Runs an op by name; `kernel` names what served the last call."""
 
     kernel: str
 
-    def __call__(self, op: str, /, **given: Any) -> Any: ...
+    def __call__(self, op: str, /, **arguments: Any) -> Any: ...
 
 
-class Memory(Protocol):
-    """The keys and values of earlier tokens. `length` counts those before this step."""
+class PastKV(Protocol):
+    """The keys and values of `length` earlier tokens, for every layer."""
 
     length: int
 
     def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
-class Grown:
-    """Keys and values laid end to end; every step is an lz.attention call of fewer queries than keys."""
+class ConcatKV:
+    """Concatenates keys and values; every step is an lz.attention call of fewer queries than
+    keys."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config, self.length = config, 0
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kv: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if layer in self._held:
-            k, v = (torch.cat(pair, 1) for pair in zip(self._held[layer], (k, v)))
-        self._held[layer] = k, v
+        if layer in self._kv:
+            k, v = (torch.cat(pair, 1) for pair in zip(self._kv[layer], (k, v)))
+        self._kv[layer] = k, v
         out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True, causal_align="bottom_right",
                          window_left=self.config.window_left, layout="bshd")
         return out
 
 
-class Cached:
-    """lz.kv_cache, one for each layer: "contiguous" is read by lz.attention, "paged" by lz.paged_attention."""
+class CachedKV:
+    """One lz.kv_cache per layer: "contiguous" is read by lz.attention, "paged" by
+    lz.paged_attention."""
 
     def __init__(self, config: DecoderConfig, kind: str, batch: int, capacity: int, dtype: torch.dtype,
                  device: str | torch.device = "cpu", page_size: int = 16) -> None:
@@ -268,7 +272,8 @@ class Cached:
 
 def layer_parts(c: DecoderConfig, attend: Sequence[Part], *,
                 layout: Literal["bshd", "bhsd"] = "bshd", indexed: bool = True) -> tuple[Part, ...]:
-    """One layer, from "input" to "output". `attend` makes "attn_out" of "q", "k" and "v".
+    """Returns one layer, from "input" to "output". `attend` computes "attn_out" from "q", "k" and
+    "v".
 
     The other values it reads are the weights ("ln1.weight", "qkv.weight", "qkv.bias", ...) and,
     with rope, the tables "cos" and "sin". They are `indexed` by the "positions" of the tokens, or
@@ -284,8 +289,8 @@ def layer_parts(c: DecoderConfig, attend: Sequence[Part], *,
     takes = {"q": "q0", "k": "k0", "cos": "cos", "sin": "sin"}
     if indexed:
         takes["position_ids"] = "positions"
-    how = {"style": c.rope_style, "layout": layout}
-    rope = (Stage("rope", takes, ("q", "k"), how),) if c.positions == "rope" else ()
+    options = {"style": c.rope_style, "layout": layout}
+    rope = (Stage("rope", takes, ("q", "k"), options),) if c.positions == "rope" else ()
     add = Glue("add", torch.add, ("input", "proj_out"), ("resid",), is_copy=False)
     second_norm = _norm(c, "resid", "ln2", "ln2_out")
     add_norm = Stage("add_rms_norm", {"x": "proj_out", "residual": "input", "weight": "ln2.weight"},
@@ -302,7 +307,7 @@ def layer_parts(c: DecoderConfig, attend: Sequence[Part], *,
         *((Either(((add, second_norm), (add_norm,))),) if c.norm == "rms" else (add, second_norm)),
         Either((
             (_linear(c, "ln2_out", "in", "fc1"),
-             Glue("activation", lambda wide: activated(c, wide), ("fc1",), ("act",), is_copy=False),
+             Glue("activation", lambda wide: activate(c, wide), ("fc1",), ("act",), is_copy=False),
              _linear(c, "act", "down", "mlp_out")),
             (Stage("mlp", {"x": "ln2_out", "weight_in": "in.weight", "weight_down": "down.weight",
                            **biases}, ("mlp_out",), {"activation": c.activation}),),
@@ -322,45 +327,48 @@ def _norm(c: DecoderConfig, x: str, name: str, gives: str) -> Stage:
     return Stage(f"{c.norm}_norm", takes, (gives,), {"eps": c.eps})
 
 
-def _way(parts: Iterable[Part], fused: bool) -> Iterator[Stage | Glue]:
-    """The parts with every choice made: separate calls, or the fused one."""
+def _chosen_parts(parts: Iterable[Part], fused: bool) -> Iterator[Stage | Glue]:
+    """Yields the parts with every alternative resolved: separate calls, or the fused one."""
     for part in parts:
         if isinstance(part, Either):
-            yield from _way(part.ways[-1 if fused else 0], fused)
+            yield from _chosen_parts(part.ways[-1 if fused else 0], fused)
         else:
             yield part
 
 
 class Decoder:
-    """`do` computes the operations, `tables` are the cosines and sines of rope. With `trace` every stage is noted."""
+    """`do` runs the ops, `tables` are the cosines and sines of rope. With `trace` every stage is
+    recorded."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, do: Calls, tables: tuple[Tensor, Tensor] | None = None,
+    def __init__(self, config: DecoderConfig, weights: Weights, do: OpCaller,
+                 tables: tuple[Tensor, Tensor] | None = None,
                  *, fused: bool = False, trace: Trace | None = None) -> None:
         self.config, self.weights, self.do, self.tables = config, weights, do, tables
         self.fused, self.trace, self.prefix = fused, trace, ""
-        attend = Glue("attend", self._attend, ("layer", "q", "k", "v", "memory"), ("attn_out",))
-        self._layer = tuple(_way(layer_parts(config, (attend,)), fused))
+        attend = Glue("attend", self._attend, ("layer", "q", "k", "v", "past"), ("attn_out",))
+        self._layer = tuple(_chosen_parts(layer_parts(config, (attend,)), fused))
         head = Stage("linear", {"x": "norm_out", "weight": "head.weight"}, ("logits",))
         self._head = (_norm(config, "input", "norm", "norm_out"), head)
 
-    def __call__(self, tokens: Tensor, memory: Memory | None = None, *, last: bool = False) -> Tensor:
-        """Logits (batch, seq, vocab) of tokens (batch, seq) that follow those in memory; `last`: of the last one."""
-        x, positions = self.embed(tokens, memory)
+    def __call__(self, tokens: Tensor, past: PastKV | None = None, *, last: bool = False) -> Tensor:
+        """Returns logits (batch, seq, vocab) of tokens (batch, seq) after those in `past`; `last`:
+        only the last."""
+        x, positions = self.embed(tokens, past)
         for i in range(self.config.layers):
-            x = self.layer(i, x, positions, memory)
-        if memory is not None:
-            memory.length += tokens.shape[1]
+            x = self.layer(i, x, positions, past)
+        if past is not None:
+            past.length += tokens.shape[1]
         return self.head(x[:, -1:] if last else x)
 
-    def embed(self, tokens: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
-        positions = self.positions(tokens.shape[1], memory)
+    def embed(self, tokens: Tensor, past: PastKV | None = None) -> tuple[Tensor, Tensor]:
+        positions = self.positions(tokens.shape[1], past)
         x = self._do("", ("embed",), "embedding", ids=tokens, weight=self.weights["embed"])
         if self.config.positions == "learned":
             x = x + self._do("", ("learned",), "embedding", ids=positions, weight=self.weights["positions"])
         return x, positions
 
-    def positions(self, count: int, memory: Memory | None = None) -> Tensor:
-        start = memory.length if memory is not None else 0
+    def positions(self, count: int, past: PastKV | None = None) -> Tensor:
+        start = past.length if past is not None else 0
         return torch.arange(start, start + count, device=self.weights["norm"].device)[None]
 
     def head(self, x: Tensor) -> Tensor:
@@ -370,75 +378,76 @@ class Decoder:
         logits: Tensor = values["logits"]
         return logits
 
-    def layer(self, i: int, x: Tensor, positions: Tensor, memory: Memory | None = None) -> Tensor:
+    def layer(self, i: int, x: Tensor, positions: Tensor, past: PastKV | None = None) -> Tensor:
         at = f"{i}."
-        values = {"layer": i, "input": x, "positions": positions, "memory": memory,
+        values = {"layer": i, "input": x, "positions": positions, "past": past,
                   **_values(self.weights, at)}
         if self.config.positions == "rope":
             assert self.tables is not None, "a decoder with rope needs tables"
             values["cos"], values["sin"] = self.tables
-        self._note(f"{at}input", x)
+        self._record(f"{at}input", x)
         self._run(self._layer, values, at)
         out: Tensor = values["output"]
         return out
 
     def _run(self, parts: Iterable[Stage | Glue], values: dict[str, Any], at: str = "") -> None:
-        """Compute the parts one after the other; what they give joins the values."""
+        """Computes the parts in order and adds their results to `values`."""
         for part in parts:
             if isinstance(part, Stage):
-                given = {param: values[name] for param, name in part.takes.items()}
-                out = self._do(at, part.gives, part.op, **given, **part.fixed)
+                arguments = {param: values[name] for param, name in part.takes.items()}
+                out = self._do(at, part.gives, part.op, **arguments, **part.fixed)
             else:
                 out = part.run(*(values[name] for name in part.reads))
             results = out if isinstance(out, tuple) else (out,)
             values.update(zip(part.gives, results))
-            if isinstance(part, Glue) and not part.is_copy:    # another order alone is no stage
+            if isinstance(part, Glue) and not part.is_copy:    # a rearranged copy is no stage
                 for name, value in zip(part.gives, results):
-                    self._note(f"{at}{name}", value)
+                    self._record(f"{at}{name}", value)
 
-    def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, memory: Memory | None) -> Tensor:
-        def do(op: str, **given: Any) -> Any:
-            return self._do(f"{i}.", ("attn_out",), op, **given)
+    def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, past: PastKV | None) -> Tensor:
+        def do(op: str, **arguments: Any) -> Any:
+            return self._do(f"{i}.", ("attn_out",), op, **arguments)
 
         if self.config.positions != "rope":
-            self._note(f"{i}.q", q)
-            self._note(f"{i}.k", k)
-        if memory is not None:
-            return memory.attend(do, i, q, k, v)
+            self._record(f"{i}.q", q)
+            self._record(f"{i}.k", k)
+        if past is not None:
+            return past.attend(do, i, q, k, v)
         if self.trace is not None:
-            self._note(f"{i}.scores", scores_of(self.config, q, k))
+            self._record(f"{i}.scores", attention_scores(self.config, q, k))
         out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True, window_left=self.config.window_left,
                          layout="bshd")
         return out
 
-    def _do(self, at: str, stages: tuple[str, ...], op: str, **given: Any) -> Any:
-        out = self.do(op, **given)
+    def _do(self, at: str, stages: tuple[str, ...], op: str, **arguments: Any) -> Any:
+        out = self.do(op, **arguments)
         if self.trace is not None:
             for n, (stage, value) in enumerate(zip(stages, (out,) if isinstance(out, Tensor) else out)):
-                self.trace[f"{self.prefix}{at}{stage}"] = Note(value.detach(), op, given, self.do.kernel, n)
+                self.trace[f"{self.prefix}{at}{stage}"] = StageValue(value.detach(), op, arguments, self.do.kernel, n)
         return out
 
-    def _note(self, stage: str, value: Tensor) -> None:
+    def _record(self, stage: str, value: Tensor) -> None:
         if self.trace is not None:
-            self.trace[self.prefix + stage] = Note(value.detach())
+            self.trace[self.prefix + stage] = StageValue(value.detach())
 
 
 _LAYER_WEIGHTS = ("ln1", "qkv", "out", "ln2", "in", "down")
 
 
 def _values(weights: Mapping[str, Tensor], at: str) -> dict[str, Any]:
-    """The weights of a layer ("3."), or of the last norm (""), by the names that parts know."""
-    found = {}
+    """Returns the weights of a layer ("3."), or of the last norm (""), by the names that parts
+    use."""
+    values = {}
     for name in _LAYER_WEIGHTS if at else ("norm",):
-        found[f"{name}.weight"] = weights[at + name]
+        values[f"{name}.weight"] = weights[at + name]
         if (bias := weights.get(f"{at}{name}.bias")) is not None:
-            found[f"{name}.bias"] = bias
-    return found
+            values[f"{name}.bias"] = bias
+    return values
 
 
 def decoder_block(c: DecoderConfig, *, cached: bool = False,
                   dtypes: tuple[torch.dtype, ...] = ()) -> Block:
-    """A layer for lz.tables.plan_block, with heads as (batch, heads, seq, head_dim).
+    """Returns a layer for lz.tables.plan_block, with heads as (batch, heads, seq, head_dim).
 
     Its alternatives: add and norm apart or fused, the MLP in parts or fused. With `cached` the
     keys "past_k" and values "past_v" come before the new ones, and the new ones are results too.
@@ -460,7 +469,7 @@ def decoder_block(c: DecoderConfig, *, cached: bool = False,
 def decoder_values(c: DecoderConfig, *, batch: int = 1, seq: int = 1, past: int = 0,
                    dtype: torch.dtype = torch.float32, device: str = "cpu",
                    seed: int = 0) -> dict[str, Tensor]:
-    """Random inputs and weights of that block."""
+    """Returns random inputs and weights for decoder_block."""
     gen = torch.Generator().manual_seed(seed + 1)
     shapes: dict[str, tuple[int, ...]] = {"input": (batch, seq, c.hidden)}
     if past:
@@ -473,7 +482,7 @@ def decoder_values(c: DecoderConfig, *, batch: int = 1, seq: int = 1, past: int 
     return cast(values, dtype, device)
 
 
-def activated(c: DecoderConfig, wide: Tensor) -> Tensor:
+def activate(c: DecoderConfig, wide: Tensor) -> Tensor:
     act = _ACT[c.activation]
     if not c.gated:
         return act(wide)
@@ -481,12 +490,14 @@ def activated(c: DecoderConfig, wide: Tensor) -> Tensor:
     return act(gate) * up
 
 
-def scores_of(c: DecoderConfig, q: Tensor, k: Tensor) -> Tensor:
-    """(batch, heads, seq, seq) of a whole sequence, zero where a key is not seen. In float64, so that what differs
-    between two of them is q and k."""
+def attention_scores(c: DecoderConfig, q: Tensor, k: Tensor) -> Tensor:
+    """Returns the scores (batch, heads, seq, seq) of a whole sequence, zero where a key is masked.
+
+    They are computed in float64, so that two of them differ only by q and k.
+    """
     q, k = (t.detach().double().transpose(1, 2) for t in (q, k))
     scores = q @ k.repeat_interleave(c.heads // c.kv_heads, 1).transpose(-1, -2) * c.head_dim ** -0.5
-    place = torch.arange(q.shape[2], device=q.device)
-    distance = place[:, None] - place
-    hidden = (distance < 0) | (distance >= (c.window or q.shape[2]))
-    return scores.masked_fill(hidden, 0.0)
+    positions = torch.arange(q.shape[2], device=q.device)
+    distance = positions[:, None] - positions
+    masked = (distance < 0) | (distance >= (c.window or q.shape[2]))
+    return scores.masked_fill(masked, 0.0)

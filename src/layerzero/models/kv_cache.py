@@ -1,11 +1,11 @@
-"""KV caches: where one layer keeps the keys and values of many sequences, and which lz call reads them.
+"""KV caches: the keys and values of many sequences for one layer, and the lz call that reads them.
 
 All kinds store pages and differ in what a page is:
-    paged        small pages of a fixed pool, given out one by one
+    paged        small pages of a fixed pool, allocated one by one
     chunked      large pages, and a pool that grows when it is full
-    contiguous   one page per sequence, as long as it may ever get
-`attend` calls lz.paged_attention, or lz.attention where sequences of one length lie side by side. So the kind, the page
-size, the layout and the dtype are facts that selection sees.
+    contiguous   one page per sequence, of the maximum length
+`attend` calls lz.paged_attention, or lz.attention where sequences of equal length are adjacent in memory. So the kind,
+the page size, the layout and the dtype are facts that selection sees.
 
     cache = lz.kv_cache("paged", kv_heads=8, head_dim=128, pages=4096, page_size=16, dtype=torch.bfloat16)
     a, b = cache.add(), cache.add()
@@ -33,18 +33,20 @@ from ..spec.reason import Code, Reason
 from ..world import catalog
 
 LAYOUTS = ("NHD", "HND")
-# The largest magnitude that each quantized dtype stores.
+# The largest magnitude of each quantized dtype.
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-HEADROOM = 1.25            # over what the first append held, for scales that are taken from it
+HEADROOM = 1.25            # over the first append's largest value, for scales derived from it
 
 
-def _wrong(code: Code, want: Any, got: Any, name: str) -> InvalidCall:
+def _invalid(code: Code, want: Any, got: Any, name: str) -> InvalidCall:
     return InvalidCall.of("kv_cache", Reason(code, want, got, name))
 
 
 class PagePool:
-    """Which pages are free, and how many sequences share each of the others. The lowest free page goes first, so that
-    the pages of a sequence tend to be neighbours."""
+    """The free pages, and a reference count for each of the others.
+
+    The lowest free page is taken first, so that the pages of a sequence tend to be adjacent.
+    """
 
     def __init__(self, pages: int) -> None:
         self.free = list(range(pages))
@@ -53,10 +55,10 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         if count > len(self.free):
             raise CacheFull.of(f"{count} more pages are needed", f"{len(self.free)} of {len(self.uses)} are free")
-        found = [heapq.heappop(self.free) for _ in range(count)]
-        for page in found:
+        pages = [heapq.heappop(self.free) for _ in range(count)]
+        for page in pages:
             self.uses[page] = 1
-        return found
+        return pages
 
     def share(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -65,7 +67,7 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         for page in pages:
             if self.uses[page] == 0:
-                raise _wrong(Code.BLOCK_TABLE_INVALID, "in use to be released", "free already", f"page {page}")
+                raise _invalid(Code.BLOCK_TABLE_INVALID, "in use to be released", "free already", f"page {page}")
             self.uses[page] -= 1
             if self.uses[page] == 0:
                 heapq.heappush(self.free, page)
@@ -86,7 +88,7 @@ class KVCache:
     """Keys and values of many sequences, in pages. Made by lz.kv_cache; not for use by several threads at once."""
 
     kind = ""
-    longest: int | None = None                 # pages that one sequence may have
+    max_pages: int | None = None               # per sequence
 
     def __init__(self, *, pages: int, page_size: int, kv_heads: int, head_dim: int, head_dim_v: int | None = None,
                  dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", layout: str = "NHD",
@@ -94,11 +96,11 @@ class KVCache:
                  cross_len: int = 0) -> None:
         for name, size in (("pages", pages), ("page_size", page_size), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             if size < 1:
-                raise _wrong(Code.VALUE_OUT_OF_RANGE, ">= 1", size, name)
+                raise _invalid(Code.VALUE_OUT_OF_RANGE, ">= 1", size, name)
         if layout not in LAYOUTS:
-            raise _wrong(Code.LAYOUT_UNKNOWN, LAYOUTS, layout, "layout")
+            raise _invalid(Code.LAYOUT_UNKNOWN, LAYOUTS, layout, "layout")
         if not dtype.is_floating_point and dtype not in LIMITS:
-            raise _wrong(Code.KV_CACHE_DTYPE_MISMATCH, "a float, float8 or int8", str(dtype), "dtype")
+            raise _invalid(Code.KV_CACHE_DTYPE_MISMATCH, "a float, float8 or int8", str(dtype), "dtype")
         self.page_size, self.kv_heads, self.layout = page_size, kv_heads, layout
         self.head_dim, self.head_dim_v = head_dim, head_dim_v or head_dim
         self.dtype, self.device, self.cross_len = dtype, torch.device(device), cross_len
@@ -107,9 +109,9 @@ class KVCache:
         self.key, self.value = self._empty(pages, self.head_dim), self._empty(pages, self.head_dim_v)
         self._sequences: dict[int, _Sequence] = {}
         self._next = itertools.count()
-        self._tables: dict[tuple[int, ...], Tensor] = {}       # made anew when a sequence gets or loses a page
+        self._tables: dict[tuple[int, ...], Tensor] = {}       # dropped when a sequence gets or loses a page
         self._cross: KVCache | None = None
-        self._decoder: KVCache | None = None                   # of a cross cache: the one it belongs to
+        self._decoder: KVCache | None = None                   # set in a cross cache: the one it belongs to
 
     # sequences
 
@@ -121,74 +123,79 @@ class KVCache:
         return self._get(sequence).length
 
     def add(self) -> int:
-        """A new, empty sequence; its number."""
-        self._own()
-        name = next(self._next)
-        self._sequences[name] = _Sequence()
+        """Adds an empty sequence and returns its number."""
+        self._check_owner()
+        sequence = next(self._next)
+        self._sequences[sequence] = _Sequence()
         if self._cross is not None:
-            self._cross._sequences[name] = _Sequence()
-        return name
+            self._cross._sequences[sequence] = _Sequence()
+        return sequence
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence; pages that no other shares are free again."""
-        self._own()
+        """Removes a sequence; pages that no other sequence shares become free."""
+        self._check_owner()
         for cache in filter(None, (self, self._cross)):
             cache.pool.release(cache._get(sequence).pages)
             del cache._sequences[sequence]
             cache._tables.clear()
 
     def fork(self, sequence: int) -> int:
-        """A new sequence that begins as a copy of this one. Pages are shared until one of the two writes to them."""
-        self._own()
+        """Adds a copy of a sequence and returns its number. Pages are shared until one of the two
+        writes to them."""
+        self._check_owner()
         self._get(sequence)
-        name = next(self._next)
+        forked = next(self._next)
         for cache in filter(None, (self, self._cross)):
             parent = cache._get(sequence)
             cache.pool.share(parent.pages)
-            cache._sequences[name] = _Sequence(list(parent.pages), parent.length)
-        return name
+            cache._sequences[forked] = _Sequence(list(parent.pages), parent.length)
+        return forked
 
     @property
     def cross(self) -> KVCache:
-        """The encoder's keys and values for the same sequences: apart from these, with lengths of their own, written
-        once, and never causal."""
+        """The cache of the encoder's keys and values for the same sequences.
+
+        It has its own pages and lengths, is written once per sequence, and never causal.
+        """
         if self._decoder is not None or not self.cross_len:
-            raise _wrong(Code.MISSING_METADATA, "the longest encoder output, when the decoder's cache is made", None,
-                         "cross_len")
+            raise _invalid(Code.MISSING_METADATA, "the longest encoder output, when the decoder's cache is made", None,
+                           "cross_len")
         if self._cross is None:
             self._cross = ChunkedCache(
                 chunk_size=self.cross_len, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v,
                 dtype=self.dtype, device=self.device, layout=self.layout)
-            self._cross.longest, self._cross._decoder = 1, self
+            self._cross.max_pages, self._cross._decoder = 1, self
             self._cross._sequences = {name: _Sequence() for name in self._sequences}
         return self._cross
 
-    def _own(self) -> None:
+    def _check_owner(self) -> None:
         if self._decoder is not None:
-            raise _wrong(Code.KV_METADATA_INVALID, "added, removed or forked in the decoder's cache", "a call of cross",
-                         "a sequence")
+            raise _invalid(Code.KV_METADATA_INVALID,
+                           "added, removed or forked in the decoder's cache", "a call of cross",
+                           "a sequence")
 
     def _get(self, sequence: int) -> _Sequence:
-        found = self._sequences.get(sequence)
-        if found is None:
-            raise _wrong(Code.KV_METADATA_INVALID, f"one of {list(self._sequences)}",
-                         f"{sequence}, which was removed or never added", "sequence")
-        return found
+        state = self._sequences.get(sequence)
+        if state is None:
+            raise _invalid(Code.KV_METADATA_INVALID, f"one of {list(self._sequences)}",
+                           f"{sequence}, which was removed or never added", "sequence")
+        return state
 
     # writing
 
     def append(self, key: Tensor, value: Tensor, sequences: Sequence[int] | None = None,
                lengths: Sequence[int] | None = None) -> None:
-        """Add tokens: packed (tokens, kv_heads, dim) with how many each sequence gets, one each if not said; or
-        (batch, tokens, kv_heads, dim). If there is no room for all of them, CacheFull is raised and none is added."""
+        """Appends tokens, packed (tokens, kv_heads, dim) with `lengths` per sequence (default: one
+        each), or (batch, tokens, kv_heads, dim). Without room for all of them, CacheFull is raised
+        and none is added."""
         names = self._chosen(sequences)
-        keys, counts = self._divided(key, names, lengths, "key")
-        values, _ = self._divided(value, names, counts, "value")
+        keys, counts = self._split_rows(key, names, lengths, "key")
+        values, _ = self._split_rows(value, names, counts, "value")
         for what, rows, dim in (("key", keys, self.head_dim), ("value", values, self.head_dim_v)):
             if tuple(rows.shape[1:]) != (self.kv_heads, dim):
-                raise _wrong(Code.DIM_MISMATCH, f"(..., {self.kv_heads}, {dim})", str(tuple(rows.shape)), what)
+                raise _invalid(Code.DIM_MISMATCH, f"(..., {self.kv_heads}, {dim})", str(tuple(rows.shape)), what)
         if self._decoder is not None and any(self._get(n).length for n in names):
-            raise _wrong(Code.KV_METADATA_INVALID, "written once for each sequence", "a second append", "cross")
+            raise _invalid(Code.KV_METADATA_INVALID, "written once for each sequence", "a second append", "cross")
         self._make_room(names, counts)
         if keys.shape[0] == 0:
             return
@@ -199,46 +206,47 @@ class KVCache:
                       for i in range(s.length, s.length + count)]
             s.length += count
         if self.dtype in LIMITS:
-            self.key_scale = self._fitting(keys) if self.key_scale is None else self.key_scale
-            self.value_scale = self._fitting(values) if self.value_scale is None else self.value_scale
-        where = torch.tensor(slots, device=self.device)
-        self._write(self.key, where, self._stored(keys, self.key_scale))
-        self._write(self.value, where, self._stored(values, self.value_scale))
+            self.key_scale = self._scale_for(keys) if self.key_scale is None else self.key_scale
+            self.value_scale = self._scale_for(values) if self.value_scale is None else self.value_scale
+        slot_index = torch.tensor(slots, device=self.device)
+        self._write(self.key, slot_index, self._converted(keys, self.key_scale))
+        self._write(self.value, slot_index, self._converted(values, self.value_scale))
 
     def _make_room(self, names: Sequence[int], counts: Sequence[int]) -> None:
-        """Pages for the new tokens; a half-full page that is shared is copied first. All or nothing."""
-        plans = []
+        """Allocates pages for the new tokens; a shared page that is written to is copied first. All
+        or nothing."""
+        requests = []
         for name, count in zip(names, counts):
             s = self._get(name)
             needed = -(-(s.length + count) // self.page_size)
-            if self.longest is not None and needed > self.longest:
+            if self.max_pages is not None and needed > self.max_pages:
                 raise CacheFull.of(f"sequence {name} would have {s.length + count} tokens",
-                                   f"it may have {self.longest * self.page_size}")
+                                   f"it may have {self.max_pages * self.page_size}")
             copied = count > 0 and s.length % self.page_size > 0 and self.pool.uses[s.pages[-1]] > 1
-            plans.append((s, copied, needed - len(s.pages)))
-        wanted = sum(copied + new for _, copied, new in plans)
-        if wanted > len(self.pool.free):
-            self._grow(wanted - len(self.pool.free))
-        pages = iter(self.pool.take(wanted))
-        for s, copied, new in plans:
+            requests.append((s, copied, needed - len(s.pages)))
+        total = sum(copied + new for _, copied, new in requests)
+        if total > len(self.pool.free):
+            self._grow(total - len(self.pool.free))
+        pages = iter(self.pool.take(total))
+        for s, copied, new in requests:
             if copied:
                 old, s.pages[-1] = s.pages[-1], next(pages)
                 for pool in (self.key, self.value):
                     _bytes(pool)[s.pages[-1]] = _bytes(pool)[old]
                 self.pool.release([old])
             s.pages += itertools.islice(pages, new)
-        if wanted:
+        if total:
             self._tables.clear()
 
     def _grow(self, more: int) -> None:
-        """A fixed pool does not: taking the pages will say what is missing."""
+        """Grows the pool, where it can. A fixed pool cannot: taking the pages raises CacheFull."""
 
     def _write(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         page, offset = slots // self.page_size, slots % self.page_size
-        where = (page, offset) if self.layout == "NHD" else (page, slice(None), offset)
-        _bytes(pool)[where] = _bytes(rows)
+        index = (page, offset) if self.layout == "NHD" else (page, slice(None), offset)
+        _bytes(pool)[index] = _bytes(rows)
 
-    def _stored(self, rows: Tensor, scale: Tensor | None) -> Tensor:
+    def _converted(self, rows: Tensor, scale: Tensor | None) -> Tensor:
         rows = rows.detach().to(self.device)
         limit = LIMITS.get(self.dtype)
         if limit is None or scale is None:
@@ -246,57 +254,60 @@ class KVCache:
         rows = (rows.float() / scale.reshape(-1, 1)).clamp(-limit, limit)
         return (rows.round() if self.dtype == torch.int8 else rows).to(self.dtype)
 
-    def _fitting(self, rows: Tensor) -> Tensor:
-        """Scales per KV head that hold these rows with room to spare; what exceeds them later is clamped."""
+    def _scale_for(self, rows: Tensor) -> Tensor:
+        """Returns scales per KV head that fit these rows with headroom; larger values are clamped
+        later."""
         largest = rows.detach().to(self.device).float().abs().amax((0, 2))
         return (largest * HEADROOM / LIMITS[self.dtype]).clamp_min(torch.finfo(torch.float32).tiny)
 
-    def _scale(self, given: float | Tensor | None, name: str) -> Tensor | None:
-        if given is None:
+    def _scale(self, value: float | Tensor | None, name: str) -> Tensor | None:
+        if value is None:
             return None
         if self.dtype not in LIMITS:
-            raise _wrong(Code.SCALE_LAYOUT_MISMATCH, f"absent for a cache of {self.dtype}", "given", name)
-        scale = torch.as_tensor(given, dtype=torch.float32, device=self.device)
+            raise _invalid(Code.SCALE_LAYOUT_MISMATCH, f"absent for a cache of {self.dtype}", "given", name)
+        scale = torch.as_tensor(value, dtype=torch.float32, device=self.device)
         if tuple(scale.shape) not in ((), (1,), (self.kv_heads,)):
-            raise _wrong(Code.SCALE_LAYOUT_MISMATCH, f"one number or {self.kv_heads}, one per KV head",
-                         f"shape {tuple(scale.shape)} for {name}", name)
+            raise _invalid(Code.SCALE_LAYOUT_MISMATCH, f"one number or {self.kv_heads}, one per KV head",
+                           f"shape {tuple(scale.shape)} for {name}", name)
         return scale
 
     # reading
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
-        """(batch, max_pages) int32; short rows are filled up with 0."""
+        """Returns the pages of each sequence, (batch, max_pages) int32; short rows are padded with
+        0."""
         names = tuple(self._chosen(sequences))
-        found = self._tables.get(names)
-        if found is None:
+        table = self._tables.get(names)
+        if table is None:
             rows = [self._get(n).pages for n in names]
             width = max(map(len, rows), default=0)
             filled = [row + [0] * (width - len(row)) for row in rows]
-            found = torch.tensor(filled, dtype=torch.int32, device=self.device).reshape(len(rows), width)
-            self._tables = {names: found}
-        return found
+            table = torch.tensor(filled, dtype=torch.int32, device=self.device).reshape(len(rows), width)
+            self._tables = {names: table}
+        return table
 
     def context_lens(self, sequences: Sequence[int] | None = None) -> Tensor:
         lengths = [self._get(n).length for n in self._chosen(sequences)]
         return torch.tensor(lengths, dtype=torch.int32, device=self.device)
 
     def gather(self, sequence: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of one sequence, (length, kv_heads, dim), in order and dequantized: a copy."""
+        """Returns a dequantized copy of one sequence's keys and values, (length, kv_heads, dim), in
+        order."""
         s = self._get(sequence)
         pages = torch.tensor(s.pages, dtype=torch.int64, device=self.device)
-        wanted = dtype or (torch.float32 if self.dtype in LIMITS else self.dtype)
+        out_dtype = dtype or (torch.float32 if self.dtype in LIMITS else self.dtype)
 
         def read(pool: Tensor, scale: Tensor | None) -> Tensor:
             rows = _bytes(pool)[pages].view(pool.dtype)
             rows = (rows if self.layout == "NHD" else rows.transpose(1, 2)).flatten(0, 1)[:s.length]
-            return rows.to(wanted) if scale is None else (rows.float() * scale.reshape(-1, 1)).to(wanted)
+            return rows.to(out_dtype) if scale is None else (rows.float() * scale.reshape(-1, 1)).to(out_dtype)
 
         return read(self.key, self.key_scale), read(self.value, self.value_scale)
 
     def relayout(self, layout: str) -> None:
-        """Store the pages as "NHD" or "HND" from now on: one copy of the pool."""
+        """Changes the layout of the pages to "NHD" or "HND", which copies the pool once."""
         if layout not in LAYOUTS:
-            raise _wrong(Code.LAYOUT_UNKNOWN, LAYOUTS, layout, "layout")
+            raise _invalid(Code.LAYOUT_UNKNOWN, LAYOUTS, layout, "layout")
         if layout != self.layout:
             self.key, self.value = (pool.transpose(1, 2).contiguous() for pool in (self.key, self.value))
             self.layout = layout
@@ -304,18 +315,19 @@ class KVCache:
     def attend(self, query: Tensor, sequences: Sequence[int] | None = None, lengths: Sequence[int] | None = None, *,
                is_causal: bool | None = None, scale: float | None = None, window_left: int = -1, softcap: float = 0.0,
                return_lse: bool = False, backend: str | None = None) -> Any:
-        """Attention of the newest tokens over all of their sequence. The query is packed as in `append`, or
-        (batch, tokens, heads, dim); the result has its shape. Append the keys of these tokens first."""
+        """Attends from the newest tokens to their whole sequence. The query is packed as in
+        `append`, or (batch, tokens, heads, dim); the result has its shape. Append the keys of these
+        tokens first."""
         names = self._chosen(sequences)
-        rows, counts = self._divided(query, names, lengths, "query")
+        rows, counts = self._split_rows(query, names, lengths, "query")
         causal = self._decoder is None if is_causal is None else is_causal
         if causal and self._decoder is not None:
-            raise _wrong(Code.CAUSAL_UNSUPPORTED, False, True, "is_causal")
+            raise _invalid(Code.CAUSAL_UNSUPPORTED, False, True, "is_causal")
         for name, count in zip(names, counts):
-            held = self._get(name).length
-            if causal and count > held:
-                raise _wrong(Code.KV_METADATA_INVALID, f"at most {held}, the tokens of sequence {name}",
-                             f"{count}; append the keys of these tokens first", "the query's length")
+            length = self._get(name).length
+            if causal and count > length:
+                raise _invalid(Code.KV_METADATA_INVALID, f"at most {length}, the tokens of sequence {name}",
+                               f"{count}; append the keys of these tokens first", "the query's length")
         options: dict[str, Any] = {"is_causal": causal, "scale": scale, "window_left": window_left, "softcap": softcap,
                                    "return_lse": return_lse, **({"backend": backend} if backend else {})}
         result = self._attention(rows, names, counts, options)
@@ -343,31 +355,33 @@ class KVCache:
         if sequences is None:
             return self.sequences
         if len(set(sequences)) != len(sequences):
-            raise _wrong(Code.KV_METADATA_INVALID, "each sequence at most once", str(list(sequences)), "sequences")
+            raise _invalid(Code.KV_METADATA_INVALID, "each sequence at most once", str(list(sequences)), "sequences")
         return sequences
 
-    def _divided(self, t: Tensor, names: Sequence[int], lengths: Sequence[int] | None,
-                 name: str) -> tuple[Tensor, Sequence[int]]:
-        """Packed rows, and how many of them belong to each sequence."""
+    def _split_rows(self, t: Tensor, names: Sequence[int], lengths: Sequence[int] | None,
+                    name: str) -> tuple[Tensor, Sequence[int]]:
+        """Returns packed rows, and how many of them belong to each sequence."""
         if t.dim() == 4:
             if t.shape[0] != len(names):
-                raise _wrong(Code.DIM_MISMATCH, f"{len(names)}, one for each sequence", t.shape[0], f"{name}.shape[0]")
+                raise _invalid(Code.DIM_MISMATCH, f"{len(names)}, one for each sequence",
+                               t.shape[0], f"{name}.shape[0]")
             t, lengths = t.flatten(0, 1), [t.shape[1]] * len(names)
         elif t.dim() != 3:
-            raise _wrong(Code.WRONG_NDIM, "3 (packed) or 4 (batch first)", t.dim(), name)
+            raise _invalid(Code.WRONG_NDIM, "3 (packed) or 4 (batch first)", t.dim(), name)
         if lengths is None:
             if t.shape[0] != len(names) != 1:
-                raise _wrong(Code.MISSING_METADATA, f"whose are {t.shape[0]} tokens for {len(names)} sequences?", None,
-                             "lengths")
+                raise _invalid(Code.MISSING_METADATA,
+                               f"whose are {t.shape[0]} tokens for {len(names)} sequences?", None,
+                               "lengths")
             lengths = [t.shape[0]] if len(names) == 1 else [1] * len(names)
         if len(lengths) != len(names) or sum(lengths) != t.shape[0] or min(lengths, default=0) < 0:
-            raise _wrong(Code.KV_METADATA_INVALID, f"{len(names)} numbers of sum {t.shape[0]}, the rows of {name}",
-                         str(list(lengths)), "lengths")
+            raise _invalid(Code.KV_METADATA_INVALID, f"{len(names)} numbers of sum {t.shape[0]}, the rows of {name}",
+                           str(list(lengths)), "lengths")
         return t, lengths
 
 
 class PagedCache(KVCache):
-    """Small pages of a fixed pool: what a server with many sequences wants."""
+    """Small pages of a fixed pool: for a server with many sequences."""
 
     kind = "paged"
 
@@ -385,37 +399,39 @@ class ChunkedCache(KVCache):
         self.max_chunks = max_chunks
 
     def _grow(self, more: int) -> None:
-        have = len(self.pool.uses)
-        pages = max(2 * have, have + more)
+        old_pages = len(self.pool.uses)
+        pages = max(2 * old_pages, old_pages + more)
         pages = pages if self.max_chunks is None else min(pages, self.max_chunks)
-        if pages < have + more:
-            return                             # taking the pages will say what is missing
+        if pages < old_pages + more:
+            return                             # taking the pages raises CacheFull
         old, (self.key, self.value) = (self.key, self.value), (
             self._empty(pages, self.head_dim), self._empty(pages, self.head_dim_v))
-        for was, now in zip(old, (self.key, self.value)):
-            _bytes(now)[:have] = _bytes(was)
+        for old_pool, new_pool in zip(old, (self.key, self.value)):
+            _bytes(new_pool)[:old_pages] = _bytes(old_pool)
         self.pool.grow(pages)
 
 
 class ContiguousCache(KVCache):
-    """One stretch of memory per sequence. Sequences of one length that lie side by side are one lz.attention call."""
+    """One contiguous range per sequence. Adjacent sequences of equal length are read by one
+    lz.attention call."""
 
     kind = "contiguous"
-    longest = 1
+    max_pages = 1
 
     def __init__(self, *, sequences: int, max_len: int, **shape: Any) -> None:
         super().__init__(pages=sequences, page_size=max_len, **shape)
 
     def _attention(self, query: Tensor, names: Sequence[int], counts: Sequence[int], options: dict[str, Any]) -> Any:
-        held = [self._get(n) for n in names]
-        side_by_side = bool(held) and all(
-            s.length == held[0].length > 0 and s.pages[0] == held[0].pages[0] + i for i, s in enumerate(held))
+        states = [self._get(n) for n in names]
+        side_by_side = bool(states) and all(
+            s.length == states[0].length > 0 and s.pages[0] == states[0].pages[0] + i for i, s in enumerate(states))
         if not side_by_side or len(set(counts)) > 1 or self.dtype != query.dtype:
             return super()._attention(query, names, counts, options)
-        first = held[0].pages[0]
+        first = states[0].pages[0]
         key, value = (t if self.layout == "NHD" else t.transpose(1, 2) for t in (self.key, self.value))
-        key, value = (t[first:first + len(held), :held[0].length] for t in (key, value))
-        result = _call("attention")(query.unflatten(0, (len(held), counts[0])), key, value, causal_align="bottom_right",
+        key, value = (t[first:first + len(states), :states[0].length] for t in (key, value))
+        result = _call("attention")(query.unflatten(0, (len(states), counts[0])), key, value,
+                                    causal_align="bottom_right",
                                     layout="bshd", **options)
         if not options["return_lse"]:
             return result.flatten(0, 1)
@@ -433,17 +449,17 @@ def kv_cache(kind: str, **options: Any) -> KVCache:
     and value_scale (of a quantized cache: one number or one per KV head; taken from the first append if not given),
     and cross_len, the longest encoder output, for `cache.cross`.
     """
-    found = _KINDS.get(kind)
-    if found is None:
-        raise _wrong(Code.VALUE_OUT_OF_RANGE, tuple(_KINDS), kind, "kind")
-    return found(**options)
+    cache_class = _KINDS.get(kind)
+    if cache_class is None:
+        raise _invalid(Code.VALUE_OUT_OF_RANGE, tuple(_KINDS), kind, "kind")
+    return cache_class(**options)
 
 
 def _call(op: str) -> Callable[..., Any]:
-    """The public function of an operation, also where nobody has asked lz for it by name yet."""
+    """Returns the public function of an op, whether or not lz has loaded it by name yet."""
     return dispatch.function(catalog.builtin_op(op))
 
 
 def _bytes(t: Tensor) -> Tensor:
-    """One-byte numbers as plain bytes: torch can move those of every dtype."""
+    """Returns one-byte dtypes viewed as uint8: torch cannot index all of them."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t

@@ -1,4 +1,4 @@
-"""What users may ask about, and do to, the weights that kernels keep in a rearranged copy."""
+"""Inspects, drops and limits the packed copies of weights that kernels keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..spec.errors import ConfigError
 
 @dataclass(frozen=True)
 class PackedState:
-    """How many rearranged copies there are, how many bytes they take, and how many they may take."""
+    """The number of packed copies, their bytes, and the limit in bytes."""
 
     weights: int
     nbytes: int
@@ -24,7 +24,7 @@ def packed_weights() -> PackedState:
 
 
 def forget_packed(*weights: Tensor) -> int:
-    """Drop the copies made from these weights, or all of them; returns how many there were.
+    """Drop the packed copies of these weights, or all of them; returns how many there were.
 
     Needed only after a write that bumps no version, as through `weight.data` or a NumPy view.
     """
@@ -32,7 +32,7 @@ def forget_packed(*weights: Tensor) -> int:
 
 
 def limit_packed(nbytes: int) -> None:
-    """How many bytes the rearranged copies of weights may take; 0 for none. What is there stays."""
+    """Set how many bytes packed copies of weights may take; 0 for none. Existing copies stay."""
     if nbytes < 0:
         raise ConfigError(f"limit_packed wants a number of bytes >= 0, got {nbytes}; 0 packs nothing")
     PACKED.limit = nbytes

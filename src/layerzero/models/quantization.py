@@ -1,8 +1,9 @@
-"""Which number format to use on a device for a wanted accuracy, and how layers are cut for tensor parallelism.
+"""Chooses a quantized format for a device and accuracy, and shards weights for tensor parallelism.
 
-Column-parallel: each rank has some rows of the weight and gives some outputs. Row-parallel: each rank has some of the
-inputs, and the outputs of all ranks are to be added. A feed-forward layer is cut by columns first (of a fused weight,
-gate and up each by themselves), then by rows, and needs one sum at its end.
+Column-parallel: each rank has some rows of the weight and computes some outputs. Row-parallel: each
+rank has some of the inputs, and the outputs of all ranks are summed. A feed-forward layer is
+sharded by columns first (in a fused weight, gate and up separately), then by rows, and needs one
+all-reduce at its end.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall
 from ..spec.reason import Code, Reason
 
-# Relative RMS error of normally distributed weights in rows of 4096, in the layout that lz.quantize uses by itself;
-# bits for each weight with its share of the scales.
+# format -> (relative RMS error of normally distributed weights in rows of 4096, in lz.quantize's default layout;
+# bits per weight with its share of the scales)
 EXPECTED = {"int8": (0.0087, 8.0), "fp8_e4m3": (0.0265, 8.0), "fp8_e5m2": (0.0526, 8.0), "nvfp4": (0.0953, 4.5),
             "nf4": (0.0921, 4.5), "mxfp4": (0.1147, 4.25), "int4": (0.1177, 4.25)}
 ACCURACIES = {"high": 0.01, "balanced": 0.03, "small": 0.12}
@@ -28,7 +29,7 @@ ACCURACIES = {"high": 0.01, "balanced": 0.03, "small": 0.12}
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """`format` is None where nothing is accurate enough: keep the weights as they are."""
+    """`format` is None if none is accurate enough: keep the weights as they are."""
 
     format: str | None
     granularity: str
@@ -41,20 +42,21 @@ class FormatChoice:
         if self.format is None:
             head = "none: keep the weights as they are"
         else:
-            where = f" of {self.block_size}" if self.granularity == "block" else ""
-            head = f"{self.format}, scales by {self.granularity}{where}, {self.bits:g} bits, error {self.error:.2g}"
+            block = f" of {self.block_size}" if self.granularity == "block" else ""
+            head = f"{self.format}, scales by {self.granularity}{block}, {self.bits:g} bits, error {self.error:.2g}"
         return "\n".join([head, *(f"  not {name}: {reason.message}" for name, reason in self.rejected)])
 
 
 def choose_format(device: str | Device = "cpu", accuracy: float | str = "balanced",
                   formats: Sequence[str] | None = None) -> FormatChoice:
-    """The smallest format whose expected relative error is at most `accuracy` and that the device computes with.
+    """Returns the smallest format with an expected relative error of at most `accuracy` that the
+    device supports.
 
     accuracy: a relative RMS error, or "high" (0.01), "balanced" (0.03), "small" (0.12). formats: only these.
     """
     if isinstance(device, str):
-        named = torch.device(device)
-        device = hardware.probe(named.type, named.index or 0)
+        torch_device = torch.device(device)
+        device = hardware.probe(torch_device.type, torch_device.index or 0)
     if isinstance(accuracy, str) and accuracy not in ACCURACIES:
         raise ConfigError(f"accuracy must be a number or one of {', '.join(ACCURACIES)}, got {accuracy!r}")
     unknown = [f for f in formats or () if f not in EXPECTED]
@@ -71,15 +73,16 @@ def choose_format(device: str | Device = "cpu", accuracy: float | str = "balance
         else:
             reason = unsupported(name, device)
         if reason is None:
-            form = FORMATS[name]
-            return FormatChoice(name, form.granularity, form.block_size if form.granularity == "block" else 0, bits,
+            spec = FORMATS[name]
+            return FormatChoice(name, spec.granularity, spec.block_size if spec.granularity == "block" else 0, bits,
                                 error, tuple(rejected))
         rejected.append((name, reason))
     return FormatChoice(None, "", 0, 16.0, 0.0, tuple(rejected))
 
 
 def unsupported(name: str, device: Device) -> Reason | None:
-    """Why the device cannot compute with the format, or None. nf4 is a storage format: it is unpacked anywhere."""
+    """Returns why the device cannot compute with the format, or None. nf4 is only stored: it is
+    unpacked anywhere."""
     facts = device.facts()
     if name in ("mxfp4", "nvfp4") and not facts["supports_fp4"]:
         return Reason(Code.QUANT_FORMAT_UNSUPPORTED, "one that the device multiplies (no FP4 units)", name)
@@ -95,35 +98,38 @@ def unsupported(name: str, device: Device) -> Reason | None:
 # Tensor parallelism.
 
 def column_shard(weight: Tensor, rank: int, world: int, *, parts: int = 1) -> Tensor:
-    """The rows of `weight` (..., out, in), or of a bias (out,), that belong to `rank`.
+    """Returns the rows of `weight` (..., out, in), or of a bias (out,), that belong to `rank`.
 
-    parts: how many weights are stacked in it, each of which is cut by itself: 2 for a fused gate and up.
+    parts: how many weights are stacked in it, each of which is sharded separately: 2 for a fused
+    gate and up.
     """
     axis = 0 if weight.dim() == 1 else -2
     pieces = weight.chunk(parts, axis)
     if weight.shape[axis] % parts:
         raise InvalidCall.of("column_shard", Reason(
             Code.DIM_MISMATCH, f"a multiple of parts ({parts})", weight.shape[axis], f"weight.shape[{axis}]"))
-    mine = [_cut("column_shard", piece, axis, rank, world, 1) for piece in pieces]
-    return mine[0] if parts == 1 else torch.cat(mine, axis)
+    shards = [_shard("column_shard", piece, axis, rank, world, 1) for piece in pieces]
+    return shards[0] if parts == 1 else torch.cat(shards, axis)
 
 
 def row_shard(weight: Tensor, rank: int, world: int, *, unit: int = 1) -> Tensor:
-    """The inputs of `weight` (..., out, in) that belong to `rank`; of a bias (out,) nothing but on rank 0.
+    """Returns the inputs of `weight` (..., out, in) that belong to `rank`; a bias (out,) is zero
+    except on rank 0.
 
     unit: how many neighbouring inputs must stay together, such as a quantization group.
     """
     if weight.dim() == 1:
         return weight if rank == 0 else torch.zeros_like(weight)
-    return _cut("row_shard", weight, -1, rank, world, unit)
+    return _shard("row_shard", weight, -1, rank, world, unit)
 
 
 def quantized_shard(weight_q: Tensor, scales: Tensor, zeros: Tensor | None, rank: int, world: int, *, format: str,
                     group_size: int = 0, by: str = "column", parts: int = 1
                     ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What `rank` needs of a quantized weight, its scales and zeros, in the layout of lz.quantized_linear.
+    """Returns the shard of a quantized weight, its scales and zeros for `rank`, in
+    lz.quantized_linear's layout.
 
-    Cut by rows of inputs, a shard must be whole groups; with one scale for the row every rank gets that scale.
+    A shard by inputs must be whole groups; with one scale per row every rank gets that scale.
     """
     if by == "column":
         if scales.shape[0] == 1:
@@ -132,19 +138,19 @@ def quantized_shard(weight_q: Tensor, scales: Tensor, zeros: Tensor | None, rank
                 None if zeros is None else column_shard(zeros, rank, world, parts=parts))
     per_byte = 8 // FORMATS[format].bits
     unit = max(group_size // per_byte, 1)
-    q = _cut("quantized_shard", weight_q, -1, rank, world, unit)
+    q = _shard("quantized_shard", weight_q, -1, rank, world, unit)
     if not group_size:
         return q, scales, zeros
-    return (q, _cut("quantized_shard", scales, -1, rank, world, 1),
-            None if zeros is None else _cut("quantized_shard", zeros, -1, rank, world, 1))
+    return (q, _shard("quantized_shard", scales, -1, rank, world, 1),
+            None if zeros is None else _shard("quantized_shard", zeros, -1, rank, world, 1))
 
 
-def _cut(who: str, t: Tensor, axis: int, rank: int, world: int, unit: int) -> Tensor:
+def _shard(function: str, t: Tensor, axis: int, rank: int, world: int, unit: int) -> Tensor:
     if not 0 <= rank < world:
-        raise InvalidCall.of(who, Reason(Code.VALUE_OUT_OF_RANGE, f"between 0 and {world - 1}", rank, "rank"))
+        raise InvalidCall.of(function, Reason(Code.VALUE_OUT_OF_RANGE, f"between 0 and {world - 1}", rank, "rank"))
     size = t.shape[axis]
     if size % (world * unit):
-        raise InvalidCall.of(who, Reason(
+        raise InvalidCall.of(function, Reason(
             Code.DIM_MISMATCH, f"a multiple of {world * unit} ({world} ranks, {unit} together)", size,
             f"shape[{axis}] of {tuple(t.shape)}"))
     return t.narrow(axis, rank * (size // world), size // world)

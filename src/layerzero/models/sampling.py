@@ -1,4 +1,5 @@
-"""lz.sample with one filter, said shortly. A parameter is one number for all rows, or a tensor with one for each."""
+"""Shorthands for lz.sample with one filter. A parameter is one number for all rows, or a tensor
+with one each."""
 
 from __future__ import annotations
 
@@ -26,17 +27,19 @@ def _draw(logits: Tensor, name: str, value: Rows, temperature: Rows, seed: int |
 
 def sample_topk(logits: Tensor, k: Union[Tensor, int], temperature: Rows = 1.0, *, seed: int | None = None,
                 offset: int = 0, generator: torch.Generator | None = None) -> Tensor:
-    """A token for each row of logits (batch, vocab), from the k likeliest."""
+    """Draws a token for each row of logits (batch, vocab) from the k likeliest."""
     return _draw(logits, "top_k", k, temperature, seed, offset, generator)
 
 
 def sample_topp(logits: Tensor, p: Rows, temperature: Rows = 1.0, *, seed: int | None = None, offset: int = 0,
                 generator: torch.Generator | None = None) -> Tensor:
-    """A token for each row of logits (batch, vocab), from the fewest whose probabilities reach p."""
+    """Draws a token for each row of logits (batch, vocab) from the fewest whose probabilities reach
+    p."""
     return _draw(logits, "top_p", p, temperature, seed, offset, generator)
 
 
 def sample_minp(logits: Tensor, p: Rows, temperature: Rows = 1.0, *, seed: int | None = None, offset: int = 0,
                 generator: torch.Generator | None = None) -> Tensor:
-    """A token for each row of logits (batch, vocab), from those at least p times as likely as the likeliest."""
+    """Draws a token for each row of logits (batch, vocab) from those at least p times as likely as
+    the likeliest."""
     return _draw(logits, "min_p", p, temperature, seed, offset, generator)

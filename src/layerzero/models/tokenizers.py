@@ -1,4 +1,4 @@
-"""Tokenizers that are loaded once, and what is remembered of the texts they encoded."""
+"""Loads tokenizers, and inspects and clears the cache of texts they encoded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def load_tokenizer(
     source: Any, *, pattern: str | None = None, special_tokens: Mapping[str, int] | None = None,
     identity: str | None = None,
 ) -> TokenizerHandle:
-    """A handle on a tokenizer as it is now: calls with it need not look whether it changed, and do not see it change.
+    """Returns a handle on a tokenizer as it is now: calls with it do not check whether its file
+    changed.
 
-    `source` is all that lz.tokenize takes as its tokenizer. `pattern` and `special_tokens` belong to a *.tiktoken file,
-    which holds neither; without them its name must be that of an encoding tiktoken knows. `identity` is the id it must
-    have: DataError if it is another tokenizer.
+    `source` is anything that lz.tokenize takes as its tokenizer. `pattern` and `special_tokens`
+    belong to a *.tiktoken file, which holds neither; without them its name must be that of an
+    encoding tiktoken knows. `identity` is the id it must have: DataError if it is another
+    tokenizer.
     """
     if pattern is None and special_tokens is None:
         handle = tokenizer_identity.identify(source, "load_tokenizer")
@@ -58,10 +60,10 @@ def _from_ranks(source: Any, pattern: str | None, special_tokens: Mapping[str, i
 
 
 def prefix_memories() -> dict[str, Counts]:
-    """By the id of each tokenizer: how often a remembered prefix served, and how much is remembered."""
+    """Returns by tokenizer id how often a cached prefix was used, and how much is cached."""
     return prefix.memories()
 
 
 def forget_prefixes() -> None:
-    """Drop every remembered text."""
+    """Drops every cached text."""
     prefix.forget()

@@ -87,7 +87,7 @@ def _watch(held: HeldGraph) -> None:
     with _watching:
         _held.add(held)
         if not _watched:
-            worlds.listen(_look)
+            worlds.add_listener(_look)
             _watched = True
 
 

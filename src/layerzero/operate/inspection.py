@@ -25,7 +25,7 @@ from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
 from ..world import catalog, context, events, measurements, perf_loading
 from ..world import snapshot as worlds
-from ..world.incidents import faults_of, learn, refusal
+from ..world.incidents import extend_keys, faults_of, no_kernel_error
 
 
 def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
@@ -61,8 +61,8 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     """
     found = dispatcher_of(op)
     found._ready()
-    override = context.for_call(backend, policy)
-    learn(override)
+    override = context.override_for_call(backend, policy)
+    extend_keys(override)
     values = found.bound(args, kwargs)
     named = dict(zip(found.names, values))
     tensors = reading.check_types(found.op, named)             # before anything looks into them
@@ -124,9 +124,9 @@ def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     """As explain, but an error if nothing can serve the call."""
     plan = explain(op, *args, **kwargs)
     if not plan.steps:
-        override = context.for_call(kwargs.get("backend"), kwargs.get("policy"))
-        raise refusal(_imagining(worlds.current(), kwargs.get("on")), worlds.current().catalog.ops[plan.op],
-                      plan.facts, override)
+        override = context.override_for_call(kwargs.get("backend"), kwargs.get("policy"))
+        raise no_kernel_error(_imagining(worlds.current(), kwargs.get("on")), worlds.current().catalog.ops[plan.op],
+                              plan.facts, override)
     return plan
 
 
@@ -307,7 +307,8 @@ def get_config() -> dict[str, Any]:
     for layer in outer.layers if outer else ():
         policy = policy.with_layer(layer)
     source = {name: layer.name for layer in reversed(policy.layers) for name in layer.settings}
-    settings = {**policy.settings, "perfdb": perf_loading.shown(policy.setting("perfdb"))}     # without its password
+    # without its password
+    settings = {**policy.settings, "perfdb": perf_loading.without_password(policy.setting("perfdb"))}
     return {"settings": settings, "source": {n: source.get(n, "default") for n in policy.settings},
             "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)}
                       for layer in policy.layers for r in layer.rules],

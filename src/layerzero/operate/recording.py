@@ -269,7 +269,7 @@ def stop(recorder: Observer) -> None:
 
 def _locked(do: Callable[[], None]) -> None:
     """No world is published meanwhile. Without a world there is nothing to keep still."""
-    worlds.consult(lambda world: do()) if worlds.exists() else do()
+    worlds.call_with_current(lambda world: do()) if worlds.exists() else do()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is on its way into a store: measurements, the environments they name, and rates with their
+"""A batch to be written to a store: measurements, the environments they name, and rates with their
 times."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .record import Measurement, Rates
 
 @dataclass(frozen=True)
 class Batch:
-    """Frozen, and with one measurement for each row of a store, so that it does not grow while the
-    store is away."""
+    """Immutable, with one measurement per row of a store, so that it stays small while the store is
+    unavailable."""
 
     rows: Mapping[tuple[str, ...], Measurement] = field(default_factory=dict)
     environments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from .interface import Store
 
 SCHEMA = "layerzero.perf/2"
-WITHOUT_MODE = "layerzero.perf/1"              # of its rows only those of CPUs are of use: see store.py
-LIMITS = Limits(size=1 << 30)                  # of a file of measurements
-Content = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
+SCHEMA_WITHOUT_MODE = "layerzero.perf/1"       # only its CPU rows are usable: see schema.py
+LIMITS = Limits(size=1 << 30)                  # of a file
+FileContent = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
 
 
 def export_lines(store: Store, path: Path) -> int:
-    """The file is replaced in one step; a reader sees the old one or the new one. Only such a file
-    is replaced."""
+    """Writes the store as JSON lines and returns the number of rows.
+
+    The file is replaced atomically, and only if it is missing, empty or such an export itself.
+    """
     path = Path(os.path.realpath(path))
     _check_replaceable(path)
     rows, environments, rates = list(store.rows()), store.environments(), store.timed_rates()
@@ -43,7 +45,7 @@ def export_lines(store: Store, path: Path) -> int:
                     out.write(json.dumps(line, sort_keys=True) + "\n")
                 out.close()
                 os.replace(out.name, path)
-            except BaseException:              # nothing is handled: a half-written file is taken away, the rest goes on
+            except BaseException:              # re-raised: only the half-written file is removed
                 os.unlink(out.name)
                 raise
     except OSError as e:
@@ -68,23 +70,23 @@ def _check_replaceable(path: Path) -> None:
                     "nothing of it was touched. Name another file")
 
 
-def read_lines(path: Path) -> Content:
-    """All of a file, or DataError with the line that is wrong."""
+def read_lines(path: Path) -> FileContent:
+    """Reads all of a file; DataError names the line that is wrong."""
     rows: list[Measurement] = []
     environments: dict[str, dict[str, Any]] = {}
     rates: dict[str, tuple[Rates, float]] = {}
     lines = _lines(path)
     _, head = next(lines, (0, {}))
-    if head.get("schema") not in (SCHEMA, WITHOUT_MODE):
+    if head.get("schema") not in (SCHEMA, SCHEMA_WITHOUT_MODE):
         raise DataError(f"{path}: wanted a file of lz perf export, which begins with the schema {SCHEMA!r}; "
                         f"got {head.get('schema')!r}")
     number = 1
     for number, line in lines:
         try:
             if "measurement" in line:
-                found = Measurement.from_json(line["measurement"])
-                if head["schema"] == SCHEMA or is_cpu_place(found.place):
-                    rows.append(found)
+                measurement = Measurement.from_json(line["measurement"])
+                if head["schema"] == SCHEMA or is_cpu_place(measurement.place):
+                    rows.append(measurement)
             elif "environment" in line:
                 environments[_checked_id(line)] = line["data"]
             elif "rates" in line:
@@ -101,10 +103,10 @@ def read_lines(path: Path) -> Content:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, found in read_json_lines(path, "a file of lz perf export", limits=LIMITS, nan=True):
-        if not isinstance(found, dict):
-            raise DataError(f"{path}:{number}: wanted a JSON object, got {type(found).__name__}")
-        yield number, found
+    for number, line in read_json_lines(path, "a file of lz perf export", limits=LIMITS, nan=True):
+        if not isinstance(line, dict):
+            raise DataError(f"{path}:{number}: wanted a JSON object, got {type(line).__name__}")
+        yield number, line
 
 
 def _checked_id(line: Mapping[str, Any]) -> str:

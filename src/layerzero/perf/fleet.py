@@ -11,25 +11,25 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..spec.errors import DataError
-from .interface import COLUMNS, KEY, NewerStore, Store, StoreError, environment_id, settled
-from .record import EAGER, QUIET, TEXTS, Measurement, PerfView, Rates
+from .interface import COLUMNS, KEY, NewerStore, Store, StoreError, environment_id, normalized
+from .record import EAGER, QUIET_SPREAD, TEXTS, Measurement, PerfView, Rates
 
 VERSION = 2
-DRIVERS = ("psycopg", "pg8000", "psycopg2")    # the first that is here
+DRIVERS = ("psycopg", "pg8000", "psycopg2")    # the first that is installed
 BATCH = 500
-_LOCK = 0x4C5A5046                             # of those that make the tables at the same time
+_LOCK = 0x4C5A5046                             # serializes processes that create the tables
 
 
 class FleetStore(Store):
     """A server that many machines read and write. `url` is
     postgresql://user:password@host/database.
 
-    The tables are made where there are none; with `read_only` nothing is, and no row is written.
+    Missing tables are created; with `read_only` nothing is created or written.
     """
 
     def __init__(self, url: str, timeout: float = 10.0, read_only: bool = False) -> None:
         self.read_only = read_only
-        self._absent = False                   # only read, and there are no tables yet
+        self._missing = False                  # read only, and there are no tables yet
         try:
             self._sa: Any = importlib.import_module("sqlalchemy")
             self._dialect: Any = importlib.import_module("sqlalchemy.dialects.postgresql")
@@ -45,12 +45,13 @@ class FleetStore(Store):
             address = address.set(drivername=f"postgresql+{_driver()}")
         self.name = address.render_as_string(hide_password=True)
         self._tables()
-        wait = {"timeout" if address.drivername.endswith("pg8000") else "connect_timeout": max(1, int(timeout))}
-        with self._told():
-            self._engine = self._sa.create_engine(address, poolclass=self._sa.pool.StaticPool, connect_args=wait)
+        connect_args = {"timeout" if address.drivername.endswith("pg8000") else "connect_timeout": max(1, int(timeout))}
+        with self._store_errors():
+            self._engine = self._sa.create_engine(address, poolclass=self._sa.pool.StaticPool,
+                                                  connect_args=connect_args)
             try:
                 self._prepare()
-            except BaseException:              # nothing is handled: whatever it was, no connection is left open
+            except BaseException:              # re-raised: only the connection is closed
                 self._engine.dispose()
                 raise
 
@@ -74,14 +75,14 @@ class FleetStore(Store):
         if self.read_only:
             self._engine = self._engine.execution_options(postgresql_readonly=True)
             with self._engine.connect() as connection:
-                self._absent = not sa.inspect(connection).has_table(self._schema.name)
-                version = 0 if self._absent else self._version(connection)
+                self._missing = not sa.inspect(connection).has_table(self._schema.name)
+                version = 0 if self._missing else self._version(connection)
             if 0 < version < VERSION:
                 raise StoreError(f"{self.name} has schema {version}, wanted is schema {VERSION}; "
                                  "whoever writes next brings it up to date, such as lz perf prune")
             return
         with self._engine.begin() as connection:
-            connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK})"))      # others wait until this is done
+            connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK})"))      # others wait
             self._schema.create(connection, checkfirst=True)
             version = self._version(connection)
             if version < 1:
@@ -102,7 +103,8 @@ class FleetStore(Store):
         return version
 
     def _add_mode(self, connection: Any) -> None:
-        """As `_take_over_eager_rows` of store.py: rows of CPUs were eager, of the others nobody can tell."""
+        """As `_migrate_eager_rows` of schema.py: CPU rows were eager, the mode of the others is
+        unknown."""
         for statement in (
                 "DELETE FROM layerzero_measurements WHERE place !~ '-[0-9]+t$'",
                 f"ALTER TABLE layerzero_measurements ADD COLUMN mode TEXT NOT NULL DEFAULT '{EAGER}'",
@@ -111,12 +113,12 @@ class FleetStore(Store):
             connection.execute(self._sa.text(statement))
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except (self._sa.exc.SQLAlchemyError, OSError, UnicodeError) as e:
-            said = str(getattr(e, "orig", None) or e).strip().splitlines()
-            text = said[0] if said else type(e).__name__
+            lines = str(getattr(e, "orig", None) or e).strip().splitlines()
+            text = lines[0] if lines else type(e).__name__
             raise StoreError(f"{self.name}: {text}; measurements cannot be read or kept there now") from e
 
     def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
@@ -124,42 +126,42 @@ class FleetStore(Store):
         if self.read_only:
             raise StoreError(f"{self.name} was opened to be read; nothing was written")
         now = time.time()
-        # One statement must not meet a row twice, and all must take their locks in one order.
+        # A statement must not touch a row twice, and all writers must lock rows in the same order.
         best: dict[tuple[str, ...], Measurement] = {}
-        for m in settled(rows):
+        for m in normalized(rows):
             key = tuple(getattr(m, name) for name in KEY)
             if key not in best or m.supersedes(best[key]):
                 best[key] = m
         insert, c = self._dialect.insert, self._measurements.c
-        put = insert(self._measurements)
-        new = put.excluded
-        put = put.on_conflict_do_update(
+        upsert = insert(self._measurements)
+        new = upsert.excluded
+        upsert = upsert.on_conflict_do_update(
             index_elements=KEY, set_={name: new[name] for name in COLUMNS if name not in KEY},
-            where=self._sa.tuple_(new.spread <= QUIET, new.at)
-            >= self._sa.tuple_(c.spread <= QUIET, self._past(c.at, now)))
-        roofs = insert(self._rates)
-        roofs = roofs.on_conflict_do_update(
-            index_elements=("place",), where=roofs.excluded.at >= self._past(self._rates.c.at, now),
-            set_={name: roofs.excluded[name] for name in ("flops_per_us", "bytes_per_us", "at")})
-        with self._told(), self._engine.begin() as connection:
+            where=self._sa.tuple_(new.spread <= QUIET_SPREAD, new.at)
+            >= self._sa.tuple_(c.spread <= QUIET_SPREAD, self._known_time(c.at, now)))
+        upsert_rates = insert(self._rates)
+        upsert_rates = upsert_rates.on_conflict_do_update(
+            index_elements=("place",), where=upsert_rates.excluded.at >= self._known_time(self._rates.c.at, now),
+            set_={name: upsert_rates.excluded[name] for name in ("flops_per_us", "bytes_per_us", "at")})
+        with self._store_errors(), self._engine.begin() as connection:
             for i in sorted(environments):
                 connection.execute(insert(self._environments).on_conflict_do_nothing(),
                                    {"id": i, "data": dict(environments[i])})
             for batch in _batches([best[key]._asdict() for key in sorted(best)]):
-                connection.execute(put, batch)
-            for place, (found, at) in sorted(rates.items()):
-                connection.execute(roofs, {"place": place, "flops_per_us": float(found.flops_per_us),
-                                           "bytes_per_us": float(found.bytes_per_us),
-                                           "at": min(float(at), now)})
+                connection.execute(upsert, batch)
+            for place, (rate, at) in sorted(rates.items()):
+                connection.execute(upsert_rates, {"place": place, "flops_per_us": float(rate.flops_per_us),
+                                                  "bytes_per_us": float(rate.bytes_per_us),
+                                                  "at": min(float(at), now)})
 
-    def _past(self, at: Any, now: float) -> Any:
-        """0 for a time in the future: see `settled`."""
+    def _known_time(self, at: Any, now: float) -> Any:
+        """Returns the time, 0 for one in the future: see `normalized`."""
         return self._sa.case((at > now, 0.0), else_=at)
 
     def _select(self, *conditions: Any) -> Any:
         return self._sa.select(*(self._measurements.c[name] for name in COLUMNS)).where(*conditions)
 
-    def _sound(self, values: Sequence[Any]) -> Measurement:
+    def _checked_row(self, values: Sequence[Any]) -> Measurement:
         try:
             return Measurement._make(values).checked()
         except DataError as e:
@@ -170,48 +172,48 @@ class FleetStore(Store):
         c = self._measurements.c
         conditions = [c.kernel == kernel, c.bucket == bucket, c.place == place, c.mode == mode]
         conditions += [c.build == build] if build is not None else []
-        if self._absent:
+        if self._missing:
             return None
-        with self._told(), self._engine.connect() as connection:
-            found = connection.execute(self._select(*conditions).order_by(c.at.desc()).limit(1)).first()
-        return None if found is None else self._sound(found)
+        with self._store_errors(), self._engine.connect() as connection:
+            row = connection.execute(self._select(*conditions).order_by(c.at.desc()).limit(1)).first()
+        return None if row is None else self._checked_row(row)
 
     def _rows(self) -> Iterator[Measurement]:
-        if self._absent:
+        if self._missing:
             return
-        with self._told(), self._engine.connect() as connection:
-            found = connection.execute(self._select()).all()
-        yield from map(self._sound, found)
+        with self._store_errors(), self._engine.connect() as connection:
+            rows = connection.execute(self._select()).all()
+        yield from map(self._checked_row, rows)
 
     def environments(self) -> dict[str, dict[str, Any]]:
-        if self._absent:
+        if self._missing:
             return {}
         table = self._environments
-        with self._told(), self._engine.connect() as connection:
-            found = connection.execute(self._sa.select(table.c.id, table.c.data)).all()
-        return {i: data for i, data in found if isinstance(data, dict) and environment_id(data) == i}
+        with self._store_errors(), self._engine.connect() as connection:
+            rows = connection.execute(self._sa.select(table.c.id, table.c.data)).all()
+        return {i: data for i, data in rows if isinstance(data, dict) and environment_id(data) == i}
 
     def timed_rates(self) -> dict[str, tuple[Rates, float]]:
-        if self._absent:
+        if self._missing:
             return {}
         columns = [self._rates.c[name] for name in ("place", "flops_per_us", "bytes_per_us", "at")]
-        with self._told(), self._engine.connect() as connection:
-            found = connection.execute(self._sa.select(*columns)).all()
-        return {place: (Rates(flops, moved), at) for place, flops, moved, at in found
+        with self._store_errors(), self._engine.connect() as connection:
+            rows = connection.execute(self._sa.select(*columns)).all()
+        return {place: (Rates(flops, moved), at) for place, flops, moved, at in rows
                 if 0 < flops < math.inf and 0 < moved < math.inf}
 
     def view(self, builds: Mapping[str, str], since: float = 0.0,
              on_damage: Callable[[str], None] = lambda what: None) -> PerfView:
         c, now = self._measurements.c, time.time()
         today = self._sa.tuple_(c.kernel, c.build).in_(sorted(builds.items()))
-        found: Sequence[Sequence[Any]] = ()
-        if builds and not self._absent:
-            with self._told(), self._engine.connect() as connection:
-                found = connection.execute(self._select(c.at >= since, today)).all()
+        result: Sequence[Sequence[Any]] = ()
+        if builds and not self._missing:
+            with self._store_errors(), self._engine.connect() as connection:
+                result = connection.execute(self._select(c.at >= since, today)).all()
         rows, problem = [], ""
-        for values in found:  # what another client wrote badly costs itself, and no other row
+        for values in result:  # a bad row of another client costs only itself
             try:
-                m = self._sound(values)
+                m = self._checked_row(values)
                 rows.append(m if m.at <= now else m._replace(at=now))
             except StoreError as e:
                 problem = str(e)
@@ -224,12 +226,12 @@ class FleetStore(Store):
             raise StoreError(f"{self.name} was opened to be read; nothing was removed")
         sa, c = self._sa, self._measurements.c
         columns = (*KEY, "at")
-        gone = self._measurements.delete().where(*(c[name] == sa.bindparam(f"_{name}") for name in columns))
+        deletion = self._measurements.delete().where(*(c[name] == sa.bindparam(f"_{name}") for name in columns))
         keys = [{f"_{name}": getattr(m, name) for name in columns} for m in rows]
         unused = self._environments.delete().where(self._environments.c.id.not_in(sa.select(c.environment)))
-        with self._told(), self._engine.begin() as connection:
+        with self._store_errors(), self._engine.begin() as connection:
             for batch in _batches(keys):
-                connection.execute(gone, batch)
+                connection.execute(deletion, batch)
             connection.execute(unused)
 
     def close(self) -> None:

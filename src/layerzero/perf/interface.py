@@ -1,9 +1,9 @@
-"""What every store of measurements can do.
+"""The interface of every store of measurements.
 
-One row per (kernel, bucket, place, mode, build): the bucket names dtype, switches and sizes, the place device, driver
-and toolkits, the mode how it was called, the build the library that was measured. A second measurement of the same row
-replaces the first if it is the newer one, but a noisy one never replaces a quiet one (`Measurement.supersedes`); so
-stores may be merged in any order and as often as one likes.
+One row per (kernel, bucket, place, mode, build): the bucket names dtype, switches and sizes; the
+place names device, driver and toolkits; the mode is how it was called; the build is that of the
+measured library. A newer measurement of a row replaces an older one, but a noisy one never replaces
+a quiet one (`Measurement.supersedes`), so stores may be merged in any order and repeatedly.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ KEY = ("kernel", "bucket", "place", "mode", "build")
 
 
 __all__ = ["COLUMNS", "KEY", "CorruptStore", "ForeignFile", "NewerStore", "Store", "StoreError",
-           "environment_id", "settled"]
+           "environment_id", "normalized"]
 
 
 class StoreError(DataError):
-    """A store that cannot be opened, read or written now."""
+    """The store cannot be opened, read or written now."""
 
 
 class NewerStore(StoreError):
-    """Written by a later release. It is left as it is."""
+    """The store was written by a later release. It is left as it is."""
 
 
 class ForeignFile(StoreError):
-    """A path where something is that is not ours: another kind of file, another program's database,
+    """The path holds something that is not ours: another kind of file, another program's database,
     a device."""
 
     def __init__(self, path: Path, what: str,
@@ -49,8 +49,7 @@ class ForeignFile(StoreError):
 
 
 class CorruptStore(StoreError, CacheCorruptionError):
-    """A store of ours that is damaged. `file` (device and inode) tells which one it was, even after
-    it was renamed."""
+    """A store of ours is damaged. `file` (device and inode) identifies it even after a rename."""
 
     def __init__(self, path: Path, what: str, file: tuple[int, int] | None) -> None:
         super().__init__(f"{path}: {what}")
@@ -61,19 +60,19 @@ S = TypeVar("S", bound="Store")
 
 
 class Store(ABC):
-    """What was measured, kept. Use it from one thread, and close it, or use it in a `with`."""
+    """A store of measurements. Use it from one thread, and close it, or use it in a `with`."""
 
     name: str                                  # for messages
 
     @abstractmethod
     def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
               rates: Mapping[str, tuple[Rates, float]]) -> None:
-        """All of it in one transaction. The time beside a rate says when it was measured."""
+        """Writes everything in one transaction. Each rate comes with the time it was measured."""
 
     @abstractmethod
     def get(self, kernel: str, bucket: str, place: str, build: str | None = None,
             mode: str = EAGER) -> Measurement | None:
-        """Of this build, or the newest."""
+        """Returns the measurement of this build, or of any build the newest."""
 
     @abstractmethod
     def _rows(self) -> Iterator[Measurement]: ...
@@ -87,14 +86,14 @@ class Store(ABC):
     @abstractmethod
     def view(self, builds: Mapping[str, str], since: float = 0.0,
              on_damage: Callable[[str], None] = lambda what: None) -> PerfView:
-        """The measurements of these builds (kernel -> build) that are not older than `since`.
+        """Returns the measurements of these builds (kernel -> build) that are not older than
+        `since`.
 
-        A view reads when it is asked. Should it meet damage then, it has no row there and calls
-        `on_damage`.
+        A view reads lazily. If it meets damage then, it skips the row and calls `on_damage`.
         """
 
     def verify(self) -> None:
-        """Read all of it; CorruptStore, or another StoreError, where something is damaged."""
+        """Reads everything; raises CorruptStore, or another StoreError, if something is damaged."""
         for _ in self._rows():
             pass
         self.environments()
@@ -102,7 +101,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, rows: Iterable[Measurement]) -> None:
-        """These rows, then environments that no row refers to any more."""
+        """Deletes these rows, then environments that no row refers to any more."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -115,52 +114,54 @@ class Store(ABC):
         self.close()
 
     def put(self, rows: Iterable[Measurement], environment: Mapping[str, Any] | None = None) -> None:
-        """Add measurements; `environment` is that of those that name none."""
-        found = {environment_id(environment): environment} if environment is not None else {}
-        own = next(iter(found), "")
-        self.write((m if m.environment else m._replace(environment=own) for m in rows), found, {})
+        """Adds measurements; `environment` is for those that name none."""
+        environments = {environment_id(environment): environment} if environment is not None else {}
+        default = next(iter(environments), "")
+        self.write((m if m.environment else m._replace(environment=default) for m in rows), environments, {})
 
     def put_rates(self, rates: Mapping[str, Rates], at: float | None = None) -> None:
-        when = time.time() if at is None else at
-        self.write((), {}, {place: (r, when) for place, r in rates.items()})
+        measured_at = time.time() if at is None else at
+        self.write((), {}, {place: (r, measured_at) for place, r in rates.items()})
 
     def rates(self) -> dict[str, Rates]:
         return {place: rates for place, (rates, _) in self.timed_rates().items()}
 
     def rows(self, *, kernel: str = "*", op: str = "*", place: str = "*") -> Iterator[Measurement]:
-        """Those whose kernel, op and place match these patterns."""
+        """Yields the rows whose kernel, op and place match these patterns."""
         for m in self._rows():
             if fnmatchcase(m.kernel, kernel) and fnmatchcase(m.op, op) and fnmatchcase(m.place, place):
                 yield m
 
     def prune(self, unwanted: Callable[[Measurement], bool] = lambda m: True, *, before: float | None = None) -> int:
-        """Remove the rows that are `unwanted`, or of those only the ones measured before a time. How many it was."""
+        """Removes the `unwanted` rows, optionally only those measured `before` a time. Returns how
+        many."""
         rows = [m for m in self._rows() if (before is None or m.at < before) and unwanted(m)]
         self.delete(rows)
         return len(rows)
 
     def merge(self, other: Store) -> int:
-        """Take over what another store has; of two measurements of the same row one is left. How many were offered."""
+        """Adds the rows of another store; `supersedes` decides between equal rows. Returns how many
+        rows it had."""
         rows = list(other.rows())
         self.write(rows, other.environments(), other.timed_rates())
         return len(rows)
 
     def export(self, path: str | os.PathLike[str]) -> int:
-        """Write everything as JSON lines; see perf/exchange.py."""
+        """Writes everything as JSON lines (perf/exchange.py). Returns how many rows."""
         return export_lines(self, Path(path))
 
     def import_(self, path: str | os.PathLike[str]) -> int:
-        """Take over such a file, all of it or nothing."""
+        """Adds all rows of such a file, or none. Returns how many."""
         rows, environments, rates = read_lines(Path(path))
         self.write(rows, environments, rates)
         return len(rows)
 
 
-def settled(rows: Iterable[Measurement]) -> list[Measurement]:
-    """As they may be kept: checked, and none from the future, which would be the newest for ever.
+def normalized(rows: Iterable[Measurement]) -> list[Measurement]:
+    """Returns checked rows, none from the future, since such a row would be the newest for ever.
 
-    A clock that was set back leaves rows of the future in a store. Nobody knows how old they are,
-    so they give way to any other: stores take the time of such a row for 0 when they compare.
+    A clock that was set back leaves rows from the future in a store. Their age is unknown, so any
+    other row replaces them: stores count their time as 0 in comparisons.
     """
     now = time.time()
     checked = (m.checked() for m in rows)

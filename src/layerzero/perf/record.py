@@ -3,8 +3,8 @@
 A *kind of call* is what the cache key tells apart for speed: dtype and switches (its `family`), and
 its sizes on the grid of spec/grid.py. `place` is where it was measured: the device's signature, and
 for a CPU the number of threads, since the winner depends on it. `mode` is how: eagerly, captured in a
-CUDA graph, or compiled by torch.compile. The three are different races with different winners, and a
-measurement says nothing about another mode than its own.
+CUDA graph, or compiled by torch.compile. The three have different winners, and a measurement says
+nothing about another mode than its own.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ..spec.grid import bucket_label
 from ..spec.op import Op
 from ..spec.rules import Rule
 
-FARTHEST = 4.0         # octaves, over all sizes together, from which a measurement still says something
+MAX_DISTANCE = 4.0     # octaves, summed over all sizes, at which a measurement still counts
 NEIGHBOURS = 4
-QUIET = 0.25           # up to this spread a measurement is a quiet one, which no noisy one replaces
-TELLING = 16           # samples beyond these add no trust
+QUIET_SPREAD = 0.25    # a measurement with at most this spread is never replaced by a noisier one
+MAX_TRUSTED_SAMPLES = 16  # more samples add no trust
 OVERHEAD_US = 2.0      # added to the roofline before calls of different sizes are compared: no call is free
 
 EAGER, CAPTURED, COMPILED = MODES = ("eager", "captured", "compiled")
 
 
 def mode_of(facts: Mapping[str, Any]) -> str:
-    """The mode that a call with these facts is made in."""
+    """Returns the mode of a call with these facts."""
     if facts.get("graph"):
         return CAPTURED
     return COMPILED if facts.get("compiled") else EAGER
@@ -58,7 +58,7 @@ class Measurement(NamedTuple):
     bytes: float = 0.0
     p95_us: float = 0.0
     p99_us: float = 0.0
-    compile_us: float = 0.0                    # paid once before the first call, kept apart
+    compile_us: float = 0.0                    # paid once before the first call, not part of the others
     build: str = ""                            # which build of the kernel's library
     at: float = 0.0                            # seconds since 1970
     environment: str = ""                      # id of the whole environment it was measured in
@@ -70,7 +70,7 @@ class Measurement(NamedTuple):
         return decode(cls, data, "measurement").checked()
 
     def checked(self) -> Measurement:
-        """The same with every number of its own type; DataError for what no measurement can be."""
+        """Returns the row with every number of its type; raises DataError for impossible values."""
         given: tuple[Any, ...] = self
         values: list[Any] = []
         for name, value in zip(self._fields, given):
@@ -96,33 +96,34 @@ class Measurement(NamedTuple):
 
     @property
     def trust(self) -> float:
-        """1 for a quiet measurement, falling towards 0 as its spread grows; many samples settle more than one.
+        """1 for a quiet measurement, falling towards 0 as its spread grows; samples add trust.
 
-        Not more than a few tell, though: what disturbed one sample may have disturbed them all.
+        Only up to MAX_TRUSTED_SAMPLES: what disturbed one sample may have disturbed them all.
         """
-        return 1.0 / (1.0 + (self.spread / QUIET) ** 2 / min(self.samples, TELLING))
+        return 1.0 / (1.0 + (self.spread / QUIET_SPREAD) ** 2 / min(self.samples, MAX_TRUSTED_SAMPLES))
 
     def supersedes(self, other: Measurement) -> bool:
-        """Of two of the same thing: a quiet one before a noisy one, then the newer. So their order does not matter."""
-        return (self.spread <= QUIET, self.at) >= (other.spread <= QUIET, other.at)
+        """Does this row replace `other`? Quiet before noisy, then the newer: the order of merging
+        does not matter."""
+        return (self.spread <= QUIET_SPREAD, self.at) >= (other.spread <= QUIET_SPREAD, other.at)
 
 
 TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build", "environment", "mode"))
 _SIZE = re.compile(r"\w+=-?\d{1,19}")
 _REQUIRED = ("kernel", "op", "bucket", "place", "median_us")
 _LEAST: Mapping[str, float] = {"median_us": 1e-6, "samples": 1}
-_MOST: Mapping[str, float] = {"samples": 2.0**53}  # what a database takes for a whole number
+_MOST: Mapping[str, float] = {"samples": 2.0**53}  # exact as a double
 
 
 def is_text(value: Any) -> bool:
-    """Text that every store can keep: Unicode without NUL and without halves of surrogate pairs."""
+    """Is it text that every store can keep: Unicode without NUL and lone surrogates?"""
     if not isinstance(value, str) or "\0" in value:
         return False
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 class Rates(NamedTuple):
-    """What the device can do at best: per microsecond. Measured by tuning; until then, round figures."""
+    """Peak rates of a device, per microsecond. Measured by tuning; until then, round figures."""
 
     flops_per_us: float
     bytes_per_us: float
@@ -144,7 +145,7 @@ class Kind(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What neighbouring measurements say of a kind of call that was not measured."""
+    """An estimate for a kind of call from neighbouring measurements."""
 
     us: float
     trust: float
@@ -153,18 +154,18 @@ class Estimate(NamedTuple):
 
 
 def kind_of(op: Op, facts: Mapping[str, Any]) -> Kind:
-    main = facts["dtype"]
-    family = [str(main)]
+    main_dtype = facts["dtype"]
+    family = [str(main_dtype)]
     for p in op.params:
         if p.kind == "tensor":
-            given = facts.get(f"{p.name}.dtype")
-            if given is not None and (p.optional or (given != main and p.name not in op.same_dtype)):
-                family.append(f"{p.name}={given}")
+            dtype = facts.get(f"{p.name}.dtype")
+            if dtype is not None and (p.optional or (dtype != main_dtype and p.name not in op.same_dtype)):
+                family.append(f"{p.name}={dtype}")
         elif p.kind in ("bool", "str"):
             if facts[p.name] != p.default:
                 family.append(f"{p.name}={facts[p.name]}")
         elif p.kind == "int":
-            if p.name in counters(op):
+            if p.name in free_integers(op):
                 family += [p.name] * ((facts[p.name] is None) != (p.default is None))
             elif facts[p.name] != p.default:
                 family.append(f"{p.name}={bucket_label(max(facts[p.name] or 0, 0))}")
@@ -182,16 +183,17 @@ def kind_of(op: Op, facts: Mapping[str, Any]) -> Kind:
 
 
 @lru_cache(maxsize=None)
-def counters(op: Op) -> frozenset[str]:
-    """Whole numbers that the contract says nothing about, such as a seed: no time depends on their value."""
-    said = {leaf.fact for rule in op.requires for leaf in rule.leaves()}.union(
+def free_integers(op: Op) -> frozenset[str]:
+    """Returns the integer parameters the contract says nothing about, such as a seed: they affect
+    no time."""
+    mentioned = {leaf.fact for rule in op.requires for leaf in rule.leaves()}.union(
         op.exact, *(parse(text).names for text in (op.flops, op.bytes, *op.derived.values())))
-    return frozenset(p.name for p in op.params if p.kind == "int" and p.name not in said)
+    return frozenset(p.name for p in op.params if p.kind == "int" and p.name not in mentioned)
 
 
 @lru_cache(maxsize=None)
 def _limits(op: Op) -> Mapping[str, Any]:
-    """The largest value that the contract lets each number have."""
+    """Returns the largest value that the contract allows for each number."""
     rules = (rule for rule in op.requires if isinstance(rule, Rule))
     return {rule.fact: n for rule in rules for n in rule.predicate.cuts().above}
 
@@ -206,14 +208,14 @@ def is_cpu_place(place: str) -> bool:
 
 
 def environment_id(environment: Mapping[str, Any]) -> str:
-    """The name of an environment, by its content."""
+    """Returns the id of an environment: a hash of its content."""
     return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Source(Protocol):
-    """Measurements that are read when their kernel is first asked for; nobody changes them meanwhile."""
+    """Measurements that are read when their kernel is first needed; they never change."""
 
-    kernels: Collection[str]                   # those it has any of
+    kernels: Collection[str]                   # kernels with measurements
 
     def rows_of(self, kernel: str) -> list[Measurement]: ...
 
@@ -221,30 +223,32 @@ class Source(Protocol):
 
 
 Key = tuple[str, str, str]                     # (bucket, place, mode)
-Rows = Mapping[Key, Measurement]               # what was measured so, for one kernel
-Near = Mapping[Key, list[tuple[dict[str, float], Measurement]]]        # (place, family, mode) -> (octaves, it)
+Rows = Mapping[Key, Measurement]               # of one kernel
+# (place, family, mode) -> (sizes in octaves, row)
+SizeIndex = Mapping[Key, list[tuple[dict[str, float], Measurement]]]
 
 
 class PerfView:
-    """A frozen set of measurements, asked by (kernel, bucket, place, mode), and the rates of each place."""
+    """An immutable set of measurements by (kernel, bucket, place, mode), and the rates of each
+    place."""
 
-    __slots__ = ("_more", "_near", "_rows", "_source", "rates")
+    __slots__ = ("_extra", "_index", "_rows", "_source", "rates")
 
     def __init__(self, measurements: Iterable[Measurement] = (), rates: Mapping[str, Rates] | None = None,
                  source: Source | None = None) -> None:
         self._source = source
-        self._rows: dict[str, Rows] = {}       # of the kernels that were asked for, or differ from the source
-        self._near: dict[str, Near] = {}
-        self._more = 0                         # rows beyond those of the source
+        self._rows: dict[str, Rows] = {}       # of kernels that were read, or differ from the source
+        self._index: dict[str, SizeIndex] = {}
+        self._extra = 0                        # rows that the source does not have
         self.rates: Mapping[str, Rates] = MappingProxyType(dict(rates or {}))
-        self._take(measurements)
+        self._add(measurements)
 
-    def _take(self, measurements: Iterable[Measurement]) -> None:
+    def _add(self, measurements: Iterable[Measurement]) -> None:
         changed: dict[str, dict[Key, Measurement]] = {}
         for m in measurements:
             rows = changed.get(m.kernel)
             if rows is None:
-                rows = changed[m.kernel] = dict(self._of(m.kernel))
+                rows = changed[m.kernel] = dict(self._rows_of(m.kernel))
             key = (m.bucket, m.place, m.mode)
             old = rows.get(key)
             if old is None or m.supersedes(old):
@@ -253,85 +257,92 @@ class PerfView:
             self._replace(kernel, rows)
 
     def _replace(self, kernel: str, rows: Rows) -> None:
-        self._more += len(rows) - len(self._of(kernel))
+        self._extra += len(rows) - len(self._rows_of(kernel))
         self._rows[kernel] = rows
-        self._near.pop(kernel, None)
+        self._index.pop(kernel, None)
 
-    def _of(self, kernel: str) -> Rows:
+    def _rows_of(self, kernel: str) -> Rows:
         rows = self._rows.get(kernel)
-        if rows is None:                       # two threads may both make it: the same value
+        if rows is None:                       # two threads may both do this, with equal results
             source = self._source
-            found = source.rows_of(kernel) if source is not None and kernel in source.kernels else ()
-            rows = self._rows[kernel] = {(m.bucket, m.place, m.mode): m for m in found}
+            measured = source.rows_of(kernel) if source is not None and kernel in source.kernels else ()
+            rows = self._rows[kernel] = {(m.bucket, m.place, m.mode): m for m in measured}
         return rows
 
     def get(self, kernel: str, bucket: str, place: str, mode: str = EAGER) -> Measurement | None:
-        return self._of(kernel).get((bucket, place, mode))
+        return self._rows_of(kernel).get((bucket, place, mode))
 
     def near(self, kernel: str, kind: Kind, place: str, mode: str = EAGER) -> list[tuple[float, Measurement]]:
-        """The nearest measurements of a kernel in the same family, with their distances; nearest first."""
-        index = self._near.get(kernel)
+        """Returns the nearest measurements of a kernel in the same family with their distances,
+        nearest first."""
+        index = self._index.get(kernel)
         if index is None:
-            index = self._near[kernel] = _index(self._of(kernel))
-        here = {name: _octave(n) for name, n in kind.sizes}
-        found = ((_distance(here, sizes), m) for sizes, m in index.get((place, kind.family, mode), ()))
-        return sorted((pair for pair in found if pair[0] <= FARTHEST), key=lambda pair: pair[0])[:NEIGHBOURS]
+            index = self._index[kernel] = _build_index(self._rows_of(kernel))
+        octaves = {name: _octave(n) for name, n in kind.sizes}
+        candidates = ((_distance(octaves, sizes), m) for sizes, m in index.get((place, kind.family, mode), ()))
+        return sorted((pair for pair in candidates if pair[0] <= MAX_DISTANCE), key=lambda pair: pair[0])[:NEIGHBOURS]
 
     def estimate(self, kernel: str, kind: Kind, place: str, rates: Rates, roofline_us: float,
                  mode: str = EAGER) -> Estimate | None:
-        """From the nearest measurements of the same kernel and family: how far each stayed behind the roofline."""
+        """Estimates a time from how far the nearest measurements of the kernel stayed behind the
+        roofline."""
         near = self.near(kernel, kind, place, mode)
         if not near:
             return None
-        behind = weight = trust = 0.0
+        log_slowdown = weight = trust = 0.0
         for distance, m in near:
             w = m.trust / (0.25 + distance * distance)
-            behind += w * math.log(m.median_us / (OVERHEAD_US + rates.roofline_us(m.flops, m.bytes)))
+            log_slowdown += w * math.log(m.median_us / (OVERHEAD_US + rates.roofline_us(m.flops, m.bytes)))
             trust += w * m.trust
             weight += w
         nearest = near[0][0]
-        us = (OVERHEAD_US + roofline_us) * math.exp(behind / weight)
+        us = (OVERHEAD_US + roofline_us) * math.exp(log_slowdown / weight)
         return Estimate(us, trust / weight / (1.0 + nearest / 2), sum(m.samples for _, m in near), nearest)
 
     def relative(self, kernel: str, near: list[tuple[float, Measurement]]) -> float | None:
-        """How many times as long it took as what `near` has, at each of the same kinds of call. None if one is
-        missing: what was kept only where it is fast must not look fast everywhere."""
+        """Returns the mean ratio of the kernel's times to those in `near`, at the same kinds of
+        call.
+
+        None if one is missing: a kernel measured only where it is fast must not look fast
+        everywhere.
+        """
         total = weight = 0.0
         for distance, m in near:
-            own = self.get(kernel, m.bucket, m.place, m.mode)
-            if own is None:
+            measured = self.get(kernel, m.bucket, m.place, m.mode)
+            if measured is None:
                 return None
-            w = min(own.trust, m.trust) / (0.25 + distance * distance)
-            total += w * math.log(own.median_us / m.median_us)
+            w = min(measured.trust, m.trust) / (0.25 + distance * distance)
+            total += w * math.log(measured.median_us / m.median_us)
             weight += w
         return math.exp(total / weight) if weight else None
 
     def __len__(self) -> int:
-        return self._more + (self._source.count() if self._source is not None else 0)
+        return self._extra + (self._source.count() if self._source is not None else 0)
 
     def __bool__(self) -> bool:
-        """Is there anything to ask for? Without counting, which takes a while for a large source."""
-        return self._more > 0 or (self._source is not None and bool(self._source.kernels))
+        """Is there any measurement? Does not count, which is slow for a large source."""
+        return self._extra > 0 or (self._source is not None and bool(self._source.kernels))
 
     def __iter__(self) -> Iterator[Measurement]:
         for kernel in sorted({*self._rows, *(self._source.kernels if self._source is not None else ())}):
-            yield from self._of(kernel).values()
+            yield from self._rows_of(kernel).values()
 
     def including(self, measurements: Iterable[Measurement], rates: Mapping[str, Rates] | None = None,
                   builds: Mapping[str, str] | None = None) -> PerfView:
-        """This view and more. What another build of a kernel in `builds` was measured at is left out."""
+        """Returns this view with more rows. Rows of other builds of the kernels in `builds` are
+        left out."""
         view = PerfView((), {**self.rates, **(rates or {})}, self._source)
-        view._rows, view._near, view._more = dict(self._rows), dict(self._near), self._more
+        view._rows, view._index, view._extra = dict(self._rows), dict(self._index), self._extra
         for kernel, build in (builds or {}).items():
-            rows = view._of(kernel)
+            rows = view._rows_of(kernel)
             kept = {key: m for key, m in rows.items() if m.build in ("", build)}
             if len(kept) < len(rows):
                 view._replace(kernel, kept)
-        view._take(measurements)
+        view._add(measurements)
         return view
 
 
-def _index(rows: Rows) -> Near:
+def _build_index(rows: Rows) -> SizeIndex:
     index: dict[Key, list[tuple[dict[str, float], Measurement]]] = {}
     for m in rows.values():
         if m.median_us > 0 and m.sizes:

@@ -1,9 +1,9 @@
-"""Measurements that come with the package: one JSON file for each model of device they were made on.
+"""Measurements that ship with the package: one JSON file per device model.
 
-They count until something was measured on the machine itself, and only where device, torch, driver and libraries are
-within the ranges that the file names. A row holds one kind of call in one mode, with the microseconds of the kernels
-worth knowing: torch's own, the fastest, and those near it; not the reference, which is there to compare with.
-benchmarks/ship.py writes these files.
+They apply until something is measured on the machine itself, and only where device, torch, driver
+and libraries are within the ranges in the file. A row holds one kind of call in one mode, with the
+microseconds of the useful kernels: torch's own, the fastest, and those near it, without the
+reference. benchmarks/ship.py writes these files.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..spec.errors import DataError
 from ..spec.grid import bucket_label
 from ..spec.op import Op
 from ..spec.reading import read_json
-from .record import TELLING, Measurement, PerfView, Rates
+from .record import MAX_TRUSTED_SAMPLES, Measurement, PerfView, Rates
 
 SCHEMA = "layerzero.shipped/1"
 FOLDER = Path(__file__).parent / "tables"
-NEAR = 1.5             # times the fastest: what is slower is of no use to anybody
+MAX_SLOWDOWN = 1.5     # times the fastest: slower kernels are left out
 _HEAD = ("schema", "device", "versions", "date", "command", "rates", "kernels", "rows")
 
 Satisfies = Callable[[str, str], bool]         # (version, range) -> is it inside?
@@ -35,10 +35,10 @@ class Table:
     """One file."""
 
     name: str
-    device: Mapping[str, Any]                  # type, name; of a CPU also threads and the isa that must be there
-    versions: Mapping[str, str]                # what must be within which range: torch, driver, a library
+    device: Mapping[str, Any]                  # type, name; for a CPU also threads and required isa
+    versions: Mapping[str, str]                # torch, driver or library -> range of versions
     date: str
-    command: str                               # with which it was measured
+    command: str                               # that measured it
     rates: Rates
     rows: tuple[Measurement, ...]              # without a place
 
@@ -56,25 +56,25 @@ class Table:
                     and set(self.device.get("isa", ())) <= set(device.isa))
 
     def refusal(self, device: Device, threads: int, satisfies: Satisfies) -> str:
-        """Why the table of this device does not count here; "" where it does."""
-        wanted = self.device.get("threads", threads)
-        if wanted != threads:
-            return f"measured on {wanted} threads, here are {threads}"
-        here = {"torch": device.torch_version, "driver": device.driver_version}
+        """Returns why the table does not apply here; "" if it does."""
+        measured_threads = self.device.get("threads", threads)
+        if measured_threads != threads:
+            return f"measured on {measured_threads} threads, here are {threads}"
+        installed = {"torch": device.torch_version, "driver": device.driver_version}
         return "; ".join(f"measured with {name} {self.versions[name]}, here is {version or 'an unknown one'}"
-                         for name, version in here.items()
+                         for name, version in installed.items()
                          if name in self.versions and not satisfies(version, self.versions[name]))
 
     def view(self, place: str, kernels: Collection[str]) -> PerfView:
-        """As if these kernels had been measured at this place."""
+        """Returns the rows of these kernels as measurements at this place."""
         return PerfView((m._replace(place=place) for m in self.rows if m.kernel in kernels), {place: self.rates})
 
     def libraries(self) -> Mapping[str, str]:
-        return {name: wanted for name, wanted in self.versions.items() if name not in ("torch", "driver")}
+        return {name: versions for name, versions in self.versions.items() if name not in ("torch", "driver")}
 
 
 def read(path: Path, ops: Mapping[str, Op]) -> Table:
-    """A file of this format, or DataError with what is wrong. Rows of ops that are not here are left out."""
+    """Reads such a file; DataError says what is wrong. Rows of unknown ops are skipped."""
     data = read_json(path, "a table of measurements that comes with the package")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or sorted(data) != sorted(_HEAD):
         raise DataError(f"{path.name}: wanted an object of {', '.join(_HEAD)} with the schema {SCHEMA!r}")
@@ -111,35 +111,37 @@ def _measurements(row: list[Any], kernels: list[str], ops: Mapping[str, Op]) -> 
     for index, us in times.items():
         if not index.isdecimal():
             raise ValueError(f"wanted the number of a kernel, got {index!r}")
-        yield Measurement(kernels[int(index)], op, bucket, "shipped", float(us), 0.0, TELLING, family, sizes,
+        yield Measurement(kernels[int(index)], op, bucket, "shipped", float(us), 0.0,
+                          MAX_TRUSTED_SAMPLES, family, sizes,
                           float(flops), float(moved), mode=mode)
 
 
 def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, command: str, rates: Rates,
-            measured: Iterable[Measurement], baselines: Collection[str]) -> str:
-    """The text of a file; the same for the same measurements. One row a line, so that changes can be read."""
+            measurements: Iterable[Measurement], baselines: Collection[str]) -> str:
+    """Returns the text of a file, equal for equal measurements. One row per line, for readable
+    diffs."""
     kinds: dict[tuple[str, str, str, str], dict[str, Measurement]] = {}
-    for m in measured:
+    for m in measurements:
         kinds.setdefault((m.op, m.mode, m.family, m.sizes), {})[m.kernel] = m
     kept: dict[tuple[str, str, str, str], dict[str, Measurement]] = {}
-    for kind, of in sorted(kinds.items()):
-        best = min(m.median_us for m in of.values())
-        useful = {k: m for k, m in of.items() if k in baselines
-                  or (m.median_us <= NEAR * best and not k.startswith("reference."))}
+    for kind, by_kernel in sorted(kinds.items()):
+        best = min(m.median_us for m in by_kernel.values())
+        useful = {k: m for k, m in by_kernel.items() if k in baselines
+                  or (m.median_us <= MAX_SLOWDOWN * best and not k.startswith("reference."))}
         if len(useful) > 1:                    # a choice of one needs no evidence
             kept[kind] = useful
-    names = sorted({kernel for of in kept.values() for kernel in of})
+    names = sorted({kernel for by_kernel in kept.values() for kernel in by_kernel})
     head = {"schema": SCHEMA, "device": dict(device), "versions": dict(versions), "date": date, "command": command,
-            "rates": [_short(r) for r in rates], "kernels": names}
+            "rates": [_rounded(r) for r in rates], "kernels": names}
     lines = []
-    for (op, mode, family, sizes), of in kept.items():
-        one = next(iter(of.values()))
-        times = {str(names.index(k)): _short(m.median_us) for k, m in sorted(of.items())}
-        lines.append(json.dumps([op, mode, family, sizes, _short(one.flops), _short(one.bytes), times],
+    for (op, mode, family, sizes), by_kernel in kept.items():
+        any_row = next(iter(by_kernel.values()))
+        times = {str(names.index(k)): _rounded(m.median_us) for k, m in sorted(by_kernel.items())}
+        lines.append(json.dumps([op, mode, family, sizes, _rounded(any_row.flops), _rounded(any_row.bytes), times],
                                 separators=(",", ":")))
     return json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + ",\n".join(lines) + "\n ]\n}\n"
 
 
-def _short(number: float) -> float:
-    """Four digits: more are noise."""
+def _rounded(number: float) -> float:
+    """Rounds to four digits: more are noise."""
     return float(f"{number:.4g}")

@@ -1,4 +1,5 @@
-"""A look at the file of measurements that leaves no trace: nothing is made, migrated, set aside or locked."""
+"""Reads the file of measurements without a trace: nothing is created, migrated, set aside or
+locked."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .interface import StoreError
-from .schema import ALL, VERSION, row_of
+from .schema import ALL_COLUMNS, VERSION, row_of
 from .store import SqliteStore
 
 
@@ -21,7 +22,7 @@ class Summary(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Measurements of one kernel, as it was built once, in one place."""
+    """Measurements of one kernel in one build at one place."""
 
     kernel: str
     build: str
@@ -31,8 +32,8 @@ class Group(NamedTuple):
 
 
 @contextmanager
-def copied(path: Path, timeout: float = 5.0) -> Iterator[sqlite3.Connection]:
-    """A consistent copy of the file in memory, brought up to the schema of today."""
+def open_copy(path: Path, timeout: float = 5.0) -> Iterator[sqlite3.Connection]:
+    """Opens a consistent copy of the file in memory, migrated to the current schema."""
     if path.is_file() and not path.stat().st_size:
         raise StoreError(f"{path}: the file is empty; delete it, it is begun anew when something is measured")
     with SqliteStore(path, timeout, read_only=True) as store, store.reading() as copy:
@@ -40,26 +41,26 @@ def copied(path: Path, timeout: float = 5.0) -> Iterator[sqlite3.Connection]:
 
 
 def summary(path: Path, timeout: float = 5.0) -> Summary:
-    """What is in the file, every row checked by its checksum."""
-    with copied(path, timeout) as copy:
-        rows = copy.execute(f"SELECT {ALL}, crc FROM measurements").fetchall()
+    """Summarizes the file; every row is checked by its checksum."""
+    with open_copy(path, timeout) as copy:
+        rows = copy.execute(f"SELECT {ALL_COLUMNS}, crc FROM measurements").fetchall()
         return Summary(VERSION, len(rows), sum(row_of(row) is None for row in rows), path.stat().st_size)
 
 
 def groups(path: Path, timeout: float = 5.0) -> list[Group]:
-    """How many measurements there are of each kernel, build and place."""
-    with copied(path, timeout) as copy:
+    """Counts the measurements of each kernel, build and place."""
+    with open_copy(path, timeout) as copy:
         return [Group(*row) for row in copy.execute(
             "SELECT kernel, build, place, count(*), max(at) FROM measurements GROUP BY kernel, build, place")]
 
 
 def write_copy(path: Path, target: Path, timeout: float = 5.0) -> None:
-    """A copy of the file as one file without others beside it; the same content gives the same file."""
-    with copied(path, timeout) as copy:
-        made = sqlite3.connect(target, isolation_level=None)
+    """Writes a copy as a single file without side files; equal content gives an equal file."""
+    with open_copy(path, timeout) as copy:
+        file = sqlite3.connect(target, isolation_level=None)
         try:
-            copy.backup(made)
-            made.execute("PRAGMA journal_mode = DELETE").fetchone()
-            made.execute("VACUUM")
+            copy.backup(file)
+            file.execute("PRAGMA journal_mode = DELETE").fetchone()
+            file.execute("VACUUM")
         finally:
-            made.close()
+            file.close()

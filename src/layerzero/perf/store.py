@@ -1,10 +1,9 @@
 """The store of one machine: an SQLite file.
 
-It is in WAL mode where the file system can: readers and writers of several processes do not wait
-for each other. What is read is checked: whose file it is (ownership.py), its structure when a view
-is loaded, every row by its checksum. A store that is only read is a copy in memory, so that reading
-changes nothing on the disk; so is a view, from which a kernel's rows are read when they are first
-asked for.
+It uses WAL mode where the file system supports it: readers and writers of several processes do not
+wait for each other. What is read is checked: whose file it is (ownership.py), its structure when a
+view is loaded, every row by its checksum. A read-only store is a copy in memory, so that reading
+changes nothing on the disk; so is a view, which reads a kernel's rows when they are first needed.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from pathlib import Path
 from typing import Any
 
 from . import ownership
-from .interface import KEY, CorruptStore, ForeignFile, NewerStore, Store, StoreError, settled
+from .interface import KEY, CorruptStore, ForeignFile, NewerStore, Store, StoreError, normalized
 from .ownership import APPLICATION_ID
 from .record import EAGER, Measurement, PerfView, Rates, environment_id
-from .schema import ALL, PUT, PUT_RATES, STEPS, VERSION, checksum, row_of
+from .schema import ALL_COLUMNS, MIGRATIONS, UPSERT, UPSERT_RATES, VERSION, checksum, row_of
 
-# What SQLite says of the file's surroundings. Any other operational error ("no such column",
-# "table exists already") means that the file is not what it says it is.
-_ELSEWHERE = ("locked", "is full", "readonly", "disk I/O", "unable to open", "out of memory",
-              "busy", "locking protocol", "interrupted", "permission denied", "not authorized",
-              "file support is disabled")
+# SQLite's errors about the file's environment. Any other operational error ("no such column",
+# "table exists already") means that the file is damaged.
+_ENVIRONMENT_ERRORS = ("locked", "is full", "readonly", "disk I/O", "unable to open", "out of memory",
+                       "busy", "locking protocol", "interrupted", "permission denied", "not authorized",
+                       "file support is disabled")
 
-_reading = threading.Lock()                    # a view may be asked by several threads; none is, while a process forks
+_reading = threading.Lock()                    # serializes threads that read a view; held during a fork
 
 
-def _pause() -> None:
+def _before_fork() -> None:
     _reading.acquire()
 
 
-def _resume() -> None:
+def _after_fork() -> None:
     _reading.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_pause, after_in_parent=_resume, after_in_child=_resume)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
-class Snapshot:
+class CopySource:
     """A copy of the file in memory, as the source of a PerfView."""
 
     def __init__(self, connection: sqlite3.Connection, builds: Mapping[str, str], since: float,
@@ -59,21 +58,22 @@ class Snapshot:
         self.kernels: Collection[str] = self._builds.keys()
 
     def rows_of(self, kernel: str) -> list[Measurement]:
-        """The sound rows of a kernel; one from the future (the clock was set back) is as new as one
-        of today."""
-        rows = self._ask(f"{ALL}, crc", kernel, self._builds[kernel])
+        """Returns the intact rows of a kernel; one from the future (the clock was set back) counts
+        as measured now."""
+        rows = self._query(f"{ALL_COLUMNS}, crc", kernel, self._builds[kernel])
         sound = (m for values in rows if (m := row_of(values)) is not None)
         return [m if m.at <= self._now else m._replace(at=self._now) for m in sound]
 
     def count(self) -> int:
         if self._count < 0:
-            counts = [self._ask("count(*)", *one) for one in self._builds.items()]
+            counts = [self._query("count(*)", *build) for build in self._builds.items()]
             self._count = sum(rows[0][0] for rows in counts if rows)
         return self._count
 
-    def _ask(self, what: str, kernel: str, build: str) -> list[tuple[Any, ...]]:
-        """This happens inside a call, which no damage may fail."""
-        query = f"SELECT {what} FROM measurements WHERE kernel = ? AND build = ? AND at >= ?"
+    def _query(self, columns: str, kernel: str, build: str) -> list[tuple[Any, ...]]:
+        """Queries the copy. This runs inside a call, which damage must not fail: it returns no rows
+        then."""
+        query = f"SELECT {columns} FROM measurements WHERE kernel = ? AND build = ? AND at >= ?"
         with _reading:
             try:
                 return self._connection.execute(query, (kernel, build, self._since)).fetchall()
@@ -84,10 +84,10 @@ class Snapshot:
 
 
 class SqliteStore(Store):
-    """A file that several processes read and write at once. It is made where there is none.
+    """A file that several processes read and write at once. It is created if missing.
 
-    `timeout` is how long to wait for another process that is writing, in seconds. A file that cannot be written is
-    read; with `read_only` that is all that is done to it.
+    `timeout` is how many seconds to wait for another process that is writing. A file without write
+    permission is opened as with `read_only`.
     """
 
     def __init__(self, path: str | os.PathLike[str], timeout: float = 10.0, read_only: bool = False) -> None:
@@ -96,77 +96,79 @@ class SqliteStore(Store):
         self.timeout = timeout
         self.read_only = read_only
         self._closed = False
-        self._lent = False  # to a view, which goes on reading when this store is closed
-        with self._told():
+        self._shared = False  # with a view, which goes on reading after close
+        with self._store_errors():
             self._real = real_path(self.path)
-            self._look = ownership.take(self._real, create=not read_only)
+            self._file = ownership.claim(self._real, create=not read_only)
             try:
                 self._connection = self._open()
                 try:
                     self._prepare()
-                # nothing is handled: whatever it was, the file is not left open
-                except BaseException:
+                except BaseException:          # re-raised: only the file is closed
                     self._connection.close()
                     raise
             except BaseException:              # as above
-                ownership.release(self._look.file)
+                ownership.release(self._file.file)
                 raise
 
     @property
     def file(self) -> ownership.File | None:
-        return self._look.file
+        return self._file.file
 
     def _open(self) -> sqlite3.Connection:
-        if self._look.kind == "missing":       # and may not be made
-            return _memory()
+        if self._file.kind == "missing":       # and must not be created
+            return _memory_database()
         if not os.access(self._real, os.W_OK):
             self.read_only = True
         return self._copy() if self.read_only else self._connect("mode=rw")
 
-    def _connect(self, how: str) -> sqlite3.Connection:
-        target = f"{self._real.as_uri()}?{how}"  # no name is special, not even :memory:
-        found = sqlite3.connect(target, timeout=self.timeout, isolation_level=None, uri=True)
-        found.text_factory = _text
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        target = f"{self._real.as_uri()}?{mode}"  # as a URI: no name is special, not even :memory:
+        connection = sqlite3.connect(target, timeout=self.timeout, isolation_level=None, uri=True)
+        connection.text_factory = _decode_text
         try:
-            found.execute("PRAGMA schema_version").fetchall()      # the first look at the file
-            found.execute("PRAGMA cell_size_check = ON")           # damage is noticed, not followed
-            found.execute("PRAGMA synchronous = NORMAL")           # in WAL mode no crash can tear the file
-            return found
+            connection.execute("PRAGMA schema_version").fetchall()  # opens the file
+            connection.execute("PRAGMA cell_size_check = ON")      # damage is noticed, not followed
+            connection.execute("PRAGMA synchronous = NORMAL")      # in WAL mode no crash can tear the file
+            return connection
         except BaseException:                  # as above
-            found.close()
+            connection.close()
             raise
 
     def _copy(self) -> sqlite3.Connection:
-        """The file in memory. Where it has no log, SQLite need not make one to read it; should
-        another process write meanwhile, or has it a log, it is read with SQLite's locks."""
+        """Copies the file to memory.
+
+        Without a log it is read as immutable, so that SQLite creates no side files. If it has a
+        log, or another process writes meanwhile, it is read with SQLite's locks.
+        """
         before = self._stamp()
         if not before[-1]:
             try:
-                found = self._copied("immutable=1")
+                copy = self._backup("immutable=1")
                 if self._stamp() == before:
-                    return found
-                found.close()
+                    return copy
+                copy.close()
             except (sqlite3.Error, UnicodeDecodeError):
                 if self._stamp() == before:
                     raise
         try:
-            return self._copied("mode=ro")
-        # a folder that cannot be written has no place for the files beside it
+            return self._backup("mode=ro")
+        # a read-only folder has no place for the side files
         except sqlite3.OperationalError as e:
             if "unable to open" not in str(e):
                 raise
-            return self._copied("immutable=1")
+            return self._backup("immutable=1")
 
-    def _copied(self, how: str) -> sqlite3.Connection:
-        end = time.monotonic() + self.timeout
+    def _backup(self, mode: str) -> sqlite3.Connection:
+        deadline = time.monotonic() + self.timeout
 
         def check(status: int, remaining: int, total: int) -> None:
-            if remaining and time.monotonic() > end:  # Python would wait for a lock for ever
+            if remaining and time.monotonic() > deadline:  # Python would wait for a lock for ever
                 raise sqlite3.OperationalError("database is locked")
 
-        source = self._connect(how)
+        source = self._connect(mode)
         try:
-            copy = _memory()
+            copy = _memory_database()
             try:
                 source.backup(copy, progress=check)
                 return copy
@@ -177,26 +179,28 @@ class SqliteStore(Store):
             source.close()
 
     def _stamp(self) -> tuple[int, int, int]:
-        """Size and time of the file, and the size of its logs."""
+        """Returns size and time of the file, and the size of its logs."""
         try:
             status = os.stat(self._real)
         except OSError as e:
             raise StoreError(f"{self.path}: cannot look at the measurements: {e.strerror}") from e
         log = 0
-        for end in ("-wal", "-journal"):
+        for suffix in ("-wal", "-journal"):
             with suppress(OSError):            # there is none
-                log += os.stat(f"{self._real}{end}").st_size
+                log += os.stat(f"{self._real}{suffix}").st_size
         return status.st_size, status.st_mtime_ns, log
 
     def _prepare(self) -> None:
-        """The schema of today. Whose a file is can be read from its header as soon as there is one:
-        a new file gets its application id in the same step as its tables, and not by way of a
-        log."""
+        """Migrates to the current schema.
+
+        A new file gets its application id in the same transaction as its tables, and before WAL
+        mode, so that its header shows whose it is as soon as there is one.
+        """
         if self._version() != VERSION:
             with self._transaction():
                 self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 for i in range(self._version(), VERSION):  # another process may have been quicker
-                    for step in STEPS[i]:
+                    for step in MIGRATIONS[i]:
                         if isinstance(step, str):
                             self._connection.execute(step)
                         else:
@@ -206,7 +210,7 @@ class SqliteStore(Store):
             self._use_wal()
 
     def _version(self) -> int:
-        """The schema of the file; refuses another program's, and one of a later release."""
+        """Returns the schema version; refuses another program's file and one of a later release."""
         def number(pragma: str) -> int:
             return int(self._connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
@@ -222,36 +226,36 @@ class SqliteStore(Store):
         return version
 
     def _use_wal(self) -> None:
-        """Many processes may want this at once for a new file; SQLite does not wait here by itself.
+        """Switches to WAL mode. Several processes may try at once, and SQLite does not wait here by
+        itself.
 
-        A file system without shared memory keeps the journal it has: readers wait for writers
-        there.
+        A file system without shared memory keeps its journal: readers wait for writers there.
         """
         if self._connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
             return
-        end = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         while True:
             try:
                 self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
                 return
             except sqlite3.OperationalError as e:
-                if "locked" not in str(e) or time.monotonic() > end:
+                if "locked" not in str(e) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """SQLite's errors as ours."""
+    def _store_errors(self) -> Iterator[None]:
+        """Turns SQLite's errors into ours."""
         try:
             yield
         except sqlite3.OperationalError as e:
-            if any(words in str(e) for words in _ELSEWHERE):
+            if any(words in str(e) for words in _ENVIRONMENT_ERRORS):
                 raise StoreError(
                     f"{self.path}: {e}; measurements cannot be read or kept there now") from e
             raise self._corrupt(str(e)) from e
         except (sqlite3.Error, UnicodeDecodeError) as e:  # a message may quote damaged text
             raise self._corrupt(str(e)) from e
-        except CorruptStore as e:              # by its real path: named as the setting names it
+        except CorruptStore as e:              # names the real path: use the path of the setting
             raise e if e.path == self.path else self._corrupt(e.what, e.file) from e
 
     def _corrupt(self, what: str, file: ownership.File | None = None) -> CorruptStore:
@@ -268,99 +272,100 @@ class SqliteStore(Store):
         try:
             yield
             self._connection.execute("COMMIT")
-        except BaseException:                  # nothing is handled: an interrupt, too, leaves all or none of it written
+        except BaseException:                  # re-raised: an interrupt too writes all or nothing
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
 
-    def _sound(self, values: tuple[Any, ...]) -> Measurement:
-        found = row_of(values)
-        if found is None:
+    def _checked_row(self, values: tuple[Any, ...]) -> Measurement:
+        measurement = row_of(values)
+        if measurement is None:
             raise self._corrupt(f"the row of {values[0]!r} for {values[2]!r} is damaged")
-        return found
+        return measurement
 
     def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
               rates: Mapping[str, tuple[Rates, float]]) -> None:
         self._check_writable()
-        kept = [(*m, checksum(tuple(m)), time.time()) for m in settled(rows)]
-        told = [(i, json.dumps(data, sort_keys=True)) for i, data in environments.items()]
+        values = [(*m, checksum(tuple(m)), time.time()) for m in normalized(rows)]
+        env_values = [(i, json.dumps(data, sort_keys=True)) for i, data in environments.items()]
         now = time.time()
-        roofs = [(place, *map(float, r), min(at, now), now) for place, (r, at) in rates.items()]
-        with self._told(), self._transaction():
-            self._connection.executemany("INSERT OR IGNORE INTO environments VALUES (?, ?)", told)
-            self._connection.executemany(PUT, kept)
-            self._connection.executemany(PUT_RATES, roofs)
+        rate_values = [(place, *map(float, r), min(at, now), now) for place, (r, at) in rates.items()]
+        with self._store_errors(), self._transaction():
+            self._connection.executemany("INSERT OR IGNORE INTO environments VALUES (?, ?)", env_values)
+            self._connection.executemany(UPSERT, values)
+            self._connection.executemany(UPSERT_RATES, rate_values)
 
     def get(self, kernel: str, bucket: str, place: str, build: str | None = None,
             mode: str = EAGER) -> Measurement | None:
-        one, values = ("", ()) if build is None else (" AND build = ?", (build,))
-        with self._told():
-            found = self._connection.execute(
-                f"SELECT {ALL}, crc FROM measurements WHERE kernel = ? AND bucket = ? AND place = ? AND mode = ?{one} "
-                "ORDER BY at DESC LIMIT 1", (kernel, bucket, place, mode, *values)).fetchone()
-            return None if found is None else self._sound(found)
+        condition, build_values = ("", ()) if build is None else (" AND build = ?", (build,))
+        with self._store_errors():
+            row = self._connection.execute(
+                f"SELECT {ALL_COLUMNS}, crc FROM measurements "
+                f"WHERE kernel = ? AND bucket = ? AND place = ? AND mode = ?{condition} "
+                "ORDER BY at DESC LIMIT 1", (kernel, bucket, place, mode, *build_values)).fetchone()
+            return None if row is None else self._checked_row(row)
 
     def _rows(self) -> Iterator[Measurement]:
-        with self._told():
-            for values in self._connection.execute(f"SELECT {ALL}, crc FROM measurements"):
-                yield self._sound(values)
+        with self._store_errors():
+            for values in self._connection.execute(f"SELECT {ALL_COLUMNS}, crc FROM measurements"):
+                yield self._checked_row(values)
 
     def environments(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        with self._told():
+        by_id: dict[str, dict[str, Any]] = {}
+        with self._store_errors():
             for i, text in self._connection.execute("SELECT id, data FROM environments"):
                 try:
-                    found[i] = json.loads(text)
-                    sound = environment_id(found[i]) == i
+                    by_id[i] = json.loads(text)
+                    sound = environment_id(by_id[i]) == i
                 except (TypeError, ValueError, RecursionError):
                     sound = False
                 if not sound:
                     raise self._corrupt(f"environment {i} is damaged")
-        return found
+        return by_id
 
     def timed_rates(self) -> dict[str, tuple[Rates, float]]:
-        found: dict[str, tuple[Rates, float]] = {}
-        with self._told():
+        by_place: dict[str, tuple[Rates, float]] = {}
+        with self._store_errors():
             for place, *numbers in self._connection.execute("SELECT place, flops_per_us, bytes_per_us, at FROM rates"):
                 if not isinstance(place, str) or not all(
                         isinstance(n, float) and 0 < n < math.inf for n in numbers):
                     raise self._corrupt(f"the rates of {place!r} are damaged")
-                found[place] = Rates(*numbers[:2]), numbers[2]
-        return found
+                by_place[place] = Rates(*numbers[:2]), numbers[2]
+        return by_place
 
     def view(self, builds: Mapping[str, str], since: float = 0.0,
              on_damage: Callable[[str], None] = lambda what: None) -> PerfView:
-        with self._told():
+        with self._store_errors():
             copy = self._connection
             if self.read_only:
-                self._lent = True
+                self._shared = True
             else:
-                copy = _memory()
+                copy = _memory_database()
                 self._connection.backup(copy)
-            self._check(copy)
-            return PerfView((), self.rates(), Snapshot(copy, builds, since, on_damage))
+            self._check_structure(copy)
+            return PerfView((), self.rates(), CopySource(copy, builds, since, on_damage))
 
     def verify(self) -> None:
-        with self._told():
-            self._check(self._connection)
+        with self._store_errors():
+            self._check_structure(self._connection)
             super().verify()
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for questions of one's own, after the structure of the file was checked."""
-        with self._told():
-            self._check(self._connection)
+        """Yields the connection for other queries, after checking the structure of the file."""
+        with self._store_errors():
+            self._check_structure(self._connection)
             yield self._connection
 
-    def _check(self, connection: sqlite3.Connection) -> None:
-        found = [line for (line,) in connection.execute("PRAGMA quick_check(1)")]
-        if found != ["ok"]:
-            raise self._corrupt(str(found[0]) if found else "it cannot be checked")
+    def _check_structure(self, connection: sqlite3.Connection) -> None:
+        problems = [line for (line,) in connection.execute("PRAGMA quick_check(1)")]
+        if problems != ["ok"]:
+            raise self._corrupt(str(problems[0]) if problems else "it cannot be checked")
 
     def delete(self, rows: Iterable[Measurement]) -> None:
         self._check_writable()
         keys = [(*(getattr(m, name) for name in KEY), m.at) for m in rows]
-        with self._told(), self._transaction():
+        with self._store_errors(), self._transaction():
             self._connection.executemany(
                 f"DELETE FROM measurements WHERE {' AND '.join(f'{c} = ?' for c in (*KEY, 'at'))}", keys)
             self._connection.execute(
@@ -370,28 +375,28 @@ class SqliteStore(Store):
         if self._closed:
             return
         self._closed = True
-        with self._told():
+        with self._store_errors():
             try:
-                if not self._lent:
+                if not self._shared:
                     self._connection.close()
             finally:
                 ownership.release(self.file)
 
 
-def _text(data: bytes) -> str:
-    """Damaged text is still text: its row is found out by its checksum."""
+def _decode_text(data: bytes) -> str:
+    """Decodes damaged text too: the checksum finds the row."""
     return data.decode("utf-8", "replace")
 
 
-def _memory() -> sqlite3.Connection:
-    found = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    found.text_factory = _text
-    return found
+def _memory_database() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    connection.text_factory = _decode_text
+    return connection
 
 
 def real_path(path: Path) -> Path:
-    """Where SQLite finds a file, and what it keeps beside it. A link to nothing stays what it is,
-    and is refused."""
+    """Returns the path that SQLite uses for the file and its side files. A dangling link stays, and
+    is refused later."""
     try:
         return path.resolve(strict=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -402,35 +407,34 @@ def real_path(path: Path) -> Path:
 
 
 def set_aside(path: Path, file: ownership.File | None) -> Path | None:
-    """Rename a damaged file of ours and those beside it; None if another process has done so
-    already."""
+    """Renames a damaged file of ours and its side files; None if another process did so already."""
     path = real_path(path)
-    with _alone(path):
+    with _file_lock(path):
         stat = os.stat(path)
         if file is not None and (stat.st_dev, stat.st_ino) != file:
             return None
         with suppress(CorruptStore):           # ForeignFile: what is not ours is not renamed
-            ownership.look(path)
+            ownership.inspect(path)
         stem = f"{path}.corrupt-{time.strftime('%Y%m%d-%H%M%S')}"
         target, n = stem, 1
-        while any(os.path.lexists(f"{target}{end}") for end in (*ownership.BESIDE, "")):
+        while any(os.path.lexists(f"{target}{suffix}") for suffix in (*ownership.SIDE_FILES, "")):
             target, n = f"{stem}-{n}", n + 1
-        # the file itself last: a new one must not find the old log
-        for end in (*ownership.BESIDE, ""):
-            if os.path.lexists(f"{path}{end}"):
-                os.replace(f"{path}{end}", f"{target}{end}")
+        # the file itself last: a new file must not find the old log
+        for suffix in (*ownership.SIDE_FILES, ""):
+            if os.path.lexists(f"{path}{suffix}"):
+                os.replace(f"{path}{suffix}", f"{target}{suffix}")
         return Path(target)
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Only one process at a time, where the system has file locks."""
+def _file_lock(path: Path) -> Iterator[None]:
+    """Holds a lock file, where the system has file locks: one process at a time."""
     try:
         import fcntl
     except ImportError:                        # Windows: a file that is in use cannot be renamed there anyway
         yield
         return
-    # whatever it is, it stays
+    # the lock file is never truncated or followed
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     lock = os.open(f"{path}.lock", flags, 0o600)
     try:

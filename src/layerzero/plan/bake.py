@@ -34,8 +34,8 @@ from ..spec.plan import Step
 from ..spec.reason import Code, Reason
 from ..world import context, events
 from ..world import snapshot as worlds
-from ..world.incidents import learn, loaded, mark_unloadable, refusal
-from ..world.tables import described
+from ..world.incidents import extend_keys, loaded, mark_unloadable, no_kernel_error
+from ..world.tables import describe_call
 from .call_facts import assumed_alignment
 from .dryrun import shapes
 from .solver import cell_of
@@ -63,8 +63,8 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     """
     dispatcher = dispatcher_of(op)
     dispatcher._ready()
-    override = context.for_call(backend, None)
-    learn(override)
+    override = context.override_for_call(backend, None)
+    extend_keys(override)
     values = dispatcher.bound(args, kwargs)
     named = dict(zip(dispatcher.names, values))
     tensors = reading.check_types(dispatcher.op, named)
@@ -83,7 +83,7 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
         world = worlds.current()
         plan = world.plan(dispatcher.op, facts, override)
         if not plan.steps:
-            raise refusal(world, dispatcher.op, facts, override)
+            raise no_kernel_error(world, dispatcher.op, facts, override)
         step, kernel = plan.steps[0], world.catalog.by_id[plan.steps[0].kernel]
         try:
             run = specialize(dispatcher.op, kernel, step, facts, named)
@@ -113,7 +113,7 @@ def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names:
         call = facts(tensors)
         if row.covers(call):
             return run(*tensors)
-        reason = Reason(Code.PLAN_BUCKET_MISS, str(row), described(dispatcher.op, call))
+        reason = Reason(Code.PLAN_BUCKET_MISS, str(row), describe_call(dispatcher.op, call))
         events.emit(PlanMissed(dispatcher.op.name, row.kernel, reason))
         return dispatcher.public(**{**named, **dict(zip(names, tensors))})
 
@@ -281,8 +281,8 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher, au
     bound.update(zip((a.name for a in arguments), node.args))
     backend = bound.pop("backend", None)
     values = {n: v.meta.get("example_value") if isinstance(v, torch.fx.Node) else v for n, v in bound.items()}
-    override = context.for_call(backend, None)
-    learn(override)
+    override = context.override_for_call(backend, None)
+    extend_keys(override)
     sizes = shapes(op, values)
     if autocast:
         return Site(op.name, sizes, "", "the graph switches autocast on")

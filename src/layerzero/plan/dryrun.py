@@ -22,7 +22,7 @@ from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 from ..world import snapshot as worlds
 from ..world.context import Override
-from ..world.tables import described
+from ..world.tables import describe_call
 from .call_facts import assumed_alignment, facts_of
 
 
@@ -122,7 +122,7 @@ def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
             op, facts = facts_of(call, worlds.current(), kind)
         except InvalidCall as e:
             raise DataError(f"call {i} ({call.name or call.op}) cannot be decided: {e}") from e
-        rows.append(_planned(op, call, facts, None, call.name or described(op, facts)))
+        rows.append(_planned(op, call, facts, None, call.name or describe_call(op, facts)))
     return DryRun(tuple(rows))
 
 

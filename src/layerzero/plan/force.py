@@ -18,7 +18,7 @@ from ..spec.reason import Code, Reason
 from ..world import snapshot as worlds
 from ..world.capabilities import is_numeric
 from ..world.snapshot import World
-from ..world.tables import InForce
+from ..world.tables import ActiveTable
 from .lower import lowered
 from .table import Row, Stamp, Table
 
@@ -38,7 +38,7 @@ def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -
 
     def change(world: World) -> World:
         check_table(loaded, world)                    # again: it may have changed while kernels were compiled
-        return world.replace(table=InForce(ready, world.catalog), warmed=world.warmed | warmed)
+        return world.replace(table=ActiveTable(ready, world.catalog), warmed=world.warmed | warmed)
 
     worlds.publish(change, f"table:{loaded.id}")
     return loaded

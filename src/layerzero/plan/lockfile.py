@@ -57,7 +57,7 @@ class Pin(Record, json="package version build certificate", omit="certificate"):
 
 def certificate_of(kernel: Kernel, device: Device) -> str:
     """Return a digest of the kernel's certificate on this device (build, contract, cases); "" if it has none."""
-    certificate = certificates.standing([kernel], device)[kernel.id]
+    certificate = certificates.statuses([kernel], device)[kernel.id]
     if not isinstance(certificate, certificates.Certificate):
         return ""
     return digest({"build": certificate.build, "contract": certificate.contract, "grid": certificate.grid})[:16]

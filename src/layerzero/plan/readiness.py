@@ -157,7 +157,7 @@ def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Check
         ids = {i for i in able if i in around.certified}
         near = able - ids
     near = {i for i in near if not i.startswith("reference.")}
-    standing = certificates.standing([world.catalog.by_id[i] for i in sorted(near)], world.device(kind))
+    standing = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)], world.device(kind))
     findings = [Finding(WARNING, f"{kernel}: {why}", "run lz verify for it") for kernel, reason in standing.items()
                 if (why := getattr(reason, "message", ""))]
     proven = {i for i in ids if i and not i.startswith("reference.")}

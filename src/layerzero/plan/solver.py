@@ -27,7 +27,7 @@ from ..spec.plan import Plan
 from ..spec.predicate import Cuts, above, below
 from ..spec.rules import Rule
 from ..world import snapshot as worlds
-from ..world.snapshot import World, leaves_of
+from ..world.snapshot import World, tests_of
 from .call_facts import facts_of
 from .dryrun import dry_run
 from .proof import Known, interval, proven
@@ -217,7 +217,7 @@ def number_fields(world: World, op: Op, kind: str) -> dict[str, NumberField]:
     Tests of the contract alone are left out: a call that breaks it never reaches a table.
     """
     program = world.program(op)
-    leaves = [leaf for k in world.kernels(op.name) for leaf in leaves_of(k)]
+    leaves = [leaf for k in world.kernels(op.name) for leaf in tests_of(k)]
     leaves += world.policy.leaves(op.name, op.fact_names)
     tests: dict[str, list[Rule]] = {}
     for leaf in leaves:

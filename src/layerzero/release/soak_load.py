@@ -32,7 +32,15 @@ from ..select.policy import PolicyRule
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..verify.kernel.contract import case_values, formula, judge, maybe_luck, results_of, unmoved, upcast
+from ..verify.kernel.contract import (
+    case_values,
+    formula,
+    judge_result,
+    may_be_chance,
+    results_of,
+    upcast,
+    with_own_generators,
+)
 from ..world import snapshot as worlds
 from ..world.settings import configure, lock, prefer, unlock
 
@@ -99,9 +107,9 @@ class Case:
         for i, (g, truth, eager) in enumerate(zip(results, self.truth, self.eager)):
             if not isinstance(g, Tensor) or g.shape != eager.shape or g.dtype != eager.dtype:
                 return f"result {i} is {g if not isinstance(g, Tensor) else (tuple(g.shape), g.dtype)}"
-            verdict = judge(self.op, self.dtype, f"result {i}", g, g, truth, eager)
+            verdict = judge_result(self.op, self.dtype, f"result {i}", g, g, truth, eager)
             if verdict.complaints and not (all(c.kind == "error" for c in verdict.complaints)
-                                           and g.is_floating_point() and maybe_luck(results, verdict.ratio)):
+                                           and g.is_floating_point() and may_be_chance(results, verdict.ratio)):
                 return verdict.complaints[0].text
         return ""
 
@@ -132,10 +140,10 @@ def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
     try:
         if how == "reference":
             with prefer("reference.*", op=case.op.name):
-                result = public(**unmoved(case.values))
+                result = public(**with_own_generators(case.values))
         else:
             extra = {"policy": {"strict_mode": True}} if how == "strict" else {}
-            result = public(**unmoved(case.values), **extra)
+            result = public(**with_own_generators(case.values), **extra)
         wrong = case.complaint(result)
     except FAULTS as e:                        # nothing that happens here may reach a caller
         tally.fail("calls that raised", f"{case}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
@@ -177,7 +185,7 @@ def burst(case: Case, tally: Tally) -> None:
     public, end, n = dispatcher_of(case.op.name).public, time.monotonic() + BURST_SECONDS, 0
     try:
         while n < BURST_CALLS and time.monotonic() < end:
-            public(**unmoved(case.values))
+            public(**with_own_generators(case.values))
             n += 1
     except FAULTS as e:
         tally.fail("calls that raised", f"{case}: {type(e).__name__}: {e}")

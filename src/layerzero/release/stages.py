@@ -86,7 +86,7 @@ def _correctness(options: GateOptions) -> Iterator[Checked]:
     if options.lane == "quick":
         yield _few_cases([k for k in able if not k.jit], options, sum(k.jit for k in able))
         return
-    standing = certificates.standing(able, hardware.probe(options.device))
+    standing = certificates.statuses(able, hardware.probe(options.device))
     proven = [k for k in able if isinstance(standing[k.id], Certificate)] if options.lane != "full" else []
     unproven = [k for k in able if k not in proven]
     started, findings, ran = time.perf_counter(), [], Counter()      # type: float, list[Finding], Counter[str]

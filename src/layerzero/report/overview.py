@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..perf.record import QUIET, Measurement, Rates
+from ..perf.record import QUIET_SPREAD, Measurement, Rates
 from ..spec.errors import DataError
 from ..spec.reading import read_json
 from ..tune.harness import MARGIN
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def noisy(self) -> bool:
-        return self.spread > QUIET
+        return self.spread > QUIET_SPREAD
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ..spec.reason import Reason
 from ..world import context
 from ..world import snapshot as worlds
 from ..world.incidents import blame, mark_unloadable
-from ..world.measurements import heeded
+from ..world.measurements import tighten_spread
 from ..world.snapshot import World
 from .harness import SURE, Race, Timings, Watch, Way
 from .report import Timed, Tuned
@@ -166,8 +166,8 @@ class Contest:
         ranked = sorted(costs.rounds, key=lambda name: (costs.median(name), name))
         margin = self.race.watch.margin
         group = [ranked[0], *(name for name in ranked[1:] if costs.beats(ranked[0], name, margin) < SURE)]
-        rows, chosen = heeded(self.world, self.op, self.facts,
-                              self._levelled(self._measurements(ranked), group, costs), group, asked)
+        rows, chosen = tighten_spread(self.world, self.op, self.facts,
+                                      self._levelled(self._measurements(ranked), group, costs), group, asked)
         best = chosen if chosen in group else ranked[0]
         own = next((name for name in ranked if self.world.catalog.by_id[name].baseline), "")
         kind, flops, moved = kind_of(self.op, self.facts), rows[0].flops, rows[0].bytes

@@ -30,7 +30,7 @@ from ..spec.errors import LayerZeroError
 from ..spec.plan import Plan
 from ..world import context
 from ..world import snapshot as worlds
-from ..world.incidents import refusal
+from ..world.incidents import no_kernel_error
 from .contest import by_name, compiled, facts_of
 from .harness import Race, Watch, stopwatch
 from .tuner import modes_of, resolved
@@ -239,7 +239,7 @@ def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch,
             known = world.catalog.by_id
             plan = replace(plan, steps=tuple(s for s in plan.steps if known[s.kernel].traceable))
         if not plan.steps:
-            raise refusal(world, found.op, facts, override)
+            raise no_kernel_error(world, found.op, facts, override)
         chosen = plan.kernel or ""
         race = Race(watch, faults.FAULTS)
         ways, failed = _ways(found, plan, facts, values, call.grad, mode)

@@ -1,7 +1,9 @@
-"""Two answers to one question: how far apart, where most, and is that close enough for their dtype.
+"""Compares two tensors: how far apart they are, where most, and whether that is close enough for
+their dtype.
 
-Values agree where |got - want| <= atol + rtol * |want|. All must, except at float8 and float4, where 85 % do. Beyond
-that the two must point the same way (cosine), since a tolerance says nothing of values that are all much smaller.
+Values agree where |got - want| <= atol + rtol * |want|. All must agree, except at float8 and
+float4, where 85 % must. The cosine similarity must be high as well, since a tolerance says nothing
+about values that are all much smaller.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from torch import Tensor
 from ..spec.codec import Record
 from .kernel.contract import worst_indices
 
-TINY = 1e-8                                    # below which a relative error says nothing
+TINY = 1e-8                                    # added to |want| in relative errors
 
 
 @dataclass(frozen=True)
 class Tolerance:
     atol: float
     rtol: float
-    hit_ratio: float = 1.0                     # the share of values that must agree
+    hit_ratio: float = 1.0                     # share of values that must agree
     cosine: float = 0.999
 
 
@@ -35,16 +37,17 @@ TOLERANCES: Mapping[str, Tolerance] = {
 _COARSEST_FIRST = ("float4_e2m1", "float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32")
 
 
-def tolerance_of(dtypes: Iterable[str], given: float | None = None) -> Tolerance:
-    """That of the coarsest floating dtype that took part; `given` is asked of atol and rtol instead."""
+def tolerance_of(dtypes: Iterable[str], override: float | None = None) -> Tolerance:
+    """Returns the tolerance of the coarsest floating dtype; `override` replaces its atol and
+    rtol."""
     present = set(dtypes)
-    found = next((TOLERANCES[d] for d in _COARSEST_FIRST if d in present), TOLERANCES["float32"])
-    return found if given is None else Tolerance(given, given, found.hit_ratio, found.cosine)
+    tolerance = next((TOLERANCES[d] for d in _COARSEST_FIRST if d in present), TOLERANCES["float32"])
+    return tolerance if override is None else Tolerance(override, override, tolerance.hit_ratio, tolerance.cosine)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where two tensors differ, and how."""
+    """One element where two tensors differ."""
 
     index: tuple[int, ...]
     got: float
@@ -60,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Metrics(Record):
-    """How far one tensor is from another, over the values that are numbers in the wanted one."""
+    """How far one tensor is from another, over the elements that are not NaN in the wanted one."""
 
     max_abs: float = 0.0
     mean_abs: float = 0.0
@@ -69,13 +72,13 @@ class Metrics(Record):
     cosine: float = 1.0
     mse: float = 0.0
     hit_ratio: float = 1.0
-    undefined: int = 0                         # values that are NaN in the wanted tensor: nothing is asked of these
+    undefined: int = 0                         # elements that are NaN in the wanted tensor: not compared
     worst: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One output of one against another."""
+    """The comparison of one output."""
 
     output: str
     status: str                                # passed | INCORRECT_SHAPE | INCORRECT_DTYPE | INCORRECT_NUMERICAL
@@ -94,7 +97,7 @@ class Verdict:
 
 
 def compare(output: str, got: Any, want: Any, tolerance: Tolerance, top: int = 5) -> Verdict:
-    """`want` is believed. Integers must be equal."""
+    """Compares `got` with the expected `want`. Integers must be equal."""
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         got, want = torch.as_tensor(got), torch.as_tensor(want)
     if got.shape != want.shape:
@@ -114,12 +117,12 @@ def compare(output: str, got: Any, want: Any, tolerance: Tolerance, top: int = 5
     if complaints:
         places = "; ".join(map(str, metrics.worst))
         return Verdict(output, "INCORRECT_NUMERICAL", metrics, f"{', '.join(complaints)}; worst at {places}")
-    noted = f"{metrics.undefined} values are NaN in the wanted one" if metrics.undefined else ""
-    return Verdict(output, "passed", metrics, noted)
+    note = f"{metrics.undefined} values are NaN in the wanted one" if metrics.undefined else ""
+    return Verdict(output, "passed", metrics, note)
 
 
 def measure(got: Tensor, want: Tensor, tolerance: Tolerance, top: int = 5) -> Metrics:
-    """Both float64 and of one shape."""
+    """Measures two float64 tensors of one shape."""
     defined = ~want.isnan()
     undefined = int((~defined).sum())
     if not bool(defined.any()):
@@ -135,17 +138,17 @@ def measure(got: Tensor, want: Tensor, tolerance: Tolerance, top: int = 5) -> Me
     norms = float(x.norm() * y.norm())
     both_zero = float(x.norm()) == float(y.norm()) == 0.0
     cosine = float(x @ y) / norms if norms else float(both_zero)
-    kept, n = int(defined.sum()), min(top, want.numel())
+    count, n = int(defined.sum()), min(top, want.numel())
     places = worst_indices(torch.where(defined, got, 0.0), torch.where(defined, want, 0.0), n)
     worst = [Place(i, float(got[i]), float(want[i])) for i in places]
     return Metrics(
-        float(gap.max()), float(gap.sum()) / kept, float(relative.max()), float(relative.sum()) / kept,
+        float(gap.max()), float(gap.sum()) / count, float(relative.max()), float(relative.sum()) / count,
         min(cosine, 1.0), float((x - y).square().mean()) if x.numel() else 0.0,
-        float((agree & defined).sum()) / kept, undefined,
+        float((agree & defined).sum()) / count, undefined,
         tuple(p for p in worst if p.got != p.want))
 
 
 def overall(verdicts: Sequence[Verdict]) -> str:
-    """The first that is not passed, in the order of the schema's statuses."""
+    """Returns the first status that is not passed, in the order of the schema's statuses."""
     statuses = {v.status for v in verdicts}
     return next((s for s in ("INCORRECT_SHAPE", "INCORRECT_DTYPE", "INCORRECT_NUMERICAL") if s in statuses), "passed")

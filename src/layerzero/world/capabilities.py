@@ -1,8 +1,8 @@
 """capabilities.json: what every kernel can do, as a file.
 
-`export` writes down what the declarations say. Such a file, edited, puts kernels under other limits
-without a change of code: `apply` gives a catalog, `use` puts it in force. It states limits only: which
-code runs, for which op and in which layout stays as declared, and a file that says otherwise is refused.
+`export` lists what the declarations say. An edited file gives kernels other limits without a change of
+code: `apply` returns a catalog with them, `use` activates it for the process. A file states limits only:
+which code runs, for which op and in which layout stays as declared, and a file that differs is refused.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _WORDS = {str: "text", bool: "true or false", float: "a number", list: "a list",
 
 
 def export(catalog: Catalog) -> dict[str, Any]:
-    """The descriptor of a catalog: plain data, the same for the same declarations."""
+    """Returns the descriptor of a catalog: plain data, equal for equal declarations."""
     kernels = sorted(catalog.kernels, key=lambda kernel: kernel.id)
     return {"schema": SCHEMA, "library": installed_version("layerzero") or "unknown",
             "kernels": [kernel.to_json() for kernel in kernels]}
 
 
 def capabilities_hash(data: Mapping[str, Any]) -> str:
-    """Names the content, however it is spaced and ordered."""
+    """Returns a hash of the content, whatever its spacing and order of keys."""
     try:
         text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as e:
@@ -66,14 +66,15 @@ def capabilities_hash(data: Mapping[str, Any]) -> str:
 
 
 def load(path: str | os.PathLike[str], catalog: Catalog | None = None) -> dict[str, Any]:
-    """Read and validate a descriptor."""
+    """Reads and validates a descriptor."""
     data: dict[str, Any] = reading.read_json(path, "a capabilities file")
     validate(data, catalog)
     return data
 
 
 def validate(data: Any, catalog: Catalog | None = None) -> None:
-    """DataError with every problem and its place, unless `data` fits the catalog (by default the one in force)."""
+    """Raises DataError with every problem and its place unless `data` fits the catalog (default:
+    the current one)."""
     problems = list(_problems(data, catalog or worlds.current().catalog))
     if problems:
         lines = [f"  {problem.message}" for problem in problems[:MAX_SHOWN]]
@@ -83,7 +84,7 @@ def validate(data: Any, catalog: Catalog | None = None) -> None:
 
 
 def apply(catalog: Catalog, data: Mapping[str, Any]) -> Catalog:
-    """The catalog under the descriptor's limits. Kernels it does not name keep their own."""
+    """Returns the catalog with the descriptor's limits. Kernels it does not name keep their own."""
     validate(data, catalog)
     stated = {row["id"]: row for row in data["kernels"]}
     return replace(catalog, kernels=tuple(
@@ -92,15 +93,15 @@ def apply(catalog: Catalog, data: Mapping[str, Any]) -> Catalog:
 
 def _constrained(kernel: Kernel, row: Mapping[str, Any]) -> Kernel:
     if row == kernel.to_json():
-        return kernel                          # the very same object: what was loaded and compiled stays so
+        return kernel                          # the same object: it stays loaded and compiled
     changes = {name: row[name] for name in _KERNEL if name not in ("id", "requires", *_FIXED)}
     return kernel.constrained(decode(tuple[Condition, ...], row["requires"], "requires"), **changes)
 
 
 def use(source: Mapping[str, Any] | str | os.PathLike[str]) -> str:
-    """Put a descriptor, or the file of one, in force for this process; returns its hash.
+    """Activates a descriptor, or the file of one, for this process; returns its hash.
 
-    Every remembered choice is dropped. To go back, `export` before and `use` that.
+    Every cached selection is dropped. To go back, `export` before and `use` that.
     """
     data = source if isinstance(source, Mapping) else load(source)
     name = capabilities_hash(data)
@@ -112,98 +113,99 @@ def use(source: Mapping[str, Any] | str | os.PathLike[str]) -> str:
 
 def _problems(data: Any, catalog: Catalog) -> Iterator[Reason]:
     if not isinstance(data, Mapping):
-        yield _wrong("capabilities", "an object", _name(data))
+        yield _wrong_type("capabilities", "an object", _type_name(data))
         return
     schema = data.get("schema")
     if schema != SCHEMA:
         yield Reason(Code.SCHEMA_UNKNOWN, SCHEMA, _shown(schema) if "schema" in data else "none", "schema")
-        return                                 # of another version nothing else can be said
-    faults = list(_shape(data, _TOP, ""))
+        return                                 # another version has other fields
+    faults = list(_field_problems(data, _TOP, ""))
     yield from faults
     if any(fault.fact == "kernels" for fault in faults):
         return
     seen: set[Any] = set()
     for i, row in enumerate(data["kernels"]):
-        yield from _row(row, f"kernels[{i}]", catalog, seen)
+        yield from _row_problems(row, f"kernels[{i}]", catalog, seen)
 
 
-def _row(row: Any, at: str, catalog: Catalog, seen: set[Any]) -> Iterator[Reason]:
+def _row_problems(row: Any, at: str, catalog: Catalog, seen: set[Any]) -> Iterator[Reason]:
     if not isinstance(row, Mapping):
-        yield _wrong(at, "an object", _name(row))
+        yield _wrong_type(at, "an object", _type_name(row))
         return
-    faults = list(_shape(row, _KERNEL, f"{at}."))
+    faults = list(_field_problems(row, _KERNEL, f"{at}."))
     yield from faults
     name = row.get("id")
     kernel = catalog.by_id.get(name) if isinstance(name, str) else None
     if kernel is None:
         if isinstance(name, str):
-            yield _bad(f"{at}.id", f"a kernel that is registered{_near(name, catalog.by_id)}", _shown(name))
+            yield _invalid(f"{at}.id", f"a kernel that is registered{_hint(name, catalog.by_id)}", _shown(name))
         return
     if kernel.id in seen:
-        yield _bad(f"{at}.id", "given once", f"{kernel.id} again")
+        yield _invalid(f"{at}.id", "given once", f"{kernel.id} again")
     seen.add(kernel.id)
     bad = {fault.fact for fault in faults}
     if f"{at}.op" not in bad and row["op"] not in catalog.ops:
-        yield _bad(f"{at}.op", f"an op that is registered{_near(row['op'], catalog.ops)}", _shown(row["op"]))
+        yield _invalid(f"{at}.op", f"an op that is registered{_hint(row['op'], catalog.ops)}", _shown(row["op"]))
         bad.add(f"{at}.op")
-    own = kernel.to_json()
+    declared = kernel.to_json()
     for field in _FIXED:
-        if f"{at}.{field}" not in bad and row[field] != own[field]:
-            yield _bad(f"{at}.{field}", f"{own[field]!r}, which belongs to the code of {kernel.id}", _shown(row[field]))
+        if f"{at}.{field}" not in bad and row[field] != declared[field]:
+            yield _invalid(f"{at}.{field}",
+                           f"{declared[field]!r}, which belongs to the code of {kernel.id}", _shown(row[field]))
     for field, check in _CHECKS.items():
         if f"{at}.{field}" not in bad and (want := check(row[field], kernel.op)):
-            yield _bad(f"{at}.{field}", want, _shown(row[field]))
+            yield _invalid(f"{at}.{field}", want, _shown(row[field]))
     if f"{at}.requires" not in bad:
         for i, rule in enumerate(row["requires"]):
-            yield from _rule(rule, f"{at}.requires[{i}]", kernel.op, 0)
+            yield from _rule_problems(rule, f"{at}.requires[{i}]", kernel.op, 0)
 
 
-def _rule(rule: Any, at: str, op: Op, depth: int) -> Iterator[Reason]:
+def _rule_problems(rule: Any, at: str, op: Op, depth: int) -> Iterator[Reason]:
     if not isinstance(rule, Mapping):
-        yield _wrong(at, "an object", _name(rule))
+        yield _wrong_type(at, "an object", _type_name(rule))
     elif depth > _MAX_DEPTH:
-        yield _bad(at, f"nested at most {_MAX_DEPTH} deep", "a deeper rule")
+        yield _invalid(at, f"nested at most {_MAX_DEPTH} deep", "a deeper rule")
     elif "any_of" in rule:
-        faults = list(_shape(rule, {"any_of": list}, f"{at}."))
+        faults = list(_field_problems(rule, {"any_of": list}, f"{at}."))
         yield from faults
         if not faults:
             if not rule["any_of"]:
-                yield _bad(f"{at}.any_of", "at least one rule", "none")
+                yield _invalid(f"{at}.any_of", "at least one rule", "none")
             for i, inner in enumerate(rule["any_of"]):
-                yield from _rule(inner, f"{at}.any_of[{i}]", op, depth + 1)
+                yield from _rule_problems(inner, f"{at}.any_of[{i}]", op, depth + 1)
     elif "when" in rule:
-        faults = list(_shape(rule, {"when": dict, "then": dict}, f"{at}."))
+        faults = list(_field_problems(rule, {"when": dict, "then": dict}, f"{at}."))
         yield from faults
         for part in () if faults else ("when", "then"):
-            yield from _rule(rule[part], f"{at}.{part}", op, depth + 1)
+            yield from _rule_problems(rule[part], f"{at}.{part}", op, depth + 1)
     else:
-        yield from _leaf(rule, at, op)
+        yield from _test_problems(rule, at, op)
 
 
-def _leaf(rule: Mapping[str, Any], at: str, op: Op) -> Iterator[Reason]:
-    wanted: dict[str, type] = {"fact": str, "test": str, "value": object, "code": str}
-    faults = list(_shape(rule, {**wanted, "repair": str} if "repair" in rule else wanted, f"{at}."))
+def _test_problems(rule: Mapping[str, Any], at: str, op: Op) -> Iterator[Reason]:
+    types: dict[str, type] = {"fact": str, "test": str, "value": object, "code": str}
+    faults = list(_field_problems(rule, {**types, "repair": str} if "repair" in rule else types, f"{at}."))
     yield from faults
     bad = {fault.fact.rpartition(".")[2] for fault in faults}
     if "fact" not in bad and rule["fact"] not in op.fact_names:
-        yield _bad(f"{at}.fact", f"a fact of {op.name}{_near(rule['fact'], op.fact_names)}", _shown(rule["fact"]))
+        yield _invalid(f"{at}.fact", f"a fact of {op.name}{_hint(rule['fact'], op.fact_names)}", _shown(rule["fact"]))
         bad.add("fact")
     if "test" not in bad and rule["test"] not in PREDICATES:
-        yield _bad(f"{at}.test", f"one of {', '.join(PREDICATES)}", _shown(rule["test"]))
+        yield _invalid(f"{at}.test", f"one of {', '.join(PREDICATES)}", _shown(rule["test"]))
         bad.add("test")
     if "code" not in bad and rule["code"] not in Code.__members__:
-        yield _bad(f"{at}.code", f"a reason code{_near(rule['code'], Code.__members__)}", _shown(rule["code"]))
+        yield _invalid(f"{at}.code", f"a reason code{_hint(rule['code'], Code.__members__)}", _shown(rule["code"]))
     if bad & {"fact", "test", "value"}:
         return
     test = PREDICATES[rule["test"]]
     if test.reads == "number" and not is_numeric(rule["fact"], op):
-        yield _bad(f"{at}.test", f"one for a value that is no number, as {rule['fact']} is none", rule["test"])
+        yield _invalid(f"{at}.test", f"one for a value that is no number, as {rule['fact']} is none", rule["test"])
     elif test.reads == "set" and rule["fact"] not in _SET_FACTS:
-        yield _bad(f"{at}.test", f"one for a single value, as {rule['fact']} is one", rule["test"])
+        yield _invalid(f"{at}.test", f"one for a single value, as {rule['fact']} is one", rule["test"])
     elif not test.takes(rule["value"]):
-        yield _bad(f"{at}.value", test.wanted, _shown(rule["value"]))
+        yield _invalid(f"{at}.value", test.wanted, _shown(rule["value"]))
     elif "repair" not in bad and (want := _repair_wanted(rule, op)):
-        yield _bad(f"{at}.repair", want, _shown(rule["repair"]))
+        yield _invalid(f"{at}.repair", want, _shown(rule["repair"]))
 
 
 def _repair_wanted(rule: Mapping[str, Any], op: Op) -> str:
@@ -219,7 +221,7 @@ def _repair_wanted(rule: Mapping[str, Any], op: Op) -> str:
 
 
 def is_numeric(fact: str, op: Op) -> bool:
-    """Is it a number, of which more and less can be said?"""
+    """Is the fact a number, which can be compared?"""
     param = op.by_name.get(fact)
     return (fact in (*op.dims, *op.derived, *op.reads, *_NUMERIC_FACTS)    # what `reads` are, only the op knows
             or (param is not None and param.kind in ("int", "float"))
@@ -239,7 +241,7 @@ def _workspace(value: str, op: Op) -> str:
         unknown = [name for name in parse(value).names if name not in op.fact_names]
     except (SpecError, ValueError, RecursionError, MemoryError):   # the parser's own limits
         return "arithmetic over facts like '4 * batch * heads'"
-    return f"arithmetic over facts of {op.name}{_near(unknown[0], op.fact_names)}" if unknown else ""
+    return f"arithmetic over facts of {op.name}{_hint(unknown[0], op.fact_names)}" if unknown else ""
 
 
 _CHECKS = {
@@ -248,41 +250,41 @@ _CHECKS = {
     "overhead_us": lambda value, op: "" if value >= 0 else "a number >= 0"}
 
 
-def _shape(data: Mapping[str, Any], wanted: Mapping[str, type], at: str) -> Iterator[Reason]:
-    """Missing fields, fields of another type, fields nobody knows."""
-    for name, kind in wanted.items():
+def _field_problems(data: Mapping[str, Any], types: Mapping[str, type], at: str) -> Iterator[Reason]:
+    """Yields missing fields, fields of another type and unknown fields."""
+    for name, kind in types.items():
         if name not in data:
             yield Reason(Code.MISSING_METADATA, _WORDS.get(kind, "a value"), None, f"{at}{name}")
         elif kind is float:
             if not is_number(data[name]):
-                yield _wrong(f"{at}{name}", "a number", _shown(data[name]))
+                yield _wrong_type(f"{at}{name}", "a number", _shown(data[name]))
         elif not isinstance(data[name], Mapping if kind is dict else (list, tuple) if kind is list else kind):
-            yield _wrong(f"{at}{name}", _WORDS[kind], _shown(data[name]))
+            yield _wrong_type(f"{at}{name}", _WORDS[kind], _shown(data[name]))
     for name in data:
-        if name not in wanted:
-            yield _bad(f"{at}{str(name)[:60]}", f"left out; the fields are {', '.join(wanted)}", _shown(data[name]))
+        if name not in types:
+            yield _invalid(f"{at}{str(name)[:60]}", f"left out; the fields are {', '.join(types)}", _shown(data[name]))
 
 
-def _bad(at: str, want: str, got: Any) -> Reason:
+def _invalid(at: str, want: str, got: Any) -> Reason:
     return Reason(Code.VALUE_OUT_OF_RANGE, want, got, at)
 
 
-def _wrong(at: str, want: str, got: Any) -> Reason:
+def _wrong_type(at: str, want: str, got: Any) -> Reason:
     return Reason(Code.WRONG_TYPE, want, got, at)
 
 
-def _near(word: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word[:100], sorted(known), 1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+def _hint(word: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word[:100], sorted(known), 1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def _name(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return _WORDS.get(type(value), "null" if value is None else type(value).__name__)
 
 
 def _shown(value: Any) -> str:
-    """A value as it may stand in a message: one line, not long."""
+    """Returns a value as one short line for a message."""
     if isinstance(value, (Mapping, list, tuple)):
-        return _name(value)
+        return _type_name(value)
     text = repr(value) if not isinstance(value, int) or abs(value) < 10 ** 18 else "a very large number"
     return text if len(text) <= 60 else f"{text[:57]}..."

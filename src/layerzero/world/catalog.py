@@ -1,7 +1,8 @@
-"""Which ops and kernels there are: our own files, plugins by entry point, and what a program registers.
+"""The catalog of ops and kernels: our own files, plugins by entry point, and what a program
+registers.
 
-A plugin that does not fit is refused by name and mismatch; the rest of the library goes on. Which releases of LayerZero
-it needs is read before it is imported.
+A plugin that does not fit is refused by name and mismatch; the rest of the library goes on. The
+releases of LayerZero that it requires are checked before it is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
 
-PLUGIN_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)   # importing strangers may raise anything
+PLUGIN_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)   # foreign code may raise anything
 ENTRY_POINTS = ("layerzero.ops", "layerzero.backends")
 POLICIES = "layerzero.policies"
 
@@ -49,7 +50,7 @@ class Catalog:
     def kernels_of(self, op: str) -> tuple[Kernel, ...]:
         return self._by_op.get(op, ())
 
-    def adding(self, item: Op | Kernel, origin: str) -> Catalog:
+    def with_item(self, item: Op | Kernel, origin: str) -> Catalog:
         if isinstance(item, Op):
             if item.name in self.ops and self.ops[item.name] is not item:
                 raise RegistrationError(f"op {item.name!r} from {origin} is already registered by "
@@ -62,28 +63,29 @@ class Catalog:
         if known is not item.op:
             raise RegistrationError(f"kernel {item.id!r} from {origin} was declared for another op called "
                                     f"{item.op.name!r}; declare it with the registered one: lz.op({item.op.name!r})")
-        for what, wanted in (("version", item.version), ("torch", item.torch)):
-            if not is_version_range(wanted):
-                raise RegistrationError(f"kernel {item.id!r} from {origin}: {what}={wanted!r} is not a version range; "
-                                        "write it like '>=2.5,<3'")
+        for option, versions in (("version", item.version), ("torch", item.torch)):
+            if not is_version_range(versions):
+                raise RegistrationError(f"kernel {item.id!r} from {origin}: {option}={versions!r} is not a "
+                                        "version range; write it like '>=2.5,<3'")
         if item.id in self.by_id:
             raise RegistrationError(f"kernel {item.id!r} from {origin} is already registered by "
                                     f"{self.origins.get(item.id, 'layerzero')}; unregister it first")
         return Catalog(self.ops, (*self.kernels, item), {**self.origins, item.id: origin})
 
     def without(self, name: str) -> Catalog:
-        """`name`: an op with its kernels, a kernel, all kernels of a backend, or all that a plugin brought."""
+        """Returns the catalog without `name`: an op with its kernels, a kernel, a backend, or
+        everything of a plugin."""
         ops = {name} & self.ops.keys()
-        gone = {k.id for k in self.kernels if name in (k.id, k.op.name)}
-        if not gone and not ops:
-            brought = {n for n, origin in self.origins.items() if origin.partition(" ")[0] == name}
-            ops = brought & self.ops.keys()
-            gone = {k.id for k in self.kernels if k.backend == name or k.id in brought or k.op.name in ops}
-        if not gone and not ops:
+        removed = {k.id for k in self.kernels if name in (k.id, k.op.name)}
+        if not removed and not ops:
+            from_plugin = {n for n, origin in self.origins.items() if origin.partition(" ")[0] == name}
+            ops = from_plugin & self.ops.keys()
+            removed = {k.id for k in self.kernels if k.backend == name or k.id in from_plugin or k.op.name in ops}
+        if not removed and not ops:
             raise RegistrationError(f"nothing is registered as {name!r}")
         return Catalog({n: o for n, o in self.ops.items() if n not in ops},
-                       tuple(k for k in self.kernels if k.id not in gone),
-                       {n: o for n, o in self.origins.items() if n not in gone | ops})
+                       tuple(k for k in self.kernels if k.id not in removed),
+                       {n: o for n, o in self.origins.items() if n not in removed | ops})
 
 
 def builtin_op(name: str) -> Op:
@@ -96,95 +98,101 @@ def builtin_ops() -> dict[str, Op]:
 
 
 def discover() -> tuple[Catalog, list[Event]]:
-    """Our own ops and kernels, then the plugins that fit; events for those that do not."""
+    """Returns our own ops and kernels and those of plugins, and an event for each plugin that was
+    refused."""
     kernels = [k for name in BACKENDS for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS]
     catalog = Catalog(builtin_ops(), tuple(kernels))
     problems: list[Event] = []
     for group in ENTRY_POINTS:
         for entry, origin in _plugins(group, problems):
             try:
-                found = catalog
+                extended = catalog
                 for item in _items(entry.load(), origin):
-                    found = found.adding(item, origin)
-                catalog = found                # all of it or nothing
+                    extended = extended.with_item(item, origin)
+                catalog = extended             # all of it or nothing
             except PLUGIN_ERRORS as e:
-                problems.append(_refused(entry, origin, e))
+                problems.append(_plugin_refused(entry, origin, e))
     return catalog, problems
 
 
 def plugin_policy(catalog: Catalog) -> tuple[Layer | None, list[Event]]:
-    """What plugins advise, as the lowest layer; events for those that do not fit."""
+    """Returns the policies of plugins as the lowest layer, and an event for each that was
+    refused."""
     settings: dict[str, Any] = {}
     rules: list[PolicyRule] = []
     problems: list[Event] = []
     ops = {op.name: op.fact_names for op in catalog.ops.values()}
     for entry, origin in _plugins(POLICIES, problems):
         try:
-            layer = _advice(entry.load(), origin)
+            layer = _policy_layer(entry.load(), origin)
             for rule in layer.rules:
                 rule.check(ops)
-            other = [n for n, value in layer.settings.items() if settings.get(n, value) != value]
-            if other:
-                raise RegistrationError(f"plugin {origin} sets {other[0]} to {layer.settings[other[0]]!r}, another one "
-                                        f"set it to {settings[other[0]]!r}; decide it in the policy file and drop one")
+            conflicts = [n for n, value in layer.settings.items() if settings.get(n, value) != value]
+            if conflicts:
+                name = conflicts[0]
+                raise RegistrationError(f"plugin {origin} sets {name} to {layer.settings[name]!r}, another one "
+                                        f"set it to {settings[name]!r}; decide it in the policy file and drop one")
             settings |= layer.settings
             rules += layer.rules
         except PLUGIN_ERRORS as e:
-            problems.append(_refused(entry, origin, e))
+            problems.append(_plugin_refused(entry, origin, e))
     return Layer("default", settings, tuple(rules)) if settings or rules else None, problems
 
 
 def _plugins(group: str, problems: list[Event]) -> Iterator[tuple[Any, str]]:
-    """The entry points of a group and where each comes from, without those for other releases of LayerZero."""
-    ours = getattr(importlib.import_module("layerzero"), "__version__", "")
+    """Yields the entry points of a group with their origin, except those for other releases of
+    LayerZero."""
+    installed = getattr(importlib.import_module("layerzero"), "__version__", "")
     for entry in importlib.metadata.entry_points(group=group):
         origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.name
-        wanted = _wanted_release(entry.dist)
-        if not ours or satisfies(ours, wanted):
+        required = _required_release(entry.dist)
+        if not installed or satisfies(installed, required):
             yield entry, origin
         else:
             problems.append(BackendUnavailable(kernel=entry.name, reason=Reason(
-                Code.VERSION_CONFLICT, f"layerzero {wanted}", f"{ours} (plugin {entry.name} of {origin})")))
+                Code.VERSION_CONFLICT, f"layerzero {required}", f"{installed} (plugin {entry.name} of {origin})")))
 
 
-def _wanted_release(distribution: Any) -> str:
-    """The range of LayerZero's versions in the dependencies of a package; "" for any."""
-    from packaging.requirements import InvalidRequirement, Requirement  # not needed where there are no plugins
+def _required_release(distribution: Any) -> str:
+    """Returns the versions of LayerZero that a package depends on; "" for any."""
+    from packaging.requirements import InvalidRequirement, Requirement  # slow to import, and not needed without plugins
     for text in (distribution.requires or ()) if distribution else ():
         try:
-            found = Requirement(text)
+            requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if found.name.lower() == "layerzero" and (found.marker is None or found.marker.evaluate()):
-            return str(found.specifier)
+        if requirement.name.lower() == "layerzero" and (requirement.marker is None or requirement.marker.evaluate()):
+            return str(requirement.specifier)
     return ""
 
 
-def _refused(entry: Any, origin: str, error: BaseException) -> Event:
+def _plugin_refused(entry: Any, origin: str, error: BaseException) -> Event:
     return BackendUnavailable(kernel=entry.name, reason=Reason(
         Code.IMPORT_FAILED, f"plugin {entry.name} of {origin}", f"{type(error).__name__}: {error}"))
 
 
-def _advice(plugin: object, origin: str) -> Layer:
-    """A mapping with rules and settings, or a module with one as POLICY."""
-    said = getattr(plugin, "POLICY", plugin)
-    if not isinstance(said, Mapping) or not said.keys() <= {"rules", "settings"}:
-        raise RegistrationError(f"plugin {origin} offers {str(said)[:80]} as its policy; wanted is a mapping POLICY "
+def _policy_layer(plugin: object, origin: str) -> Layer:
+    """Makes a layer of a mapping with rules and settings, or of a module with one as POLICY."""
+    policy = getattr(plugin, "POLICY", plugin)
+    if not isinstance(policy, Mapping) or not policy.keys() <= {"rules", "settings"}:
+        raise RegistrationError(f"plugin {origin} offers {str(policy)[:80]} as its policy; wanted is a mapping POLICY "
                                 "with rules, settings or both")
-    if not all(isinstance(rule, PolicyRule) for rule in said.get("rules", ())):
+    if not all(isinstance(rule, PolicyRule) for rule in policy.get("rules", ())):
         raise RegistrationError(f"plugin {origin}: the rules of a policy are made with lz.PolicyRule.of(...)")
-    return Layer("default", said.get("settings", {}), tuple(replace(r, origin=origin) for r in said.get("rules", ())))
+    return Layer("default", policy.get("settings", {}),
+                 tuple(replace(r, origin=origin) for r in policy.get("rules", ())))
 
 
 def _items(plugin: object, origin: str) -> Iterable[Op | Kernel]:
-    """A plugin is an Op, a Kernel, a list of those, or a module with OP or KERNELS."""
+    """Returns what a plugin offers: it is an Op, a Kernel, a list of those, or a module with OP or
+    KERNELS."""
     if isinstance(plugin, (Op, Kernel)):
         return (plugin,)
-    found = plugin if isinstance(plugin, (tuple, list)) else (
+    items = plugin if isinstance(plugin, (tuple, list)) else (
         *((plugin.OP,) if hasattr(plugin, "OP") else ()), *getattr(plugin, "KERNELS", ()))
-    for item in found:
+    for item in items:
         if not isinstance(item, (Op, Kernel)):
             raise RegistrationError(f"plugin {origin} offers a {type(item).__name__}; wanted are Op and Kernel")
-    if not found:
+    if not items:
         raise RegistrationError(f"plugin {origin} offers {type(plugin).__name__} without OP or KERNELS")
-    return found
+    return items

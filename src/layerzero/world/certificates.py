@@ -1,9 +1,10 @@
-"""Proof that a kernel keeps its contract on this machine, as a file; and which of the files hold today.
+"""Certificates: files that prove that a kernel keeps its contract on this machine, and which of
+them are valid.
 
-A certificate is made by verification (`lz verify`) and says for what it holds: the build of the kernel, the device
-with its driver and torch, and the contract as it was. If one of these changes it is void by itself: nothing has to be
-deleted. Each file is sealed with a key that only this user can read (or that a fleet shares, LAYERZERO_SEAL_KEY), so
-that one that was edited is refused.
+Verification (`lz verify`) writes a certificate for one build of the kernel, one device with its
+driver and torch, and one version of the contract. If one of these changes the certificate is void;
+nothing has to be deleted. Each file is sealed with a key that only this user can read (or that a
+fleet shares, LAYERZERO_SEAL_KEY): an edited one is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..machine.builds import build_of, sources_of
+from ..machine.builds import build_of, source_digest
 from ..spec.codec import Count, Record
 from ..spec.device import Device
 from ..spec.errors import DataError
@@ -35,7 +36,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Certificate(Record, header={"format": FORMAT}):
-    """What was shown of a kernel, and where. `worst` is its error over what was allowed, so at most 1."""
+    """What was verified of a kernel, and where. `worst` is its largest error over the allowed
+    error, at most 1."""
 
     kernel: str
     op: str
@@ -43,8 +45,8 @@ class Certificate(Record, header={"format": FORMAT}):
     contract: str
     device: str                                # signature
     device_name: str
-    cases: Count                               # that ran
-    skipped: Count                             # that the kernel's own rules refuse
+    cases: Count                               # cases that ran
+    skipped: Count                             # cases that the kernel's own rules refuse
     dtypes: tuple[str, ...]
     grid: str                                  # hash of the cases
     gradients: int = 0                         # cases whose gradients were compared too
@@ -52,37 +54,37 @@ class Certificate(Record, header={"format": FORMAT}):
     worst_over_eager: float = 0.0              # largest error over that of the eager formula at the same dtype
     deterministic: bool = False                # two runs gave the same bits in every case
     writes_all: bool = False                   # every element of every result was written, over poisoned memory
-    nan_propagates: bool | None = None         # None: not asked of this op
-    graph_safe: bool | None = None             # by capture and replay; None: no CUDA here, or no case to try it with
-    graph_problem: str = ""                    # what came in the way of the capture, where it failed
-    graph_bytes: int = 0                       # memory that the largest of the captures kept for itself
+    nan_propagates: bool | None = None         # None: not checked for this op
+    graph_safe: bool | None = None             # by capture and replay; None: no CUDA, or no case to capture
+    graph_problem: str = ""                    # why the capture failed, if it did
+    graph_bytes: int = 0                       # memory pool of the largest capture
     made_at: str = ""
     layerzero: str = ""
 
-    def void(self, kernel: Kernel, device: Device) -> Reason | None:
-        """Why it does not hold for this kernel on this device today; None if it does."""
-        for name, then, now in (
+    def void_reason(self, kernel: Kernel, device: Device) -> Reason | None:
+        """Returns why the certificate is not valid for this kernel and device; None if it is."""
+        for name, expected, actual in (
                 ("build", self.build, build_of(kernel)), ("contract", self.contract, contract_of(kernel.op)),
                 ("device or driver", self.device, device.signature)):
-            if then != now:
-                return Reason(Code.CERTIFICATE_VOID, f"{name} {then}", now)
+            if expected != actual:
+                return Reason(Code.CERTIFICATE_VOID, f"{name} {expected}", actual)
         return None
 
 
 def contract_of(op: Op) -> str:
-    """Changes whenever what the op means, how wrong it may be, or what it is tested with changes."""
-    found = _contracts.get(op)
-    if found is None:
-        found = _contracts[op] = _contract(op)
-    return found
+    """Returns a hash that changes with what the op computes, its tolerance, and its test cases."""
+    contract = _contracts.get(op)
+    if contract is None:
+        contract = _contracts[op] = _contract_hash(op)
+    return contract
 
 
 _contracts: WeakKeyDictionary[Op, str] = WeakKeyDictionary()
 
 
-def _contract(op: Op) -> str:
+def _contract_hash(op: Op) -> str:
     declared = json.dumps(op.to_json(), sort_keys=True, default=str)
-    return hashlib.sha256(f"{declared}\n{sources_of(op.reference)}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{declared}\n{source_digest(op.reference)}".encode()).hexdigest()[:16]
 
 
 def _store() -> Store:
@@ -94,7 +96,7 @@ def folder(device: Device) -> Path:
 
 
 def write(certificate: Certificate, device: Device) -> Path:
-    """Put it where selection finds it. Written whole or not at all."""
+    """Writes the certificate where selection finds it, whole or not at all."""
     store, body = _store(), certificate.to_json()
     path = trusted_folder(store.root, store.name, device.signature) / f"{certificate.kernel}.json"
     text = json.dumps({"certificate": body, "seal": _seal(body, store.key(create=True))}, indent=1)
@@ -103,15 +105,15 @@ def write(certificate: Certificate, device: Device) -> Path:
 
 
 def read(path: Path) -> Certificate:
-    """Raises DataError for what is no certificate, or was changed since it was sealed."""
+    """Reads a certificate; DataError if it is none, or was changed after it was sealed."""
     data = read_json(path, "a certificate as lz verify writes it", nan=True)
     if not isinstance(data, Mapping) or not isinstance(data.get("certificate"), Mapping):
         raise DataError(f"{path}: wanted a certificate and its seal, got {str(data)[:120]}")
-    seal = str(data.get("seal", "")).encode(errors="replace")   # of text, only ASCII can be compared
+    seal = str(data.get("seal", "")).encode(errors="replace")   # compare_digest takes only ASCII text
     try:
         key = _store().key()
     except FileNotFoundError:
-        key = None                             # so nothing was ever sealed here
+        key = None                             # nothing was ever sealed here
     except OSError as e:
         raise DataError(f"{path}: the key of its seal cannot be read: {e.strerror}") from e
     if key is None or not hmac.compare_digest(seal, _seal(data["certificate"], key).encode()):
@@ -120,47 +122,48 @@ def read(path: Path) -> Certificate:
     return Certificate.from_json(data["certificate"])
 
 
-def standing(kernels: Iterable[Kernel], device: Device) -> dict[str, Certificate | Reason]:
-    """For each kernel its certificate, or why it has none that holds here."""
-    home, found = folder(device), {}           # type: Path, dict[str, Certificate | Reason]
+def statuses(kernels: Iterable[Kernel], device: Device) -> dict[str, Certificate | Reason]:
+    """Returns for each kernel its certificate, or why it has no valid one here."""
+    certificates, status = folder(device), {}  # type: Path, dict[str, Certificate | Reason]
     for kernel in kernels:
-        path = home / f"{kernel.id}.json"
+        path = certificates / f"{kernel.id}.json"
         if not path.exists():
-            found[kernel.id] = Reason(Code.UNCERTIFIED)
+            status[kernel.id] = Reason(Code.UNCERTIFIED)
             continue
         try:
             certificate = read(path)
             if certificate.kernel != kernel.id:
                 raise DataError(f"{path}: it is the certificate of {certificate.kernel}")
-            found[kernel.id] = certificate.void(kernel, device) or certificate
+            status[kernel.id] = certificate.void_reason(kernel, device) or certificate
         except DataError as e:
             events.emit(CertificateRefused(op=kernel.op.name, kernel=kernel.id, problem=str(e)))
-            found[kernel.id] = Reason(Code.CERTIFICATE_REFUSED, None, str(e))
-    return found
+            status[kernel.id] = Reason(Code.CERTIFICATE_REFUSED, None, str(e))
+    return status
 
 
-def certified(kernels: Iterable[Kernel], device: Device) -> frozenset[str]:
-    return frozenset(k for k, c in standing(kernels, device).items() if isinstance(c, Certificate))
+def certified_ids(kernels: Iterable[Kernel], device: Device) -> frozenset[str]:
+    return frozenset(k for k, c in statuses(kernels, device).items() if isinstance(c, Certificate))
 
 
-# Captures: in a certificate, or tried by this process.
+# CUDA graph captures: recorded in a certificate, or tried by this process.
 
-_tried: dict[str, tuple[Kernel, str]] = {}     # kernel -> what came in the way; "" where nothing did
+_captures: dict[str, tuple[Kernel, str]] = {}  # kernel -> what went wrong; "" if nothing
 
 
-def note_capture(kernel: Kernel, problem: str) -> None:
-    """What a capture in this process has shown of a kernel; later selections know it once a world is published."""
-    _tried[kernel.id] = kernel, problem
+def record_capture(kernel: Kernel, problem: str) -> None:
+    """Records the result of a capture in this process; selection uses it once a world is
+    published."""
+    _captures[kernel.id] = kernel, problem
 
 
 def capture_verdicts(kernels: Iterable[Kernel], device: Device) -> dict[str, bool]:
-    """Which kernels can be captured in a CUDA graph here, as was shown by capturing; those not tried are not in it."""
-    every = {kernel.id: kernel for kernel in kernels}
-    home = folder(device)
-    told = [k for k in every.values() if (home / f"{k.id}.json").exists()]
-    found = {k: c.graph_safe for k, c in standing(told, device).items()
-             if isinstance(c, Certificate) and c.graph_safe is not None}
-    return found | {k: not problem for k, (kernel, problem) in _tried.copy().items() if every.get(k) is kernel}
+    """Returns whether each kernel that was captured here is safe in a CUDA graph."""
+    by_id = {kernel.id: kernel for kernel in kernels}
+    certificates = folder(device)
+    certified = [k for k in by_id.values() if (certificates / f"{k.id}.json").exists()]
+    verdicts = {k: c.graph_safe for k, c in statuses(certified, device).items()
+                if isinstance(c, Certificate) and c.graph_safe is not None}
+    return verdicts | {k: not problem for k, (kernel, problem) in _captures.copy().items() if by_id.get(k) is kernel}
 
 
 def _seal(body: Mapping[str, Any], key: bytes) -> str:

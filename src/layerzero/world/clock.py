@@ -1,7 +1,8 @@
-"""One sleeping thread for everything that happens by itself, so that the hot path never reads a clock.
+"""One sleeping thread for everything that depends on time, so that the hot path never reads a
+clock.
 
 It sleeps until the world's next deadline (a time-boxed policy, a cooling breaker, the cache's time to
-live, the next look at the policy file) and starts only when there is one.
+live, the next check of the policy file) and starts only when there is one.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from . import events
 from . import snapshot as worlds
 from .snapshot import World
 
-AFTER_TROUBLE = 1.0                            # seconds until it looks again at what could not be done
+RETRY_SECONDS = 1.0                            # after an error
 
 _wake = locks.condition()
 _thread: threading.Thread | None = None
 _deadline: float | None = None
 
 
-def follow(world: World) -> None:
-    """Called with every new world: sleep no longer than it wants."""
+def schedule(world: World) -> None:
+    """Wakes the thread at the next deadline of `world`. Called with every new world."""
     global _deadline, _thread
     deadline = world.next_deadline
     with _wake:
@@ -39,11 +40,11 @@ def follow(world: World) -> None:
 
 def _run() -> None:
     global _deadline, _thread
-    events.in_background()
-    me = threading.current_thread()
+    events.mark_background_thread()
+    self_thread = threading.current_thread()
     while True:
         with _wake:
-            if _thread is not me:              # an interrupt came while it was started, and there is another
+            if _thread is not self_thread:     # an interrupt hit its start, and another thread took over
                 return
             if _deadline is None:
                 _thread = None
@@ -54,26 +55,26 @@ def _run() -> None:
                 continue
             _deadline = None
         try:
-            worlds.pass_time(time.monotonic())
-            worlds.consult(follow)
-        except events.ANYTHING as e:           # whatever it is, time goes on
-            events.warn("the clock: %s: %s; it goes on in %g s", type(e).__name__, e, AFTER_TROUBLE)
+            worlds.apply_deadlines(time.monotonic())
+            worlds.call_with_current(schedule)
+        except events.ANY_ERROR as e:          # the clock must survive any error
+            events.warn("the clock: %s: %s; it goes on in %g s", type(e).__name__, e, RETRY_SECONDS)
             with _wake:
                 if _deadline is None:
-                    _deadline = time.monotonic() + AFTER_TROUBLE
+                    _deadline = time.monotonic() + RETRY_SECONDS
 
 
 def due(now: float) -> bool:
-    deadline = _deadline                       # another thread may change it meanwhile
+    deadline = _deadline                       # read once: another thread may change it
     return deadline is not None and now >= deadline
 
 
 def _after_fork() -> None:
     global _wake, _thread
     _wake = locks.condition()
-    _thread = None                              # threads do not survive a fork; the next world starts it anew
+    _thread = None                              # threads do not survive a fork; schedule() starts it again
     if worlds.exists():
-        worlds.consult(follow)
+        worlds.call_with_current(schedule)
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,7 +1,7 @@
-"""Where policy comes from: the policy file, the environment, and calls. All reading is done here.
+"""Reads policy from its sources: the policy file, the environment, and calls.
 
-A source is taken whole or not at all: its errors are collected, each with its place and the nearest
-valid word, and raised together as one `ConfigError`.
+A source is applied whole or not at all: its errors are collected, each with its place and the
+nearest valid word, and raised together as one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VERSION = 1
 _MAX_DEPTH = 16                                # of nesting in a policy file; the schema needs five
 _MAX_SIZE = 128 << 10                          # bytes of a policy file, some 2,000 rules: YAML is read at 100 KB/s
 _MAX_SCALAR = 1000                             # characters of one value
-_MAX_MESSAGE = 600                             # characters of what is said of one mistake
+_MAX_MESSAGE = 600                             # characters of one error
 
 VARIABLES: Mapping[str, str] = {
     **{PREFIX + name.upper(): setting.doc for name, setting in SETTINGS.items()},
@@ -58,7 +58,8 @@ def _raise_all(errors: list[str], end: str) -> None:
 # the environment
 
 def environment_layer(environ: Mapping[str, str] | None = None, ops: OpFacts | None = None) -> Layer | None:
-    """The layer of LAYERZERO_* variables, or None where none is set. An empty value counts as unset."""
+    """Returns the layer of LAYERZERO_* variables, None if none is set. An empty value counts as
+    unset."""
     environ = os.environ if environ is None else environ
     errors: list[str] = []
     settings: dict[str, Any] = {}
@@ -95,7 +96,7 @@ def _split(text: str) -> list[str]:
 
 
 def policy_path(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The policy file that LAYERZERO_POLICY names."""
+    """Returns the path in LAYERZERO_POLICY."""
     text = (os.environ if environ is None else environ).get("LAYERZERO_POLICY", "").strip()
     return paths.expand_path(text, "LAYERZERO_POLICY") if text else None
 
@@ -105,20 +106,22 @@ def policy_path(environ: Mapping[str, str] | None = None) -> Path | None:
 def programmatic_layer(old: Layer | None, settings: Mapping[str, Any] | None = None,
                        rules: Iterable[PolicyRule] = (), *, name: str = "programmatic",
                        expires_at: float | None = None) -> Layer:
-    """`old` with more said: new settings win, new rules come first and replace those about the same thing.
+    """Returns `old` with new settings and rules: new ones win, and replace rules with the same
+    subject.
 
-    Two locks are about the same thing when their ops and conditions are equal, other rules when their
-    kernels are too. `expires_at` ends just what is said now: `old` holds again after it, and what `old`
-    said until an earlier deadline ends there. `name` may be "context" or "call" as well.
+    Two locks have the same subject when their ops and conditions are equal, other rules when their
+    kernels are too. `expires_at` ends only what is added now: `old` holds again after it, and an
+    earlier deadline of `old` still applies. `name` may be "context" or "call" as well.
     """
-    said, new = dict(settings or {}), tuple(rules)
+    new_settings, new_rules = dict(settings or {}), tuple(rules)
     if old is None:
-        return Layer(name, said, new, expires_at)
-    # A rule with a deadline of its own only covers the old one, which counts again after it; boosts would multiply.
-    told = {_subject(rule) for rule in new if rule.expires_at is None or rule.action == "boost"}
-    merged = Layer(name, {**old.settings, **said}, (*new, *(r for r in old.rules if _subject(r) not in told)))
+        return Layer(name, new_settings, new_rules, expires_at)
+    # A rule with a deadline only hides the old one, which applies again after it; but two boosts would multiply.
+    replaced = {_subject(rule) for rule in new_rules if rule.expires_at is None or rule.action == "boost"}
+    merged = Layer(name, {**old.settings, **new_settings},
+                   (*new_rules, *(r for r in old.rules if _subject(r) not in replaced)))
     if old.expires_at is not None and (expires_at is None or old.expires_at < expires_at):
-        after = programmatic_layer(old.before, said, new, name=name, expires_at=expires_at)
+        after = programmatic_layer(old.before, new_settings, new_rules, name=name, expires_at=expires_at)
         return replace(merged, expires_at=old.expires_at, before=after)
     return replace(merged, expires_at=expires_at, before=old if expires_at is not None else None)
 
@@ -131,7 +134,7 @@ def _subject(rule: PolicyRule) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class FileStamp:
-    """Tells one state of a file from another without reading it."""
+    """Identifies the state of a file without reading it."""
 
     mtime_ns: int
     size: int
@@ -139,7 +142,7 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> FileStamp | None:
-        """None where there is no file to look at."""
+        """Returns None if there is no such file."""
         try:
             stat = os.stat(path)
         except (OSError, ValueError):
@@ -149,18 +152,20 @@ class FileStamp:
 
 def reload_if_changed(path: str | os.PathLike[str], stamp: FileStamp | None, old_layer: Layer | None,
                       ops: OpFacts | None = None) -> tuple[FileStamp | None, Layer | None, ConfigError | None]:
-    """The file's stamp and layer now. A file that broke or vanished keeps the old layer, and is said once."""
-    now = FileStamp.of(path)                   # before reading: a write in between shows at the next look
-    if now == stamp:
+    """Returns the file's stamp and layer now. A broken or missing file keeps the old layer, with
+    the error once."""
+    new_stamp = FileStamp.of(path)             # before reading: a write in between shows next time
+    if new_stamp == stamp:
         return stamp, old_layer, None
     try:
-        return now, load_policy_file(path, ops), None
+        return new_stamp, load_policy_file(path, ops), None
     except ConfigError as e:
-        return now, old_layer, e
+        return new_stamp, old_layer, e
 
 
 def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -> Layer:
-    """The layer a YAML policy file describes. With `ops`, names of ops and facts are checked too."""
+    """Returns the layer in a YAML policy file. With `ops`, names of ops and facts are checked
+    too."""
     try:
         text = read_text(path, "a policy file", size=_MAX_SIZE, error=ConfigError)
     except ConfigError as e:
@@ -172,8 +177,8 @@ def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -
     return layer
 
 
-class _Fault(PolicyValidationError):
-    """Something wrong at one node of the file."""
+class _NodeError(PolicyValidationError):
+    """An error at one node of the file."""
 
     def __init__(self, node: Any, message: str) -> None:
         super().__init__(message)
@@ -181,7 +186,8 @@ class _Fault(PolicyValidationError):
 
 
 class _Reader:
-    """Walks the nodes of one document. A faulty part is noted with its line, and the rest still read."""
+    """Walks the nodes of one document. An error is recorded with its line, and the rest still
+    read."""
 
     def __init__(self, path: Path, text: str, ops: OpFacts | None) -> None:
         try:
@@ -221,12 +227,12 @@ class _Reader:
         return Layer("file") if self.errors else Layer("file", settings, tuple(rules))
 
     def rules(self, node: Any) -> list[PolicyRule]:
-        """The rule of one list item; several where a boost names several factors."""
-        noted = len(self.errors)
+        """Returns the rule of one list item; several if a boost names several factors."""
+        known_errors = len(self.errors)
         fields = self.fields(node, "a rule", (*ACTIONS, "factor", "op", "when", "for", "until"))
         actions = [a for a in ACTIONS if a in fields]
-        if not actions and len(self.errors) > noted:
-            return []                          # a misspelt action was named already
+        if not actions and len(self.errors) > known_errors:
+            return []                          # a misspelt action was reported already
         if len(actions) != 1:
             got = " and ".join(actions) or "none"
             raise PolicyValidationError(f"a rule wants exactly one of {', '.join(ACTIONS)}, got {got}")
@@ -234,43 +240,43 @@ class _Reader:
         factors: list[tuple[tuple[str, ...], Any]]
         if action == "boost" and isinstance(target, self.yaml.MappingNode):
             if "factor" in fields:
-                raise _Fault(fields["factor"], "boost has its factors already; drop this one")
+                raise _NodeError(fields["factor"], "boost has its factors already; drop this one")
             factors = [((pattern,), self.value(factor)) for pattern, factor in self.fields(target, "boost").items()]
         elif action == "boost" and "factor" not in fields:
-            raise _Fault(target, "boost wants a factor; write boost: {\"torch.*\": 1.5}, or add factor: 1.5")
+            raise _NodeError(target, "boost wants a factor; write boost: {\"torch.*\": 1.5}, or add factor: 1.5")
         else:
             factors = [(self.words(target, action), self.value(fields["factor"]) if "factor" in fields else 1.0)]
         ops = self.words(fields["op"], "op") if "op" in fields else ("*",)
         when = self.conditions(fields["when"]) if "when" in fields else ()
         expires_at, origin = self.deadline(fields), f"{self.path.name}:{self.line(node)}"
-        made = [PolicyRule(action, kernels, ops, when, factor, origin, expires_at) for kernels, factor in factors]
+        rules = [PolicyRule(action, kernels, ops, when, factor, origin, expires_at) for kernels, factor in factors]
         if self.ops is not None:
-            for rule in made:
+            for rule in rules:
                 rule.check(self.ops)
-        return made
+        return rules
 
     def conditions(self, node: Any) -> tuple[Any, ...]:
-        found: list[Any] = []
+        tests: list[Any] = []
         fields = self.fields(node, "when")
         if not fields:
-            raise _Fault(node, "when is empty; name at least one fact, or leave it out")
+            raise _NodeError(node, "when is empty; name at least one fact, or leave it out")
         for fact, value in fields.items():
             with self.at(value):
-                found += parse_when({fact: self.value(value)})
-        return tuple(sorted(found, key=lambda test: str(test.fact)))
+                tests += parse_when({fact: self.value(value)})
+        return tuple(sorted(tests, key=lambda test: str(test.fact)))
 
     def deadline(self, fields: Mapping[str, Any]) -> float | None:
         if "for" in fields and "until" in fields:
-            raise _Fault(fields["until"], "a rule takes 'for' or 'until', not both")
+            raise _NodeError(fields["until"], "a rule takes 'for' or 'until', not both")
         if "for" in fields:
             seconds = self.value(fields["for"])
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e12:
-                raise _Fault(fields["for"], f"for must be a number of seconds > 0, got {seconds!r}")
+                raise _NodeError(fields["for"], f"for must be a number of seconds > 0, got {seconds!r}")
             return time.monotonic() + seconds
         if "until" in fields:
-            end = _moment(self.value(fields["until"]))
+            end = _parse_time(self.value(fields["until"]))
             if end is None:
-                raise _Fault(fields["until"], f"until must be a time like 2030-12-31T18:00:00Z, "
+                raise _NodeError(fields["until"], f"until must be a time like 2030-12-31T18:00:00Z, "
                                               f"got {self.shown(fields['until'])}")
             return time.monotonic() + (end - datetime.now(timezone.utc)).total_seconds()
         return None
@@ -279,10 +285,10 @@ class _Reader:
 
     @contextmanager
     def at(self, node: Any) -> Iterator[None]:
-        """Notes an error inside the block, at its own node or else at this one."""
+        """Records an error inside the block, at its own node or else at this one."""
         try:
             yield
-        except _Fault as e:
+        except _NodeError as e:
             self.note(e.node, str(e))
         except ConfigError as e:
             self.note(node, str(e))
@@ -304,55 +310,55 @@ class _Reader:
         if self.is_empty(node):
             return []
         if not isinstance(node, self.yaml.SequenceNode):
-            raise _Fault(node, f"{what} must be a list, got {self.shown(node)}; begin each item with '- '")
+            raise _NodeError(node, f"{what} must be a list, got {self.shown(node)}; begin each item with '- '")
         return list(node.value)
 
     def fields(self, node: Any, what: str, known: tuple[str, ...] = ()) -> dict[str, Any]:
-        """A mapping's value nodes by key; keys must be of `known`, where that is given."""
+        """Returns a mapping's value nodes by key; keys must be in `known` unless that is empty."""
         if self.is_empty(node):
             return {}
         if not isinstance(node, self.yaml.MappingNode):
-            raise _Fault(node, f"{what} must be a mapping of keys to values, got {self.shown(node)}")
-        found: dict[str, Any] = {}
+            raise _NodeError(node, f"{what} must be a mapping of keys to values, got {self.shown(node)}")
+        nodes: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key, value in node.value:
             if not isinstance(key, self.yaml.ScalarNode):
                 self.note(key, f"a key of {what} must be text, got {self.shown(key)}")
             elif known and key.value not in known:
                 self.note(key, f"unknown key {key.value!r} in {what}{suggest(key.value, known)}")
-            elif key.value in found:
+            elif key.value in nodes:
                 self.note(key, f"{key.value!r} is given twice in {what}, first on line {lines[key.value]}")
             else:
-                found[key.value], lines[key.value] = value, self.line(key)
-        return found
+                nodes[key.value], lines[key.value] = value, self.line(key)
+        return nodes
 
     def value(self, node: Any) -> Any:
-        """A scalar, or a list of scalars."""
+        """Returns a scalar, or a list of scalars."""
         if isinstance(node, self.yaml.SequenceNode):
             return [self.scalar(item) for item in node.value]
         return self.scalar(node)
 
     def scalar(self, node: Any) -> Any:
         if not isinstance(node, self.yaml.ScalarNode):
-            raise _Fault(node, f"wants a plain value, got {self.shown(node)}")
+            raise _NodeError(node, f"wants a plain value, got {self.shown(node)}")
         try:
             value = self.loader.construct_object(node)
             if isinstance(value, int) and value.bit_length() > 64:   # nothing here is so large
                 raise OverflowError
             return value
         except (self.yaml.YAMLError, ValueError, OverflowError):
-            raise _Fault(node, f"cannot read the value {node.value!r}; put it in quotes if it is text") from None
+            raise _NodeError(node, f"cannot read the value {node.value!r}; put it in quotes if it is text") from None
 
     def words(self, node: Any, what: str) -> tuple[str, ...]:
         value = self.value(node)
         words = value if isinstance(value, list) else [value]
         if not words or not all(isinstance(word, str) for word in words):
-            raise _Fault(node, f"{what} wants a pattern or a list of patterns, got {value!r}")
+            raise _NodeError(node, f"{what} wants a pattern or a list of patterns, got {value!r}")
         return tuple(words)
 
 
-def _moment(value: Any) -> datetime | None:
-    """A time with its zone; without one it is UTC, as YAML has it."""
+def _parse_time(value: Any) -> datetime | None:
+    """Returns a time with its zone: UTC if none is given, as in YAML; None if it is no time."""
     try:
         when = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else value
     except ValueError:
@@ -365,7 +371,7 @@ def _moment(value: Any) -> datetime | None:
 
 
 def _plain_loader(yaml: Any, text: str) -> Any:
-    """PyYAML's safe loader less what a policy has no use for and a hostile file has: aliases, tags, depth."""
+    """Returns PyYAML's safe loader without what only a hostile file uses: aliases, tags, depth."""
 
     class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
         depth = 0

@@ -1,7 +1,7 @@
 """Overrides for one task or thread: `with lz.prefer(...)`, `with lz.disabled()`, `backend=` in a call.
 
-They live in a ContextVar, never in a process global. An override is interned by what it says, so
-entering the same one again finds the same remembered choices.
+They live in a ContextVar, never in a process global. Equal overrides are interned to one object, so
+entering the same one again finds the same cached selections.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.reason import FOREIGN_ERRORS, shown
 from .config import programmatic_layer
 
-_MAX_CALLS = 2048                              # what calls said
-_MAX_INTERNED = 2 * _MAX_CALLS                 # overrides; the one that was not asked for the longest goes
+_MAX_CALLS = 2048                              # overrides by arguments of calls
+_MAX_INTERNED = 2 * _MAX_CALLS                 # overrides; the least recently used goes
 
 
 class Override:
@@ -46,20 +46,20 @@ def intern(context: Layer | None, call: Layer | None) -> Override | None:
         return None
     key = (context, call)
     with _lock:
-        found = _interned.get(key)
-        if found is None:
-            found = _interned[key] = Override(context, call)
+        override = _interned.get(key)
+        if override is None:
+            override = _interned[key] = Override(context, call)
             if len(_interned) > _MAX_INTERNED:
                 _interned.popitem(last=False)
         else:
             _interned.move_to_end(key)
-    return found
+    return override
 
 
 @contextmanager
 def overriding(settings: Mapping[str, Any] | None = None, rules: tuple[PolicyRule, ...] = (),
                expires_at: float | None = None) -> Iterator[Override]:
-    """Say something for the length of the block, on top of the blocks around it."""
+    """Adds settings and rules for the length of the block, on top of enclosing blocks."""
     outer = current.get()
     layer = programmatic_layer(outer.context if outer else None, settings, rules, name="context", expires_at=expires_at)
     inner = intern(layer, None)
@@ -71,33 +71,33 @@ def overriding(settings: Mapping[str, Any] | None = None, rules: tuple[PolicyRul
         current.reset(token)
 
 
-def for_call(backend: str | None, policy: Any) -> Override | None:
-    """The override of one call: the context's, and `backend=` and `policy=` above it."""
+def override_for_call(backend: str | None, policy: Any) -> Override | None:
+    """Returns the override of one call: the context's, and `backend=` and `policy=` above it."""
     outer = current.get()
     if backend is None and policy is None:
         return outer
     if backend is not None and not isinstance(backend, str):
         raise ConfigError(f"backend= must be a kernel id or backend name, got {shown(backend)}")
-    backend = None if backend is None else str.__str__(backend)        # a subclass may have a hash of its own
-    said = policy
-    if type(policy) is dict:                   # by value: it may have changed, or be another that says the same
-        said = tuple([(name, type(value), value) for name, value in policy.items()])
+    backend = None if backend is None else str.__str__(backend)        # a subclass may define its own hash
+    policy_key = policy
+    if type(policy) is dict:                   # by value: a dict may change, or equal another
+        policy_key = tuple([(name, type(value), value) for name, value in policy.items()])
     try:
-        found = _of_calls.get((backend, said, outer))
+        override = _call_overrides.get((backend, policy_key, outer))
     except FOREIGN_ERRORS:                            # something in it has no hash
-        return _for_call(outer, backend, policy)
-    if found is None:
-        found = _for_call(outer, backend, policy)
-        if len(_of_calls) >= _MAX_CALLS:       # what comes again finds its override among the interned
-            _of_calls.clear()
-        _of_calls[backend, said, outer] = found
-    return found
+        return _make_override(outer, backend, policy)
+    if override is None:
+        override = _make_override(outer, backend, policy)
+        if len(_call_overrides) >= _MAX_CALLS:  # a later call finds its override among the interned
+            _call_overrides.clear()
+        _call_overrides[backend, policy_key, outer] = override
+    return override
 
 
-_of_calls: dict[Any, Override] = {}            # what calls said, and in which context: what that came to
+_call_overrides: dict[Any, Override] = {}      # (backend, policy, context) -> override
 
 
-def _for_call(outer: Override | None, backend: str | None, policy: Any) -> Override:
+def _make_override(outer: Override | None, backend: str | None, policy: Any) -> Override:
     context = outer.context if outer else None
     settings: Mapping[str, Any] = {}
     rules: tuple[PolicyRule, ...] = ()
@@ -113,6 +113,6 @@ def _for_call(outer: Override | None, backend: str | None, policy: Any) -> Overr
             raise ConfigError("backend= must be a kernel id or backend name, got ''")
         pattern = backend if "." in backend or "*" in backend else f"{backend}.*"
         rules = (PolicyRule("lock", (pattern,), origin="backend="), *rules)
-    found = intern(context, Layer("call", settings, rules))
-    assert found is not None
-    return found
+    override = intern(context, Layer("call", settings, rules))
+    assert override is not None
+    return override

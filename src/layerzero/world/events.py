@@ -1,9 +1,9 @@
-"""Where events go: the log, the counters, and whoever subscribed. Never on the path of a hit.
+"""Delivers events to the log, the counters and subscribers. Never runs on a cache hit.
 
-A subscriber is called by the thread in which the event happened, after that thread has given back every lock of
-ours. Whatever it raises ends here, with a line in the log; only the user's own Ctrl-C goes on. Events of our
-background threads are handed to a thread of their own, so that a subscriber which blocks stops none of them. What
-a subscriber's own calls cause is not told to it again.
+A subscriber is called on the thread in which the event happened, after that thread has released all
+our locks. Whatever it raises is logged and dropped; only the user's own Ctrl-C propagates. Events
+of our background threads are delivered by a separate thread, so that a blocking subscriber stops
+none of them. A subscriber does not receive events that its own calls cause.
 """
 
 from __future__ import annotations
@@ -39,80 +39,80 @@ log.addFilter(redaction.LogFilter())
 Sink = Callable[[Event], None]
 
 # What a subscriber or a log handler may raise: SystemExit, a KeyboardInterrupt of its own, a panic of Rust.
-ANYTHING: tuple[type[BaseException], ...] = (BaseException,)
-PATIENCE = 1.0                                 # seconds that a background thread waits for its subscribers
-MOST_WAITING = 1024                            # events of background threads; the oldest of more are dropped
-LINES_PER_SECOND = 5                           # of one event, op and kernel; the others are only counted
-MOST_KINDS = 4096                              # (event, op, kernel) that are counted one by one
-OTHERS = "(others)"                            # in place of a kernel: those beyond
+ANY_ERROR: tuple[type[BaseException], ...] = (BaseException,)
+FLUSH_SECONDS = 1.0                            # that a background thread waits for subscribers
+MAX_QUEUED = 1024                              # events of background threads; beyond it the oldest is dropped
+LINES_PER_SECOND = 5                           # per (event, op, kernel); the others are only counted
+MAX_COUNTERS = 4096                            # (event, op, kernel) that are counted separately
+OVERFLOW = "(others)"                          # the kernel of counters beyond MAX_COUNTERS
 
 _sinks: tuple[Sink, ...] = ()
-_wanting_reasons: tuple[Sink, ...] = ()        # those of them that want to know why the others were not chosen
-_recent: deque[tuple[float, Event]] = deque(maxlen=512)        # (time, event), as they were redacted then
+_wanting_reasons: tuple[Sink, ...] = ()        # those that want the reasons of rejected kernels
+_recent: deque[tuple[float, Event]] = deque(maxlen=512)        # (time, redacted event)
 _counts: dict[tuple[str, str, str], itertools.count[int]] = {}
-_lines: dict[tuple[str, str, str], list[float]] = {}   # when its second began, lines in it, left out since
+_lines: dict[tuple[str, str, str], list[float]] = {}   # [start of the second, lines in it, suppressed since]
 _failures: itertools.count[int] = itertools.count(1)
 _lock = locks.Lock()
-_here = threading.local()          # .background: is this thread one of ours; .busy: subscribers that caused this
-_LOUD = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged, KernelRefused, PolicyRejected,
-         StoreTrouble)
+_local = threading.local()         # .background: is it our thread; .callers: subscribers that are running
+_WARNINGS = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged,
+             KernelRefused, PolicyRejected, StoreTrouble)
 
 
 def emit(event: Event) -> None:
     event = redaction.event(event)
     _recent.append((time.time(), event))
     key = event.name, event.op, event.kernel
-    ticks = _counts.get(key)
-    if ticks is None:                          # kernels without end: the later ones are counted together
-        kept = key if len(_counts) < MOST_KINDS else (event.name, event.op, OTHERS)
-        ticks = _counts.setdefault(kept, itertools.count())
-    next(ticks)
-    loud = isinstance(event, _LOUD)
-    if _sinks or log.isEnabledFor(logging.WARNING if loud else logging.DEBUG):
-        busy = getattr(_here, "busy", ())
-        locks.when_free(lambda: _tell(event, key, loud, busy))
+    counter = _counts.get(key)
+    if counter is None:                        # bounded, should kernel names never end
+        counted_as = key if len(_counts) < MAX_COUNTERS else (event.name, event.op, OVERFLOW)
+        counter = _counts.setdefault(counted_as, itertools.count())
+    next(counter)
+    is_warning = isinstance(event, _WARNINGS)
+    if _sinks or log.isEnabledFor(logging.WARNING if is_warning else logging.DEBUG):
+        callers = getattr(_local, "callers", ())
+        locks.run_when_unlocked(lambda: _route(event, key, is_warning, callers))
 
 
-def _tell(event: Event, key: tuple[str, str, str], loud: bool, busy: tuple[Sink, ...]) -> None:
-    _guarded(_write, event, key, loud)
-    sinks = tuple(sink for sink in _sinks if sink not in busy)
+def _route(event: Event, key: tuple[str, str, str], is_warning: bool, callers: tuple[Sink, ...]) -> None:
+    _call_safely(_write_log, event, key, is_warning)
+    sinks = tuple(sink for sink in _sinks if sink not in callers)
     if not sinks:
         return
-    if getattr(_here, "background", False):
-        _behind.add(lambda: _deliver(event, sinks, busy))
-        if not locks.more_wait():              # of what happened at once, the first need not be told before the last
-            _behind.settle()
+    if getattr(_local, "background", False):
+        _delivery.add(lambda: _deliver(event, sinks, callers))
+        if not locks.has_deferred():           # flush once per batch
+            _delivery.flush()
     else:
-        _behind.settle()                       # what happened before is told before
-        _deliver(event, sinks, busy)
+        _delivery.flush()                      # keeps the order of events
+        _deliver(event, sinks, callers)
 
 
-def _deliver(event: Event, sinks: tuple[Sink, ...], busy: tuple[Sink, ...]) -> None:
+def _deliver(event: Event, sinks: tuple[Sink, ...], callers: tuple[Sink, ...]) -> None:
     for sink in sinks:
-        before = getattr(_here, "busy", ())
-        _here.busy = (*busy, sink)
+        outer = getattr(_local, "callers", ())
+        _local.callers = (*callers, sink)
         try:
-            _guarded(sink, event)
+            _call_safely(sink, event)
         finally:
-            _here.busy = before
+            _local.callers = outer
 
 
-def _guarded(sink: Callable[..., None], *given: Any) -> None:
+def _call_safely(sink: Callable[..., None], *args: Any) -> None:
     try:
-        sink(*given)
-    except ANYTHING as e:
+        sink(*args)
+    except ANY_ERROR as e:
         if is_users_interrupt(e):
             raise
-        times = next(_failures)
-        if times & (times - 1) == 0:           # the 1st, 2nd, 4th, 8th ...: it may fail with every event
-            warn("event sink %r failed: %s: %s (%d failures so far)", sink, type(e).__name__, e, times)
+        failures = next(_failures)
+        if failures & (failures - 1) == 0:     # the 1st, 2nd, 4th, 8th ...: it may fail at every event
+            warn("event sink %r failed: %s: %s (%d failures so far)", sink, type(e).__name__, e, failures)
 
 
-def warn(text: str, *given: object) -> None:
-    """A line in the log, from where nothing may be raised."""
+def warn(text: str, *args: object) -> None:
+    """Logs a warning where nothing may be raised."""
     try:
-        log.warning(text, *given)
-    except ANYTHING as e:                      # a log handler, or no stack is left: there is nobody to tell
+        log.warning(text, *args)
+    except ANY_ERROR as e:                     # a broken log handler, or no stack left
         if is_users_interrupt(e):
             raise
 
@@ -120,8 +120,8 @@ def warn(text: str, *given: object) -> None:
 def is_users_interrupt(error: BaseException) -> bool:
     """Is it Ctrl-C, and not a KeyboardInterrupt that the subscriber raised itself?
 
-    Python's own handler raises between two instructions; a `raise` is an instruction, and counts where it stands in
-    a handler for SIGINT.
+    Python's own handler raises between two instructions. A `raise` statement is the user's only if
+    it is inside the handler for SIGINT.
     """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
@@ -134,32 +134,33 @@ def is_users_interrupt(error: BaseException) -> bool:
         if trace.tb_frame.f_code is code:
             return True
         if trace.tb_next is None:
-            return not _raised(trace.tb_frame, trace.tb_lasti)
+            return not _is_raise(trace.tb_frame, trace.tb_lasti)
         trace = trace.tb_next
     return True
 
 
-def _raised(frame: FrameType, at: int) -> bool:
+def _is_raise(frame: FrameType, at: int) -> bool:
     return dis.opname[frame.f_code.co_code[at]] in ("RAISE_VARARGS", "RERAISE")
 
 
 # the log
 
-def _write(event: Event, key: tuple[str, str, str], loud: bool) -> None:
-    level = logging.WARNING if loud else logging.DEBUG
+def _write_log(event: Event, key: tuple[str, str, str], is_warning: bool) -> None:
+    level = logging.WARNING if is_warning else logging.DEBUG
     if log.isEnabledFor(level):
-        left_out = _left_out(key)
-        if left_out is not None:
-            more = f" ({left_out} more like it were not logged)" if left_out else ""
+        suppressed = _count_suppressed(key)
+        if suppressed is not None:
+            more = f" ({suppressed} more like it were not logged)" if suppressed else ""
             log.log(level, "%s%s", describe(event), more)
 
 
-def _left_out(key: tuple[str, str, str]) -> int | None:
-    """How many lines like this were left out before it; None: this one is left out too. Need not be exact."""
+def _count_suppressed(key: tuple[str, str, str]) -> int | None:
+    """Returns how many such lines were suppressed before this one; None if it is suppressed too.
+    Approximate."""
     now = time.monotonic()
     line = _lines.get(key)
     if line is None:
-        if len(_lines) >= MOST_KINDS:
+        if len(_lines) >= MAX_COUNTERS:
             _lines.clear()
         line = _lines[key] = [now, 0, 0]
     if now - line[0] >= 1.0:
@@ -168,8 +169,8 @@ def _left_out(key: tuple[str, str, str]) -> int | None:
     if line[1] > LINES_PER_SECOND:
         line[2] += 1
         return None
-    left_out, line[2] = int(line[2]), 0
-    return left_out
+    suppressed, line[2] = int(line[2]), 0
+    return suppressed
 
 
 def describe(event: Event) -> str:
@@ -180,18 +181,19 @@ def describe(event: Event) -> str:
 # the subscribers
 
 def wants_reasons() -> bool:
-    """Would anyone see why the kernels that were not chosen were not? To find it out takes a while."""
+    """Does anyone want the reasons why kernels were rejected? Collecting them takes time."""
     return bool(_wanting_reasons) or log.isEnabledFor(logging.DEBUG)
 
 
 def subscribe(sink: Sink, reasons: bool = True) -> Callable[[], None]:
-    """Call `sink` with every event from now on; returns a function that stops it.
+    """Calls `sink` with every event from now on; returns a function that stops it.
 
-    Without `reasons`, a choice does not say why the others were rejected, and takes less time.
+    Without `reasons`, a selection does not report why the others were rejected, and takes less
+    time.
     """
     global _sinks, _wanting_reasons
 
-    def forward(event: Event) -> None:         # one of its own per subscription, so that each stops alone
+    def forward(event: Event) -> None:         # one per subscription: a sink may subscribe twice
         sink(event)
 
     with _lock:
@@ -208,70 +210,71 @@ def subscribe(sink: Sink, reasons: bool = True) -> Callable[[], None]:
 
 
 def recent() -> list[tuple[float, Event]]:
-    """The last events of this process with their times, oldest first."""
+    """Returns the last events of this process with their times, oldest first."""
     return list(_recent)
 
 
-class _Behind:
-    """The thread that tells subscribers of what happened in our background threads."""
+class _DeliveryThread:
+    """The thread that delivers the events of our background threads."""
 
     def __init__(self) -> None:
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         self._wake = locks.condition()
-        self._todo: deque[Callable[[], None]] = deque(maxlen=MOST_WAITING)
+        self._queue: deque[Callable[[], None]] = deque(maxlen=MAX_QUEUED)
         self._thread: threading.Thread | None = None
-        self._done = threading.Event()         # is everything told?
-        self._late = False                     # a subscriber has taken longer than anyone waits
+        self._drained = threading.Event()      # is the queue empty?
+        self._blocked = False                  # a subscriber took longer than FLUSH_SECONDS
 
     def add(self, deliver: Callable[[], None]) -> None:
         with self._wake:
-            if len(self._todo) == MOST_WAITING:
-                warn("a subscriber blocks: an event of %d that wait for it is dropped", MOST_WAITING)
-            self._todo.append(deliver)
-            self._done.clear()
+            if len(self._queue) == MAX_QUEUED:
+                warn("a subscriber blocks: an event of %d that wait for it is dropped", MAX_QUEUED)
+            self._queue.append(deliver)
+            self._drained.clear()
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="layerzero-events", daemon=True)
                 self._thread.start()
             self._wake.notify()
 
-    def settle(self) -> None:
-        """Wait a moment until all are told: events are seen in order, unless a subscriber blocks."""
+    def flush(self) -> None:
+        """Waits up to FLUSH_SECONDS for delivery: events arrive in order, unless a subscriber
+        blocks."""
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and not self._late:
-            self._late = not self._done.wait(PATIENCE) and thread.is_alive()
+        if thread is not None and thread is not threading.current_thread() and not self._blocked:
+            self._blocked = not self._drained.wait(FLUSH_SECONDS) and thread.is_alive()
 
     def _run(self) -> None:
-        me = threading.current_thread()
+        self_thread = threading.current_thread()
         while True:
             with self._wake:
-                if not self._todo:
-                    self._done.set()
-                    self._late = False
-                    self._wake.wait(PATIENCE)
-                if self._thread is not me:
+                if not self._queue:
+                    self._drained.set()
+                    self._blocked = False
+                    self._wake.wait(FLUSH_SECONDS)
+                if self._thread is not self_thread:
                     return
-                if not self._todo:
+                if not self._queue:
                     self._thread = None
                     return
-                deliver = self._todo.popleft()
+                deliver = self._queue.popleft()
             deliver()
 
 
-_behind = _Behind()
+_delivery = _DeliveryThread()
 
 
-def in_background() -> None:
-    """This thread is one of ours: it never waits long for a subscriber."""
-    _here.background = True
+def mark_background_thread() -> None:
+    """Marks this thread as ours: it never waits long for a subscriber."""
+    _local.background = True
 
 
 # the counters
 
 def counts() -> dict[tuple[str, str, str], int]:
-    """(event, op, kernel) -> how often."""
-    return {key: int(repr(ticks)[6:-1]) for key, ticks in list(_counts.items())}
+    """Returns (event, op, kernel) -> count."""
+    return {key: int(repr(counter)[6:-1]) for key, counter in list(_counts.items())}
 
 
 def reset() -> None:
@@ -283,7 +286,7 @@ def reset() -> None:
 
 
 def _after_fork() -> None:
-    _behind.renew()
+    _delivery.reset()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,13 +1,14 @@
-"""The circuit breaker: pure transitions over frozen values; the world holds those that are not closed.
+"""The circuit breaker: pure transitions over frozen values. The world holds the breakers that are
+not closed.
 
 closed --too many faults--> open --cooldown--> half_open --one success--> closed
                              ^                    |
                              +----one fault-------+   (with twice the cooldown, up to ten minutes)
 A sticky device fault goes to `disabled`, and stays there.
 
-Too many is a rate, not only a row: so many faults one after the other, or so large a share of the last calls. The
-faults are counted here, outside the world, so that counting one changes nothing for anybody. How many calls there were
-is what the caches count anyway: a hit does nothing for its kernel's health.
+A breaker opens after so many consecutive faults, or at a fault rate over the last calls. Faults are counted outside
+the world, so that counting one invalidates nothing. The number of calls comes from the caches, which count hits
+anyway: a hit does nothing for its kernel's health.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from ..spec.reason import Code, Reason
 
-LONGEST_COOLDOWN = 600.0
+MAX_COOLDOWN = 600.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Health:
 
     @property
     def blocks(self) -> Reason | None:
-        """Why selection must leave this one out, if it must."""
+        """Why selection must skip the kernel; None if it may be tried."""
         last = str(self.reason.got) if self.reason else "repeated faults"
         if self.state == "open":
             return Reason(Code.CIRCUIT_OPEN, f"{self.cooldown:g} s", f"{self.failures} faults; last: {last}")
@@ -42,56 +43,60 @@ class Health:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a breaker opens, as the policy says."""
+    """When a breaker opens: the policy's settings."""
 
-    threshold: int = 3                         # faults one after the other, and the fewest that make a rate
-    rate: float = 0.05                         # share of the last calls
-    window: int = 200                          # how many calls are the last ones
+    threshold: int = 3                         # consecutive faults; also the fewest that count as a rate
+    rate: float = 0.05                         # faults / calls in the window
+    window: int = 200                          # calls
 
 
 class Faults:
-    """The faults of one kernel among its last calls. `calls` is always how often it was called so far, this call
-    included; it may lag behind a little among threads."""
+    """The faults of one kernel among its last calls.
+
+    `calls` is always the number of its calls so far, this one included; threads may see it lag a
+    little.
+    """
 
     def __init__(self) -> None:
-        self.row = 0                           # one after the other
+        self.streak = 0                        # consecutive faults
         self.last: Reason | None = None
-        self._at: deque[int] = deque()         # the count of calls at each fault of the window
+        self._fault_calls: deque[int] = deque()  # the number of calls at each fault in the window
 
     def add(self, calls: int, reason: Reason, limits: Limits) -> bool:
-        """Count one; is it one too many?"""
-        calls = max(calls, self._at[-1] if self._at else 1)
-        self.row = self.row + 1 if self._at and calls - self._at[-1] <= 1 else 1
+        """Counts a fault and returns whether the breaker must open."""
+        calls = max(calls, self._fault_calls[-1] if self._fault_calls else 1)
+        self.streak = self.streak + 1 if self._fault_calls and calls - self._fault_calls[-1] <= 1 else 1
         self.last = reason
-        self._at.append(calls)
+        self._fault_calls.append(calls)
         self._forget(calls, limits.window)
-        among = min(calls, limits.window)
-        return self.row >= limits.threshold or (
-            len(self._at) >= limits.threshold and len(self._at) >= limits.rate * among)
+        recent = min(calls, limits.window)
+        return self.streak >= limits.threshold or (
+            len(self._fault_calls) >= limits.threshold and len(self._fault_calls) >= limits.rate * recent)
 
     def among_last(self, calls: int, limits: Limits) -> int:
-        """How many of the last calls failed."""
+        """Returns how many of the last calls failed."""
         self._forget(calls, limits.window)
-        return len(self._at)
+        return len(self._fault_calls)
 
     def _forget(self, calls: int, window: int) -> None:
-        while self._at and (calls - self._at[0] >= window or len(self._at) > window):
-            self._at.popleft()
+        while self._fault_calls and (calls - self._fault_calls[0] >= window or len(self._fault_calls) > window):
+            self._fault_calls.popleft()
 
 
-def failed(old: Health | None, reason: Reason, now: float, too_many: bool, failures: int,
-           cooldown: float) -> Health | None:
-    """The breaker after a fault, which was the last straw or was not."""
-    if old is not None and old.state in ("open", "disabled"):  # a call that had begun before: it goes on as it was
+def after_failure(old: Health | None, reason: Reason, now: float, too_many: bool, failures: int,
+                  cooldown: float) -> Health | None:
+    """Returns the breaker after a fault; it opens if there were `too_many`."""
+    if old is not None and old.state in ("open", "disabled"):  # the call began before it opened
         return old
     if old is not None and old.state == "half_open":
-        longer = min(old.cooldown * 2, LONGEST_COOLDOWN)
+        longer = min(old.cooldown * 2, MAX_COOLDOWN)
         return Health("open", failures, longer, now + longer, reason)
     return Health("open", failures, cooldown, now + cooldown, reason) if too_many else None
 
 
-def succeeded(old: Health | None) -> Health | None:
-    """None: closed. A call that had begun before it was opened or disabled changes nothing."""
+def after_success(old: Health | None) -> Health | None:
+    """Returns the breaker after a success, None for closed. An open one stays: the call began
+    before it opened."""
     return old if old is not None and old.state in ("open", "disabled") else None
 
 
@@ -99,8 +104,8 @@ def disabled(reason: Reason) -> Health:
     return Health("disabled", 1, reason=reason)
 
 
-def cooled(health: Mapping[str, Health], now: float) -> dict[str, Health]:
-    """Open breakers whose time has come turn half open."""
+def after_cooldown(health: Mapping[str, Health], now: float) -> dict[str, Health]:
+    """Returns the breakers with those whose cooldown is over half open."""
     return {k: replace(h, state="half_open") if h.state == "open" and now >= h.until else h for k, h in health.items()}
 
 

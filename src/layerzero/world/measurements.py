@@ -1,9 +1,8 @@
-"""What was measured, on its way into the store and out of it again: recording, asking, saying how
-it stands.
+"""Writes measurements to the store, reads them back, and reports the store's status.
 
-Nothing that was measured is dropped because a store cannot be written now: it is kept in memory, an
-event says so, and it is written when the store works again: with the next recording, after a while,
-or when the process ends.
+No measurement is dropped because the store cannot be written now: it is kept in memory, an event
+reports it, and it is written when the store works again: with the next recording, at a retry, or
+when the process ends.
 """
 
 from __future__ import annotations
@@ -36,109 +35,112 @@ from . import snapshot as worlds
 from .capabilities import capabilities_hash, export
 from .catalog import Catalog
 from .context import Override
-from .perf_loading import DAY, OFF, READ_SECONDS, applicable, load, location, opened, shown, state
+from .perf_loading import DAY, OFF, READ_SECONDS, load, location, open_location, shipped_table, state, without_password
 from .snapshot import World
 
-STATE_SECONDS = 10.0                           # for so long the state of the machine is taken to be the same
+STATE_SECONDS = 10.0                           # how long a reading of the machine's state is reused
 
 _environments: dict[str, tuple[float, Catalog, dict[str, Any]]] = {}
-_saving = threading.Lock()                     # one thread writes what is unsaved
+_saving = threading.Lock()                     # held by the thread that writes what is unsaved
 _retry: threading.Timer | None = None
 
 
 def store(read_only: bool = False) -> Store:
-    """The store of the current setting, opened; close it. Made if there is none yet, unless it is
-    only read."""
-    where = location(worlds.current().policy)
-    if where is None:
+    """Opens the store of the current setting; the caller closes it. It is created if missing,
+    unless `read_only`."""
+    target = location(worlds.current().policy)
+    if target is None:
         raise ConfigError(f"perfdb is {OFF!r}: there is no store; set perfdb to a path, or to '' for the default one")
-    return opened(where, read_only=read_only)
+    return open_location(target, read_only=read_only)
 
 
 @contextmanager
-def using(read_only: bool = False) -> Iterator[Store]:
-    """The store, for a while. The error about a damaged one says what became of it.
+def open_store(read_only: bool = False) -> Iterator[Store]:
+    """Opens the store for the block. The error about a damaged one says what was done with it.
 
-    One that may be written is set aside and begun anew; one that is only read stays as it is.
+    A writable one is set aside and a new one begun; with `read_only` it stays as it is.
     """
-    where = location(worlds.current().policy)
+    target = location(worlds.current().policy)
     try:
-        with store(read_only) as found:
-            if not read_only and state.damaged is not None and state.damaged.path == where:
-                found.verify()
-            yield found
+        with store(read_only) as opened:
+            if not read_only and state.damaged is not None and state.damaged.path == target:
+                opened.verify()
+            yield opened
     except CorruptStore as e:
-        if not isinstance(where, Path) or e.path != where:
-            raise                              # another file, read meanwhile
+        if not isinstance(target, Path) or e.path != target:
+            raise                              # another file
         if read_only:
             raise StoreError(f"{e}; nothing of it was touched: lz perf prune sets it aside and "
                              "begins anew") from e
-        trouble, _ = _set_aside(where, e)
+        trouble, _ = _set_aside(target, e)
         events.emit(trouble)
         raise StoreError(f"{e}; {trouble.action}") from e
 
 
 def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | None = None) -> None:
-    """Keep what was measured, and let it decide from now on.
+    """Stores measurements and lets selection use them from now on.
 
     Build, time and environment are filled in where they are empty. If the store cannot be written, this process
     uses them all the same, and writes them when it can.
     """
     world, now = worlds.current(), state.now()
     environments: dict[str, dict[str, Any]] = {}
-    rows = [_filled(m, world, now, environments).checked() for m in measurements]
+    rows = [_complete_row(m, world, now, environments).checked() for m in measurements]
     rates = dict(rates or {})
     if not rows and not rates:
         return
     timed = {place: (r, now) for place, r in rates.items()}
-    for event in _keep(world.policy, rows, environments, timed):
+    for event in _store_rows(world.policy, rows, environments, timed):
         events.emit(event)
     worlds.publish(lambda w: w.replace(perf=w.perf.including(rows, rates)), "measured")
 
 
-def heeded(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement], group: Collection[str],
-           override: Override | None = None) -> tuple[tuple[Measurement, ...], str]:
-    """The rows, and what selection makes of them, which is to be one of the `group`.
+def tighten_spread(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement], group: Collection[str],
+                   override: Override | None = None) -> tuple[tuple[Measurement, ...], str]:
+    """Returns the rows with a spread that lets selection pick one of `group`, and the kernel it
+    picks.
 
-    It mixes a noisy time with a guess. The noise of single samples must not undo a verdict over many, so the spread
-    is made smaller until it does not.
+    Selection blends a noisy time with a guess. The noise of single samples must not undo a verdict
+    over many, so the spread is halved until it does not.
     """
-    rows, timed = tuple(rows), {m.kernel for m in rows}
+    rows, measured = tuple(rows), {m.kernel for m in rows}
     while True:
-        after = world.replace(perf=world.perf.including(rows), warmed=world.warmed | timed)
+        after = world.replace(perf=world.perf.including(rows), warmed=world.warmed | measured)
         chosen = after.plan(op, facts, override).kernel or ""
-        if chosen in group or chosen not in timed or max(m.spread for m in rows) < 1e-6:
+        if chosen in group or chosen not in measured or max(m.spread for m in rows) < 1e-6:
             return rows, chosen
         rows = tuple(m._replace(spread=m.spread / 2) for m in rows)
 
 
 def forget_measurements() -> None:
-    """This process decides without measurements from now on. The store keeps them (`lz perf prune` removes them)."""
+    """Lets this process select without measurements. The store keeps them (`lz perf prune` removes
+    them)."""
     worlds.publish(lambda w: w.replace(perf=PerfView()), "measured")
 
 
 def reload_measurements() -> None:
-    """Read the store anew: another process may have measured."""
-    perf, told = load(worlds.current().policy, worlds.current().catalog.kernels)
+    """Reads the store again: another process may have measured."""
+    perf, problems = load(worlds.current().policy, worlds.current().catalog.kernels)
     worlds.publish(lambda w: w.replace(perf=perf), "measured")
-    for event in told:
+    for event in problems:
         events.emit(event)
 
 
-def _filled(m: Measurement, world: World, now: float, environments: dict[str, dict[str, Any]]) -> Measurement:
-    kernel, named = world.catalog.by_id.get(m.kernel), m.environment
-    if not named:
-        kind = _kind_of(m.place)
+def _complete_row(m: Measurement, world: World, now: float, environments: dict[str, dict[str, Any]]) -> Measurement:
+    kernel, env_id = world.catalog.by_id.get(m.kernel), m.environment
+    if not env_id:
+        kind = _device_type_of(m.place)
         if kind:
-            here = environment(kind)
-            named = environment_id(here)
-            environments[named] = here
+            env = environment(kind)
+            env_id = environment_id(env)
+            environments[env_id] = env
     return m._replace(build=m.build or (build_of(kernel) if kernel is not None else ""), at=m.at or now,
-                      environment=named)
+                      environment=env_id)
 
 
-def _kind_of(place: str) -> str:
-    """The kind of device of this machine that `place` is; "" if none. Asks the CPU first: to ask a GPU starts it."""
+def _device_type_of(place: str) -> str:
+    """Returns the device type here that `place` names, "" if none. The CPU first: probing a GPU
+    starts it."""
     for kind in sorted(hardware.present(), key=lambda kind: kind != "cpu"):
         if hardware.probe(kind).signature == signature_of(place):
             return kind
@@ -146,17 +148,17 @@ def _kind_of(place: str) -> str:
 
 
 def signature_of(place: str) -> str:
-    """The device of a place, whatever the number of threads."""
+    """Returns the device signature of a place, without the number of threads."""
     return place.partition("-")[0]
 
 
 # into the store
 
-def _keep(policy: Policy, rows: list[Measurement], environments: Mapping[str, Mapping[str, Any]],
-          rates: Mapping[str, tuple[Rates, float]]) -> list[Event]:
-    """Write these and what could not be written before. What went wrong."""
+def _store_rows(policy: Policy, rows: list[Measurement], environments: Mapping[str, Mapping[str, Any]],
+                rates: Mapping[str, tuple[Rates, float]]) -> list[Event]:
+    """Writes these rows and what could not be written before; returns what went wrong."""
     try:
-        if location(policy) is None:  # so it was wanted: in memory, as long as the process lives
+        if location(policy) is None:  # perfdb is off: kept in memory while the process lives
             return []
     except ConfigError:
         pass
@@ -166,94 +168,93 @@ def _keep(policy: Policy, rows: list[Measurement], environments: Mapping[str, Ma
 
 
 def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
-    """Write what is unsaved. A damaged file is set aside, and a new one is written."""
-    told: list[Event] = []
+    """Writes what is unsaved; a damaged file is set aside first. Returns what went wrong."""
+    problems: list[Event] = []
     try:
-        where = location(policy)
+        target = location(policy)
     except ConfigError as e:
-        return [_not_kept(shown(policy.setting("perfdb")), e)]
-    if where is None or not state.unsaved:
-        return told
+        return [_write_failed(without_password(policy.setting("perfdb")), e)]
+    if target is None or not state.unsaved:
+        return problems
     for attempt in ("first", "last"):
         try:
-            with opened(where, timeout) as found:
-                if state.damaged is not None and state.damaged.path == where:  # found while reading
-                    found.verify()
-                state.unsaved.write_to(found)
-            return told + _saved(shown(where))
+            with open_location(target, timeout) as db:
+                if state.damaged is not None and state.damaged.path == target:  # found while reading: check all of it
+                    db.verify()
+                state.unsaved.write_to(db)
+            return problems + _mark_saved(without_password(target))
         except CorruptStore as e:
             if attempt == "last":
-                return [*told, _not_kept(shown(where), e)]
-            trouble, begun_anew = _set_aside(where, e)
-            told.append(trouble)
+                return [*problems, _write_failed(without_password(target), e)]
+            trouble, begun_anew = _set_aside(target, e)
+            problems.append(trouble)
             if not begun_anew:
-                return told
+                return problems
         except StoreError as e:
-            return [*told, _not_kept(shown(where), e)]
-    return told
+            return [*problems, _write_failed(without_password(target), e)]
+    return problems
 
 
-def _saved(name: str) -> list[Event]:
-    count, was = len(state.unsaved), state.writing
+def _mark_saved(name: str) -> list[Event]:
+    count, failure = len(state.unsaved), state.writing
     state.unsaved, state.damaged, state.reading, state.writing = Batch(), None, None, None
-    return [StoreRecovered(store=name, written=count)] if was is not None else []
+    return [StoreRecovered(store=name, written=count)] if failure is not None else []
 
 
-def _not_kept(name: str, error: Exception, action: str = "") -> StoreTrouble:
-    """They stay in memory, to be written later."""
+def _write_failed(name: str, error: Exception, action: str = "") -> StoreTrouble:
+    """Records that writing failed; the measurements stay in memory, to be written later."""
     count = len(state.unsaved)
     state.writing = StoreTrouble(
         store=name, problem=str(error),
         action=f"{action}{count} measurements are kept in memory, and written when it works again")
-    _try_again_later()
+    _schedule_retry()
     return state.writing
 
 
-def _set_aside(where: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
-    """Put a damaged file aside and begin a new one. What was done, and whether there is a new
-    one."""
-    # as in `opened`: there is a file, so SQLite is loaded
+def _set_aside(target: Path | str, error: CorruptStore) -> tuple[StoreTrouble, bool]:
+    """Sets a damaged file aside and begins a new one. Returns what was done, and whether there is a
+    new one."""
+    # as in `open_location`: there is a file, so SQLite is loaded
     from ..perf.store import real_path, set_aside
-    assert isinstance(where, Path)             # a server says StoreError
+    assert isinstance(target, Path)            # a server raises StoreError
     try:
-        real = real_path(where)  # a link would point to nothing once the file has gone
-        aside = set_aside(real, error.file)
-        opened(real).close()
+        real_file = real_path(target)  # a link would point to nothing once the file is moved
+        aside = set_aside(real_file, error.file)
+        open_location(real_file).close()
     except (OSError, StoreError) as e:
-        return _not_kept(str(where), error, f"it could not be set aside ({e}); "), False
+        return _write_failed(str(target), error, f"it could not be set aside ({e}); "), False
     state.damaged = None
     action = f"set aside as {aside.name}; begun anew" if aside else "another process has begun it anew"
-    return StoreTrouble(store=str(where), problem=str(error), action=action), True
+    return StoreTrouble(store=str(target), problem=str(error), action=action), True
 
 
-def _try_again_later() -> None:
-    """In a thread of its own, and not on the clock's: a server that does not answer is waited
-    for."""
+def _schedule_retry() -> None:
+    """Retries on a separate thread, not on the clock's: a server that does not answer blocks it."""
     global _retry
     if _retry is None or not _retry.is_alive():
-        _retry = threading.Timer(perf_loading.RETRY_SECONDS, try_again)
+        _retry = threading.Timer(perf_loading.RETRY_SECONDS, retry_save)
         _retry.daemon = True
         _retry.start()
 
 
-def try_again(timeout: float | None = None) -> None:
-    """Write what is unsaved, if the store works again. Trouble that is known is not told again."""
+def retry_save(timeout: float | None = None) -> None:
+    """Writes what is unsaved, if the store works again. A known failure is not reported again."""
     global _retry
     policy = worlds.current().policy if state.unsaved else None
     with _saving:
         if _retry is threading.current_thread():
             _retry = None
-        known, found = state.writing, _save(policy, timeout) if policy is not None else []
-        told = [event for event in found if event != known]
-    for event in told:
+        known_failure, problems = state.writing, _save(policy, timeout) if policy is not None else []
+        new_problems = [event for event in problems if event != known_failure]
+    for event in new_problems:
         events.emit(event)
 
 
 def _at_exit() -> None:
-    """The last time to write what is unsaved; what is lost is said."""
+    """Tries a last time to write what is unsaved; reports what is lost."""
     if not state.unsaved:
         return
-    try_again(READ_SECONDS)
+    retry_save(READ_SECONDS)
     if state.unsaved and state.writing is not None:
         lost = f"{len(state.unsaved)} measurements are lost with this process"
         events.emit(replace(state.writing, action=lost))
@@ -261,7 +262,7 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     global _saving, _retry
-    _saving, _retry = threading.Lock(), None   # a thread that is gone may have held it
+    _saving, _retry = threading.Lock(), None   # a thread that did not survive the fork may have held it
 
 
 atexit.register(_at_exit)
@@ -269,7 +270,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# how they stand
+# status
 
 @dataclass(frozen=True)
 class Status:
@@ -279,49 +280,51 @@ class Status:
 
 
 def status() -> Status:
-    """For the doctor: where measurements are, how many count here, and what is wrong."""
+    """Returns for `lz doctor` where measurements are, how many are in use, and what is wrong."""
     world, trouble = worlds.current(), state.trouble
     if trouble is not None:
         return Status(False, f"{trouble.store}: {trouble.problem}", trouble.action)
-    where = location(world.policy)
+    target = location(world.policy)
     count = f"{len(world.perf)} measurements in use"
-    if where is None:
+    if target is None:
         return Status(True, f"{count}; perfdb is {OFF}, nothing is kept")
-    aside = sorted(where.parent.glob(f"{where.name}.corrupt-*")) if isinstance(where, Path) else []
+    aside = sorted(target.parent.glob(f"{target.name}.corrupt-*")) if isinstance(target, Path) else []
     hint = f"a damaged file was set aside: {aside[-1]}; delete it once you have looked at it" if aside else ""
-    return Status(True, f"{count}, from {shown(where)}", hint)
+    return Status(True, f"{count}, from {without_password(target)}", hint)
 
 
 def shipped_status(world: World, device: Device) -> Status:
-    """For the doctor: which measurements came with the package for this device, and do they count?"""
+    """Returns for `lz doctor` which shipped measurements there are for this device, and whether
+    they are used."""
     if not world.policy.setting("shipped_measurements"):
         return Status(True, "switched off by the setting shipped_measurements")
-    table, refused = applicable(world.catalog, device)
+    table, refused = shipped_table(world.catalog, device)
     if table is None:
         return Status(True, f"none for {device.name}: torch's own kernels are the default until something is measured",
                       "run: lz tune --model NAME, or set learn")
-    found = f"{table.title}: {table.kinds} kinds of call, by `{table.command}`"
+    title = f"{table.title}: {table.kinds} kinds of call, by `{table.command}`"
     if refused:
-        return Status(True, f"do not count here: {refused} ({found})", "run: lz tune --model NAME, or set learn")
-    return Status(True, f"{found}; what is measured here takes their place")
+        return Status(True, f"do not count here: {refused} ({title})", "run: lz tune --model NAME, or set learn")
+    return Status(True, f"{title}; what is measured here takes their place")
 
 
 def environment(kind: str) -> dict[str, Any]:
-    """Everything a measurement on this machine's `kind` of device may depend on, and the state it is in now."""
+    """Returns everything a measurement on this machine's `kind` of device may depend on, with its
+    state now."""
     catalog = worlds.current().catalog
-    read_at, of, found = _environments.get(kind, (0.0, None, {}))
-    stale = of is not catalog or time.monotonic() > read_at + STATE_SECONDS
-    if stale or found["threads"] != torch.get_num_threads():
+    read_at, known_catalog, env = _environments.get(kind, (0.0, None, {}))
+    stale = known_catalog is not catalog or time.monotonic() > read_at + STATE_SECONDS
+    if stale or env["threads"] != torch.get_num_threads():
         device, threads = hardware.probe(kind), torch.get_num_threads()
-        found = {
+        env = {
             "device": device.to_json(), "place": place_of(device, threads), "threads": threads,
             "capabilities": capabilities_hash(export(catalog))[:16], **state_of(device)}
-        _environments[kind] = time.monotonic(), catalog, found
-    return found
+        _environments[kind] = time.monotonic(), catalog, env
+    return env
 
 
-class Standing:
-    """How rows of a store stand on this machine, as it is today."""
+class RowStatus:
+    """Whether rows of a store are in use on this machine today."""
 
     def __init__(self, environments: Mapping[str, Mapping[str, Any]]) -> None:
         world = worlds.current()
@@ -332,14 +335,14 @@ class Standing:
         self.machines = {i: str(data.get("machine", "")) for i, data in environments.items()}
 
     def of(self, m: Measurement) -> str:
-        """"in use", or why it is not. Rows of another machine are no business of this one, so never stale here."""
-        ours = self.machines.get(m.environment, "") in ("", machine_id())
+        """Returns "in use", or why it is not. Rows of another machine are never stale here."""
+        is_ours = self.machines.get(m.environment, "") in ("", machine_id())
         if m.at < self.since:
             return "expired"
         if signature_of(m.place) not in self.signatures:
-            return "stale: device, driver or toolkit changed" if ours and m.environment else "of another machine"
+            return "stale: device, driver or toolkit changed" if is_ours and m.environment else "of another machine"
         if m.kernel not in self.builds:
             return "unknown kernel"
         if self.builds[m.kernel] != m.build:
-            return "stale: another build" if ours else "of another machine"
+            return "stale: another build" if is_ours else "of another machine"
         return "in use"

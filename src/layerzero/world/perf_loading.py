@@ -1,10 +1,9 @@
-"""Measurements on their way into the world: where they are, what is read of them, what came with
-the package.
+"""Loads measurements into the world: from the store of this machine or fleet, and from the package.
 
-A store is read when a world is made and when a setting or a kernel changes; never by a call that
-finds its choice in the cache. Reading changes nothing: what is damaged is set aside when something
-is to be written (measurements.py). A store that cannot be used costs its measurements and nothing
-else: that is an event, and `lz doctor` says it.
+A store is read when a world is created and when a setting or a kernel changes; never on a cache
+hit. Reading changes nothing: a damaged store is set aside at the next write (measurements.py). A
+store that cannot be used costs its measurements and nothing else: an event and `lz doctor` report
+it.
 """
 
 from __future__ import annotations
@@ -37,35 +36,35 @@ from .catalog import Catalog
 FILE = "perf.sqlite"
 OFF = "off"
 DAY = 86400.0
-# to wait for another process; the first call waits for the reading
+# waiting for another process; the first call waits for the read
 READ_SECONDS, WRITE_SECONDS = 2.0, 10.0
-RETRY_SECONDS = 60.0                           # after which a store that failed is asked again
+RETRY_SECONDS = 60.0                           # until a store that failed is tried again
 
 
 @dataclass
 class StoreState:
-    """What this process knows of its store. Each value is replaced as a whole; nobody waits to read
-    one."""
+    """What this process knows of its store. Each value is replaced as a whole, so reading takes no
+    lock."""
 
-    reading: StoreTrouble | None = None        # the last trouble, until reading works again
-    writing: StoreTrouble | None = None        # the same of writing
+    reading: StoreTrouble | None = None        # the last failure to read, until reading works
+    writing: StoreTrouble | None = None        # the same for writing
     retry_at: float = 0.0
-    damaged: CorruptStore | None = None  # found while reading; whoever writes next looks closer
-    unsaved: Batch = field(default_factory=Batch)                  # measured, and in no store yet
+    damaged: CorruptStore | None = None  # found while reading; the next write verifies it
+    unsaved: Batch = field(default_factory=Batch)                  # measured, in no store yet
 
     @property
     def trouble(self) -> StoreTrouble | None:
         return self.writing or self.reading
 
-    newest: float = 0.0  # the latest time that a measurement of this process may have
+    newest: float = 0.0  # the latest time that now() returned
 
     def reset(self) -> None:
-        """As if the process had just begun; what is unsaved is given up."""
+        """Returns to the state of a new process; what is unsaved is lost."""
         vars(self).update(vars(StoreState()))
 
     def now(self) -> float:
-        """The time, which does not go back: with a clock that does, the later measurement is still
-        the newer one."""
+        """Returns the time, which never goes back even if the clock does: a later measurement is
+        newer."""
         self.newest = max(self.newest, time.time())
         return self.newest
 
@@ -74,8 +73,8 @@ state = StoreState()
 
 
 def location(policy: Policy) -> Path | str | None:
-    """Where measurements are: a file, the address of a server, or None where they are kept in
-    memory only."""
+    """Returns where measurements are: a file, the address of a server, or None if only in
+    memory."""
     text = str(policy.setting("perfdb")).strip()
     if not text:
         return config.cache_dir() / FILE
@@ -94,25 +93,25 @@ def location(policy: Policy) -> Path | str | None:
         raise ConfigError(f"perfdb: cannot expand {text!r}: {e}; write an absolute path") from e
 
 
-def opened(where: Path | str, timeout: float | None = None, read_only: bool = False) -> Store:
-    """The store at a path or an address. With `read_only` nothing is made, changed or left
+def open_location(target: Path | str, timeout: float | None = None, read_only: bool = False) -> Store:
+    """Opens the store at a path or an address. With `read_only` nothing is created or changed
     there."""
     timeout = WRITE_SECONDS if timeout is None else timeout
-    if isinstance(where, Path):
+    if isinstance(target, Path):
         from ..perf.store import SqliteStore  # SQLite is not loaded before there is a file
-        return SqliteStore(where, timeout, read_only)
-    return FleetStore(where, timeout, read_only)
+        return SqliteStore(target, timeout, read_only)
+    return FleetStore(target, timeout, read_only)
 
 
-def shown(where: Path | str) -> str:
-    """For messages: an address without its password."""
-    scheme, sign, rest = str(where).partition("://")
+def without_password(address: Path | str) -> str:
+    """Returns an address for messages, without its password."""
+    scheme, sign, rest = str(address).partition("://")
     return f"{scheme}{sign}{rest.rpartition('@')[2]}"
 
 
 def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Event]]:
-    """What the store has of these kernels as they are built today, what is not in it yet, and what
-    went wrong."""
+    """Returns the measurements of these kernels in their present builds, stored and unsaved, and
+    what went wrong."""
     days = policy.setting("perfdb_ttl")
     builds, since = {k.id: build_of(k) for k in kernels}, state.now() - days * DAY if days else 0.0
     view, trouble = _read(policy, builds, since)
@@ -127,40 +126,40 @@ def load(policy: Policy, kernels: Sequence[Kernel]) -> tuple[PerfView, list[Even
 def _read(policy: Policy, builds: Mapping[str, str],
           since: float) -> tuple[PerfView, StoreTrouble | None]:
     try:
-        where = location(policy)
-        if where is None or (isinstance(where, Path) and not where.exists()):
+        target = location(policy)
+        if target is None or (isinstance(target, Path) and not target.exists()):
             return PerfView(), None
     except (LayerZeroError, OSError) as e:
-        name = shown(policy.setting("perfdb"))
-        return PerfView(), _failed(name, e, "choices are made without measurements")
+        name = without_password(policy.setting("perfdb"))
+        return PerfView(), _trouble(name, e, "choices are made without measurements")
 
-    damaged = DamagedRows(where)
+    damaged = DamagedRows(target)
     try:
-        with opened(where, READ_SECONDS, read_only=True) as store:
+        with open_location(target, READ_SECONDS, read_only=True) as store:
             return store.view(builds, since, damaged), damaged.loaded()
     except CorruptStore as e:
         state.damaged = e
-        return PerfView(), _failed(shown(where), e, AS_DAMAGED)
+        return PerfView(), _trouble(without_password(target), e, DAMAGED_ACTION)
     except StoreError as e:
-        return PerfView(), _failed(shown(where), e, "choices are made without measurements")
+        return PerfView(), _trouble(without_password(target), e, "choices are made without measurements")
 
 
 class DamagedRows:
-    """Damage that a view meets: while it is loaded, or later while a call is choosing, which goes
-    on without."""
+    """Called when a view meets damage: while it is loaded, or later during a selection, which goes
+    on without those rows."""
 
-    def __init__(self, where: Path | str) -> None:
-        self.where = where
+    def __init__(self, target: Path | str) -> None:
+        self.target = target
         self.loading = True
         self.trouble: StoreTrouble | None = None
 
     def __call__(self, problem: str) -> None:
-        if isinstance(self.where, Path):
-            state.damaged = CorruptStore(self.where, problem, None)
-            self.trouble = _failed(shown(self.where), state.damaged, AS_DAMAGED)
+        if isinstance(self.target, Path):
+            state.damaged = CorruptStore(self.target, problem, None)
+            self.trouble = _trouble(without_password(self.target), state.damaged, DAMAGED_ACTION)
         else:
             error = StoreError(problem)
-            self.trouble = _failed(shown(self.where), error, "choices are made without such rows")
+            self.trouble = _trouble(without_password(self.target), error, "choices are made without such rows")
         if not self.loading:
             state.reading = self.trouble
             events.emit(self.trouble)
@@ -170,17 +169,17 @@ class DamagedRows:
         return self.trouble
 
 
-AS_DAMAGED = ("choices are made without its measurements; it is set aside when something is to be "
-              "written, or by lz perf prune")
+DAMAGED_ACTION = ("choices are made without its measurements; it is set aside when something is to be "
+                  "written, or by lz perf prune")
 
 
-def _failed(name: str, error: Exception, action: str) -> StoreTrouble:
+def _trouble(name: str, error: Exception, action: str) -> StoreTrouble:
     state.retry_at = time.monotonic() + RETRY_SECONDS
     return StoreTrouble(store=name, problem=str(error), action=action)
 
 
-class Loaded(Protocol):
-    """The part of a world that measurements are loaded for."""
+class MeasuredWorld(Protocol):
+    """The part of a world that measurements depend on."""
 
     @property
     def policy(self) -> Policy: ...
@@ -192,8 +191,8 @@ class Loaded(Protocol):
     def perf(self) -> PerfView: ...
 
 
-def follow(old: Loaded, new: Loaded) -> tuple[PerfView, list[Event]]:
-    """The measurements that the settings and the kernels of `new` call for: its own where nothing
+def reload_if_needed(old: MeasuredWorld, new: MeasuredWorld) -> tuple[PerfView, list[Event]]:
+    """Returns the measurements for the settings and kernels of `new`: its own where nothing
     changed."""
     names = ("perfdb", "perfdb_ttl")
     if any(old.policy.setting(name) != new.policy.setting(name) for name in names):
@@ -203,45 +202,44 @@ def follow(old: Loaded, new: Loaded) -> tuple[PerfView, list[Event]]:
     added = [k for k in new.catalog.kernels if old.catalog.by_id.get(k.id) is not k]
     if not added or (state.reading is not None and time.monotonic() < state.retry_at):
         return new.perf, []
-    perf, told = load(new.policy, added)
+    perf, problems = load(new.policy, added)
     if not perf and not new.perf:
-        return new.perf, told
-    return new.perf.including(perf, builds={k.id: build_of(k) for k in added}), told
+        return new.perf, problems
+    return new.perf.including(perf, builds={k.id: build_of(k) for k in added}), problems
 
 
-# what came with the package
+# measurements that ship with the package
 
-def shipped(catalog: Catalog, device: Device, place: str) -> Shipped:
-    """The measurements that came with the package for this model of device, where its versions are
-    those here."""
-    table, refused = applicable(catalog, device)
+def shipped_measurements(catalog: Catalog, device: Device, place: str) -> Shipped:
+    """Returns the shipped measurements for this device model, if the installed versions fit."""
+    table, refused = shipped_table(catalog, device)
     if table is None or refused:
         return Shipped()
-    outside = {distribution for distribution, wanted in table.libraries().items()
-               if not satisfies(installed_version(distribution) or "", wanted)}
-    kernels = {k.id for k in catalog.kernels if (k.distribution or k.package) not in outside}
+    unsuitable = {distribution for distribution, versions in table.libraries().items()
+                  if not satisfies(installed_version(distribution) or "", versions)}
+    kernels = {k.id for k in catalog.kernels if (k.distribution or k.package) not in unsuitable}
     return Shipped(table.view(place, kernels), table.title)
 
 
-def applicable(catalog: Catalog, device: Device) -> tuple[Table | None, str]:
-    """The table of this model of device, and why it does not count here ("" where it does)."""
+def shipped_table(catalog: Catalog, device: Device) -> tuple[Table | None, str]:
+    """Returns the table for this device model, and why it does not apply here ("" if it does)."""
     threads = torch.get_num_threads()
-    found = [table for table in tables(catalog) if table.is_for(device)]
-    refusals = [(table, table.refusal(device, threads, satisfies)) for table in found]
+    matching = [table for table in tables(catalog) if table.is_for(device)]
+    refusals = [(table, table.refusal(device, threads, satisfies)) for table in matching]
     return min(refusals, key=lambda pair: bool(pair[1]), default=(None, ""))
 
 
 def tables(catalog: Catalog) -> tuple[Table, ...]:
-    """Every table of the package. One that cannot be read is an event, and costs itself."""
-    found = []
+    """Returns every table of the package. One that cannot be read is skipped with an event."""
+    valid = []
     for path in sorted(files.FOLDER.glob("*.json")):
         try:
             table = files.read(path, catalog.ops)
-            if wrong := [text for text in table.versions.values() if not is_version_range(text)]:
+            if invalid := [text for text in table.versions.values() if not is_version_range(text)]:
                 raise DataError(f"{path.name}: versions must be like '>=2.9,<2.14', got "
-                                f"{', '.join(wrong)}")
-            found.append(table)
+                                f"{', '.join(invalid)}")
+            valid.append(table)
         except DataError as e:
             events.emit(StoreTrouble(store=path.name, problem=str(e),
                                      action="it is left out; reinstall layerzero"))
-    return tuple(found)
+    return tuple(valid)

@@ -1,4 +1,4 @@
-"""Redaction: what policy hides from everything that leaves the process as text, decided in this one place.
+"""Redaction: hides what policy says from everything that leaves the process as text.
 
 The setting `redact` names what is hidden: `paths` of this machine, `shapes` of tensors, `texts` that
 others wrote (messages of a library, prompts quoted in an error). Events are redacted before the log, the
@@ -26,9 +26,9 @@ from . import config
 
 PATH, SHAPE, TEXT, SECRET = "<path>", "<shape>", "<text>", "***"
 
-_NAMES = ("op", "kernel", "served_by", "state", "source")      # of ours: identifiers that hide nothing
-_FOREIGN = ("problem", "error", "action")      # whole messages, mostly of a library or a file
-# A number that such a reason quotes is a size of the call.
+_NAMES = ("op", "kernel", "served_by", "state", "source")      # our own identifiers: nothing to hide
+_MESSAGES = ("problem", "error", "action")     # messages, mostly of a library or a file
+# Numbers in reasons of these categories are sizes of the call.
 _ABOUT_SIZES = (Category.SHAPE, Category.LAYOUT, Category.FEATURE, Category.MEMORY, Category.CALLER, Category.DATA)
 _QUOTES_OTHERS = (Category.HEALTH, Category.CALLER, Category.DATA, Category.SOFTWARE)
 
@@ -52,7 +52,7 @@ _active: frozenset[str] = frozenset()
 
 
 def use(setting: str) -> None:
-    """Hide what the setting `redact` names, from now on."""
+    """Hides what the setting `redact` names from now on."""
     global _active
     _active = frozenset(word for word in setting.split(",") if word)
 
@@ -66,7 +66,7 @@ def hides(kind: str) -> bool:
 
 
 def text(value: str) -> str:
-    """A message as it may be shown: without secrets, and without what policy hides."""
+    """Returns a message without secrets and without what policy hides."""
     hidden = _active
     value = without_secrets(value)
     if "paths" in hidden:
@@ -74,12 +74,12 @@ def text(value: str) -> str:
     if "texts" in hidden:
         value = _QUOTED.sub(lambda m: m[0] if m[0][1:-1] in (PATH, TEXT) else f"{m[0][0]}{TEXT}{m[0][-1]}", value)
     if "shapes" in hidden:
-        value = _SIZE.sub(_sized, _TUPLE.sub(SHAPE, _PRODUCT.sub(SHAPE, value)))
+        value = _SIZE.sub(_hide_size, _TUPLE.sub(SHAPE, _PRODUCT.sub(SHAPE, value)))
     return value
 
 
 def data(value: Any) -> Any:
-    """JSON data as it may be shown; numbers stay, but for a list of sizes."""
+    """Returns redacted JSON data; numbers stay, except in a list of sizes."""
     if isinstance(value, str):
         return text(value)
     if isinstance(value, Mapping):
@@ -91,30 +91,31 @@ def data(value: Any) -> Any:
     return value
 
 
-def event(found: Event) -> Event:
-    """The event as the log, the counters and subscribers see it; itself where policy hides nothing."""
+def event(original: Event) -> Event:
+    """Returns the event as the log, the counters and subscribers see it."""
     if not _active:
-        return found
-    changes = {f.name: new for f in fields(found)
-               if (new := _field(f.name, old := getattr(found, f.name))) is not old}
-    return replace(found, **changes) if changes else found
+        return original
+    changes = {f.name: new for f in fields(original)
+               if (new := _redact_field(f.name, old := getattr(original, f.name))) is not old}
+    return replace(original, **changes) if changes else original
 
 
-def reason(found: Reason) -> Reason:
-    """A reason keeps its code; what came is hidden where it is a size, or words of others."""
-    category = found.code.category
-    if "shapes" in _active and category in _ABOUT_SIZES and _is_size(found.got):
-        limit = SHAPE if category is Category.MEMORY else found.want
-        found = replace(found, got=SHAPE, want=limit)
-    if "texts" in _active and category in _QUOTES_OTHERS and isinstance(found.got, str):
-        error, colon, _ = found.got.partition(": ")    # the class of an error is ours to tell, its words are not
-        found = replace(found, got=f"{error}: {TEXT}" if colon and error.isidentifier() else TEXT)
-    want, got = _value(found.want), _value(found.got)
-    return found if (want, got) == (found.want, found.got) else replace(found, want=want, got=got)
+def reason(original: Reason) -> Reason:
+    """Returns the reason with its code; `got` is hidden if it is a size, or a text that others
+    wrote."""
+    category = original.code.category
+    if "shapes" in _active and category in _ABOUT_SIZES and _is_size(original.got):
+        limit = SHAPE if category is Category.MEMORY else original.want
+        original = replace(original, got=SHAPE, want=limit)
+    if "texts" in _active and category in _QUOTES_OTHERS and isinstance(original.got, str):
+        error, colon, _ = original.got.partition(": ")  # the class of an error may be shown, its message not
+        original = replace(original, got=f"{error}: {TEXT}" if colon and error.isidentifier() else TEXT)
+    want, got = _redact_value(original.want), _redact_value(original.got)
+    return original if (want, got) == (original.want, original.got) else replace(original, want=want, got=got)
 
 
 def without_secrets(value: str) -> str:
-    """Passwords in addresses and what looks like an access token, hidden whatever policy says."""
+    """Hides passwords in addresses and what looks like an access token, whatever policy says."""
     if "://" in value:
         value = "".join(_without_password(word) for word in re.split(r"(\s+)", value))
     value = _KEYS.sub(rf"\1\2{SECRET}", value)
@@ -122,7 +123,7 @@ def without_secrets(value: str) -> str:
 
 
 class LogFilter(logging.Filter):
-    """On our logger: whoever writes to it, no line says what is hidden."""
+    """Redacts every line on our logger, whoever writes it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
@@ -135,7 +136,7 @@ class LogFilter(logging.Filter):
         return True
 
 
-def _field(name: str, value: Any) -> Any:
+def _redact_field(name: str, value: Any) -> Any:
     if name in _NAMES:
         return value
     if isinstance(value, Reason):
@@ -143,7 +144,7 @@ def _field(name: str, value: Any) -> Any:
     if isinstance(value, str) and value:
         if name == "kind" and "shapes" in _active:
             return SHAPE
-        if name in _FOREIGN and "texts" in _active:
+        if name in _MESSAGES and "texts" in _active:
             return TEXT
         shown = text(value)
         return value if shown == value else shown
@@ -152,10 +153,10 @@ def _field(name: str, value: Any) -> Any:
     return value
 
 
-def _value(value: Any) -> Any:
+def _redact_value(value: Any) -> Any:
     if isinstance(value, str):
         return text(value)
-    return tuple(map(_value, value)) if isinstance(value, tuple) else value
+    return tuple(map(_redact_value, value)) if isinstance(value, tuple) else value
 
 
 def _is_size(value: Any) -> bool:
@@ -168,7 +169,7 @@ def _without_password(word: str) -> str:
 
 
 def _without_paths(value: str) -> str:
-    for folder in _own_folders():              # first, as they may have spaces in them
+    for folder in _known_folders():            # first, as they may have spaces in them
         value = value.replace(folder, PATH)
     value = _AFTER_PATH.sub(PATH, value)
     if "://" in value:
@@ -183,25 +184,26 @@ def _without_address(word: str) -> str:
     return f"{scheme}{sign}{PATH}{rest[len(rest.rstrip(':;,.)')):]}" if sign else word
 
 
-def _own_folders() -> list[str]:
-    """The folders that messages most likely name, the longest first."""
+def _known_folders() -> list[str]:
+    """Returns the folders that messages most likely name, the longest first."""
     folders: set[str] = {tempfile.gettempdir(), os.path.expanduser("~")}
-    asked: tuple[Callable[[], Any], ...] = (os.getcwd, config.cache_dir)
-    for ask in asked:
+    sources: tuple[Callable[[], Any], ...] = (os.getcwd, config.cache_dir)
+    for source in sources:
         try:
-            folders.add(str(ask()))
+            folders.add(str(source()))
         except (OSError, LayerZeroError):    # a folder that was removed; a cache folder that cannot be expanded
             continue
     return sorted((f for f in folders if len(f) > 1 and os.path.isabs(f)), key=len, reverse=True)
 
 
-def _sized(match: re.Match[str]) -> str:
-    """`hidden=128` and `got 128` tell a size; the counts that events themselves have do not."""
+def _hide_size(match: re.Match[str]) -> str:
+    """Hides the number in `hidden=128` and `got 128`, but not in the fields of events
+    themselves."""
     name, sign, _ = match.groups()
     if sign == " ":
         return f"{name} {SHAPE}" if name in ("got", "is", "of", "for") else match[0]
-    return match[0] if name in _counts else f"{name}{sign}{SHAPE}"
+    return match[0] if name in _EVENT_FIELDS else f"{name}{sign}{SHAPE}"
 
 
-_counts = {f.name for kind in vars(kinds).values() if isinstance(kind, type) and issubclass(kind, Event)
-           for f in fields(kind)}
+_EVENT_FIELDS = {f.name for kind in vars(kinds).values() if isinstance(kind, type) and issubclass(kind, Event)
+                 for f in fields(kind)}

@@ -6,26 +6,28 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
-from ..select.policy import Layer, PolicyRule
+from ..select.policy import Layer, PolicyRule, suggest
 from ..spec.errors import ConfigError
 from ..spec.reason import shown
 from . import config, context
 from . import snapshot as worlds
 from .context import Override
-from .incidents import learn
+from .incidents import extend_keys
 from .snapshot import World
 
-_LONGEST = 1e12                                # seconds, as in a policy file
-PREFERENCE = 1e6       # a preferred kernel that can serve goes first, whatever was measured
+_MAX_SECONDS = 1e12                            # seconds, as in a policy file
+PREFERENCE = 1e6       # boost of a preferred kernel: above any measurement
 
 
 def _deadline(seconds: float | None) -> float | None:
     if seconds is None:
         return None
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST:
-        raise ConfigError(f"seconds= must be > 0 and a number of at most {_LONGEST:g}, got {shown(seconds)}")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _MAX_SECONDS:
+        raise ConfigError(f"seconds= must be > 0 and a number of at most {_MAX_SECONDS:g}, got {shown(seconds)}")
     return time.monotonic() + seconds
 
 
@@ -47,34 +49,33 @@ def configure(*, rules: tuple[PolicyRule, ...] = (), seconds: float | None = Non
 
 
 def load_config(path: str | os.PathLike[str] | None) -> None:
-    """Put a policy file in force and keep watching it; None stops that. A broken file changes nothing."""
+    """Apply a policy file and keep watching it; None stops that. A broken file changes nothing."""
     def change(world: World) -> World:
         if path is None:
             return world.replace(policy=world.policy.without("file"), policy_file=None, policy_stamp=None)
         stamp = config.FileStamp.of(path)
         ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
         layer = config.load_policy_file(path, ops)
-        from pathlib import Path
         return world.replace(policy=world.policy.with_layer(layer), policy_file=Path(path), policy_stamp=stamp)
 
     worlds.publish(change, "load_config")
 
 
 def reload() -> None:
-    """Look at the policy file now."""
-    worlds.pass_time(time.monotonic())
+    """Check the policy file now."""
+    worlds.apply_deadlines(time.monotonic())
 
 
 def lock(op: str, kernel: str, *, when: Mapping[str, Any] | None = None, seconds: float | None = None) -> None:
     """Serve `op` with `kernel` only; a call it cannot serve raises."""
     rule = PolicyRule.of("lock", kernel, op, when, origin="lz.lock()", expires_at=_deadline(seconds))
     _checked(rule)
-    _known_kernel(kernel, op)
+    _check_kernel_exists(kernel, op)
     configure(rules=(rule,))
 
 
 def unlock(op: str | None = None) -> None:
-    """Take back the locks made by lz.lock, all of them or those of one op."""
+    """Remove the locks made by lz.lock, all of them or those of one op."""
     def change(world: World) -> World:
         old = next((layer for layer in world.policy.layers if layer.name == "programmatic"), None)
         if old is None:
@@ -104,10 +105,10 @@ def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None, 
     rules = _checked(*(PolicyRule.of("boost", p, op, when, factor=PREFERENCE / 10 ** min(i, 3), origin="lz.prefer()")
                        for i, p in enumerate(patterns)))
     for pattern in patterns:
-        _known_kernel(pattern, op)
+        _check_kernel_exists(pattern, op)
     deadline = _deadline(seconds)
     if when:
-        learn(Override(Layer("context", {}, rules), None))
+        extend_keys(Override(Layer("context", {}, rules), None))
     if deadline is not None:
         worlds.publish(lambda w: w.replace((), deadlines=w.deadlines | {deadline}), "prefer")  # no choice changes yet
     return context.overriding(settings, rules, deadline)
@@ -118,10 +119,7 @@ def disabled() -> AbstractContextManager[Override]:
     return context.overriding({"disabled": True})
 
 
-def _known_kernel(pattern: str, op: str) -> None:
-    from fnmatch import fnmatchcase
-
-    from ..select.policy import suggest
+def _check_kernel_exists(pattern: str, op: str) -> None:
     ids = [k.id for k in worlds.current().catalog.kernels if fnmatchcase(k.op.name, op)]
     if not any(fnmatchcase(k, pattern) for k in ids):
         raise ConfigError(f"no kernel of {op!r} matches {pattern!r}{suggest(pattern, ids)}; "

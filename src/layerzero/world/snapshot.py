@@ -1,8 +1,9 @@
 """Everything a selection may depend on, as one frozen value. To change anything, publish a new one.
 
-Readers take one attribute load and no lock. Publishing gives every op that the change concerns a fresh,
-empty cache: that *is* the invalidation, and it costs the same however much was remembered. What befalls one
-kernel (it was compiled, it is out of service) concerns the ops it belongs to, and no other.
+Readers take one attribute load and no lock. Publishing gives every op that the change concerns a
+fresh, empty cache: that *is* the invalidation, and it costs the same however much was cached. A
+change of one kernel (it was compiled, it is out of service) concerns the ops it belongs to, and no
+other.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from ..spec.rules import Condition, Rule
 from . import config, events, health, perf_loading, redaction
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
-from .tables import InForce
+from .tables import ActiveTable
 
 _MAX_MEMO = 1024
 
 
 @dataclass(frozen=True)
 class World:
-    """One consistent state of the library. `memo` only remembers pure functions of the rest."""
+    """One consistent state of the library. `memo` only caches pure functions of the rest."""
 
     catalog: Catalog
     policy: Policy
@@ -52,19 +53,21 @@ class World:
     perf: PerfView = field(default_factory=PerfView)
     health: Mapping[str, health.Health] = field(default_factory=dict)  # breakers that are not closed
     refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)  # kernel -> kind of call -> why not
-    refused_until: Mapping[tuple[str, str], float] = field(default_factory=dict)   # (kernel, kind) -> asked again then
-    unloadable: Mapping[str, Reason] = field(default_factory=dict)     # found out when loading
+    # (kernel, kind) -> allowed again then
+    refused_until: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    unloadable: Mapping[str, Reason] = field(default_factory=dict)     # failed to load
     warmed: frozenset[Any] = frozenset()       # kernel, (kernel, kind) and (kernel, kind, form): see warmup.py
     certified: frozenset[str] = frozenset()
-    devices: Mapping[str, Device] = field(default_factory=dict)        # instead of probing: for what-if questions
-    extra_leaves: frozenset[Rule] = frozenset()                        # tests made by context overrides
+    devices: Mapping[str, Device] = field(default_factory=dict)        # used instead of probing: for what-if questions
+    extra_leaves: frozenset[Rule] = frozenset()                        # tests of context overrides
     deadlines: frozenset[float] = frozenset()                          # of time-boxed context overrides
-    table: InForce | None = None                                       # choices made ahead of time
+    table: ActiveTable | None = None                                   # selections made ahead of time
     policy_file: Path | None = None
     policy_stamp: config.FileStamp | None = None
-    born: float = 0.0
-    changed: int = 0                           # the epoch of the last change that concerned every op
-    changed_for: Mapping[str, int] = field(default_factory=dict)       # op -> of the last one that concerned it
+    created_at: float = 0.0
+    changed: int = 0                           # epoch of the last change that concerned every op
+    # op -> epoch of the last change that concerned it
+    changed_for: Mapping[str, int] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def kernels(self, op: str) -> tuple[Kernel, ...]:
@@ -76,30 +79,30 @@ class World:
         return hardware.probe(kind if kind in hardware.KINDS else "cpu", index)
 
     def place(self, kind: str) -> str:
-        """Where measurements must have been made to count here."""
+        """Returns the place whose measurements apply here."""
         return place_of(self.device(kind), torch.get_num_threads() if kind == "cpu" else 0)
 
     def program(self, op: Op) -> KeyProgram:
-        found = self.memo.get(("program", op.name))
-        if found is None:
-            leaves = [leaf for k in self.kernels(op.name) for leaf in leaves_of(k)]
+        key_program = self.memo.get(("program", op.name))
+        if key_program is None:
+            leaves = [leaf for k in self.kernels(op.name) for leaf in tests_of(k)]
             leaves += self.policy.leaves(op.name, op.fact_names)
             leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
             leaves += self.table.table.leaves(op.name) if self.table is not None else ()
-            found = self.memo["program", op.name] = compile_key(
+            key_program = self.memo["program", op.name] = compile_key(
                 op, leaves, [text for k in self.kernels(op.name) for text in (k.workspace, k.shared_memory)])
-        return found  # type: ignore[no-any-return]
+        return key_program  # type: ignore[no-any-return]
 
     def surroundings(self, kind: str, override: Override | None) -> Surroundings:
         key = ("around", kind, override)
-        found = self.memo.get(key)
-        if found is None:
+        around = self.memo.get(key)
+        if around is None:
             policy = self.policy
             for layer in override.layers if override else ():
                 policy = policy.with_layer(layer)
             policy = policy.at(time.monotonic())
             device = self.device(kind)
-            if len(self.memo) > _MAX_MEMO:     # of overrides that may never come again
+            if len(self.memo) > _MAX_MEMO:     # overrides may never come again
                 for old in [k for k in list(self.memo) if k[0] == "around"]:
                     self.memo.pop(old, None)
             blocked = {k: r for k, h in self.health.items() if (r := h.blocks) is not None}
@@ -108,48 +111,49 @@ class World:
             rates = self.perf.rates.get(place) or shipped.view.rates.get(place) or rates_of(kind)
             proven = self.certified
             if policy.setting("require_certificates"):
-                from . import certificates  # read from files; not needed before policy asks for them
-                proven |= certificates.certified(self.catalog.kernels, device)
-            found = self.memo[key] = Surroundings(
+                from . import certificates  # reads files; not needed unless policy requires it
+                proven |= certificates.certified_ids(self.catalog.kernels, device)
+            around = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
                 self.availability(), blocked, self.warmed, proven, lambda: memory.headroom(kind, policy),
                 lambda: self.captures(kind), shipped, self.refused)
-        return found  # type: ignore[no-any-return]
+        return around  # type: ignore[no-any-return]
 
     def shipped(self, kind: str) -> Shipped:
-        """What came with the package for this model of device."""
-        found = self.memo.get(("shipped", kind))
-        if found is None:
-            found = self.memo["shipped", kind] = perf_loading.shipped(self.catalog, self.device(kind), self.place(kind))
-        return found  # type: ignore[no-any-return]
+        """Returns the measurements shipped for this device model."""
+        measurements = self.memo.get(("shipped", kind))
+        if measurements is None:
+            measurements = perf_loading.shipped_measurements(self.catalog, self.device(kind), self.place(kind))
+            self.memo["shipped", kind] = measurements
+        return measurements  # type: ignore[no-any-return]
 
     def captures(self, kind: str) -> Mapping[str, bool]:
-        """Which kernels a capture in a CUDA graph has shown to be safe here, or not; those not tried are not in it."""
-        found = self.memo.get(("captures", kind))
-        if found is None:
-            from . import certificates  # read from files; not needed before something is captured
-            found = self.memo["captures", kind] = certificates.capture_verdicts(
+        """Returns whether each kernel that was captured here is safe in a CUDA graph."""
+        verdicts = self.memo.get(("captures", kind))
+        if verdicts is None:
+            from . import certificates  # reads files; not needed before a capture
+            verdicts = self.memo["captures", kind] = certificates.capture_verdicts(
                 self.catalog.kernels, self.device(kind))
-        return found  # type: ignore[no-any-return]
+        return verdicts  # type: ignore[no-any-return]
 
     def availability(self) -> Mapping[str, Reason]:
-        found = self.memo.get("availability")
-        if found is None:
-            found = {k.id: r for k in self.catalog.kernels if (r := loading.availability(k)) is not None}
-            found.update(self.unloadable)
-            self.memo["availability"] = found
-        return found  # type: ignore[no-any-return]
+        reasons = self.memo.get("availability")
+        if reasons is None:
+            reasons = {k.id: r for k in self.catalog.kernels if (r := loading.availability(k)) is not None}
+            reasons.update(self.unloadable)
+            self.memo["availability"] = reasons
+        return reasons  # type: ignore[no-any-return]
 
     def roster(self, op: Op, kind: str, around: Surroundings) -> Roster:
         key = ("roster", op.name, kind)
-        found = self.memo.get(key)
-        if found is None:
-            found = self.memo[key] = make_roster(self.kernels(op.name), around)
-        return found  # type: ignore[no-any-return]
+        roster = self.memo.get(key)
+        if roster is None:
+            roster = self.memo[key] = make_roster(self.kernels(op.name), around)
+        return roster  # type: ignore[no-any-return]
 
     def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False,
              compiled: bool = False) -> Plan:
-        """`compiled`: as if everything that compiles were compiled."""
+        """Returns the plan of a call. `compiled`: as if every JIT kernel were compiled already."""
         around = self.surroundings(facts["device"], override)
         if compiled:
             around = replace(around, warmed=frozenset(k.id for k in self.kernels(op.name) if k.jit))
@@ -160,65 +164,68 @@ class World:
         return select(op, roster, merged, around, thorough)
 
     def replace(self, ops: Collection[str] | None = None, /, **changes: Any) -> World:
-        """This world with something changed: a new epoch, nothing remembered but what still holds.
+        """Returns this world with changes and a new epoch; only what is still valid stays cached.
 
-        `ops`: those that the change concerns, where it is not all of them; the others keep what they remember.
+        `ops`: those that the change concerns, if not all of them; the others keep their caches.
         """
         epoch = self.epoch + 1
         if ops is None:
-            held: tuple[Any, ...] = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
+            kept_keys: tuple[Any, ...] = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
             if not changes.keys() & {"catalog", "devices"}:
-                held += tuple(("shipped", kind) for kind in hardware.KINDS)
+                kept_keys += tuple(("shipped", kind) for kind in hardware.KINDS)
             leaves = changes.get("extra_leaves", self.extra_leaves)
             if leaves == self.extra_leaves and not changes.keys() & {"catalog", "policy", "table"}:
-                held += tuple(("program", op) for op in self.catalog.ops)
-            keep = {k: self.memo[k] for k in held if k in self.memo}   # by name: other threads add to it meanwhile
-            return replace(self, epoch=epoch, changed=epoch, changed_for={}, memo=keep, **changes)
-        keep = {k: v for k in list(self.memo) if _holds(k, ops) and (v := self.memo.get(k)) is not None}
-        if "unloadable" in changes and "availability" in keep:
-            keep["availability"] = {**keep["availability"], **changes["unloadable"]}
-        return replace(self, epoch=epoch, changed_for={**self.changed_for, **dict.fromkeys(ops, epoch)}, memo=keep,
+                kept_keys += tuple(("program", op) for op in self.catalog.ops)
+            kept = {k: self.memo[k] for k in kept_keys if k in self.memo}  # by name: other threads add to it meanwhile
+            return replace(self, epoch=epoch, changed=epoch, changed_for={}, memo=kept, **changes)
+        kept = {k: v for k in list(self.memo) if _still_valid(k, ops) and (v := self.memo.get(k)) is not None}
+        if "unloadable" in changes and "availability" in kept:
+            kept["availability"] = {**kept["availability"], **changes["unloadable"]}
+        return replace(self, epoch=epoch, changed_for={**self.changed_for, **dict.fromkeys(ops, epoch)}, memo=kept,
                        **changes)
 
     def version(self, op: str) -> int:
-        """The epoch of the last change that concerned `op`: what was remembered of it since then holds."""
+        """Returns the epoch of the last change that concerned `op`: what was cached since then is
+        valid."""
         return max(self.changed, self.changed_for.get(op, 0))
 
     def ops_of(self, group: str) -> frozenset[str]:
-        """The ops that a breaker speaks of: those of a library's kernels, or of a kernel's own."""
+        """Returns the ops that a breaker concerns: those of a library's kernels, or of one
+        kernel."""
         return frozenset(k.op.name for k in self.catalog.kernels if group in (k.health, k.id))
 
     @property
     def next_deadline(self) -> float | None:
-        """When something changes by itself: a policy runs out, a breaker cools, choices expire, a file is due."""
+        """When something changes with time: a policy expires, a breaker cools, caches expire, a
+        file is due."""
         ttl, poll = self.policy.setting("cache_ttl"), self.policy.setting("policy_poll")
-        times = [self.policy.next_deadline, health.next_deadline(self.health), memory.next_look(),
+        times = [self.policy.next_deadline, health.next_deadline(self.health), memory.next_check(),
                  min(self.refused_until.values(), default=None),
-                 self.born + ttl if ttl else None, min(self.deadlines, default=None),
+                 self.created_at + ttl if ttl else None, min(self.deadlines, default=None),
                  time.monotonic() + poll if poll and self.policy_file else None]
         return min((t for t in times if t is not None), default=None)
 
 
-def _holds(memo: Any, ops: Collection[str]) -> bool:
-    """Is what is remembered under this name the same after a change that concerns `ops` only?"""
-    if memo == "availability" or memo[0] in ("program", "captures", "shipped"):
+def _still_valid(key: Any, ops: Collection[str]) -> bool:
+    """Is what is cached under this key valid after a change that concerns `ops` only?"""
+    if key == "availability" or key[0] in ("program", "captures", "shipped"):
         return True
-    return bool(memo[0] == "roster" and memo[1] not in ops)
+    return bool(key[0] == "roster" and key[1] not in ops)
 
 
-def leaves_of(kernel: Kernel) -> tuple[Rule, ...]:
-    """The tests a kernel's rules make; alignment that only another device's kernel wants is marked so."""
-    leaves = _leaves.get(kernel)
-    if leaves is None:
-        elsewhere = any(_on_cpu(rule) is False for rule in kernel.requires)
-        leaves = _leaves[kernel] = tuple(
+def tests_of(kernel: Kernel) -> tuple[Rule, ...]:
+    """Returns the tests in a kernel's rules; alignment that no CPU kernel tests is marked OFF_CPU."""
+    tests = _tests.get(kernel)
+    if tests is None:
+        off_cpu = any(_on_cpu(rule) is False for rule in kernel.requires)
+        tests = _tests[kernel] = tuple(
             replace(leaf, fact=leaf.fact + OFF_CPU)
-            if leaf.fact.endswith(".alignment") and (elsewhere or _on_cpu(rule)) else leaf
+            if leaf.fact.endswith(".alignment") and (off_cpu or _on_cpu(rule)) else leaf
             for rule in (*kernel.requires, *kernel.less_work_when) for leaf in rule.leaves())
-    return leaves
+    return tests
 
 
-_leaves: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
+_tests: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
 
 
 def _on_cpu(rule: Condition) -> bool | None:
@@ -241,7 +248,7 @@ def exists() -> bool:
 
 
 def _create() -> World:
-    told: list[Event] = []
+    pending: list[Event] = []
     with _writing:
         if _current is None:
             catalog, problems = discover()
@@ -249,11 +256,11 @@ def _create() -> World:
             policy, path, stamp = _initial_policy(catalog, advice)
             redaction.use(policy.setting("redact"))            # before the first event
             perf, trouble = perf_loading.load(policy, catalog.kernels)
-            told += (*problems, *refused, *trouble)
-            _put_in_force(World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp,
-                                born=time.monotonic()))
+            pending += (*problems, *refused, *trouble)
+            _activate(World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp,
+                            created_at=time.monotonic()))
         world = _current
-    for event in told:
+    for event in pending:
         events.emit(event)
     assert world is not None
     return world
@@ -272,48 +279,48 @@ def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Pat
 
 def publish(change: Callable[[World], World], cause: str = "") -> World:
     """Replace the world by `change(world)`. Returning the same world publishes nothing."""
-    current()                                  # made before the lock is taken: that may have events
+    current()                                  # created before the lock is taken: that may emit events
     with _writing:
         old = current()
         new = change(old)
         if new is old:
             return old
-        perf, told = perf_loading.follow(old, new)
+        perf, pending = perf_loading.reload_if_needed(old, new)
         new = new if perf is new.perf else replace(new, perf=perf)
-        _put_in_force(new)
-    for event in told:
+        _activate(new)
+    for event in pending:
         events.emit(event)
     events.emit(WorldPublished(epoch=new.epoch, cause=cause))
     return new
 
 
-def _put_in_force(world: World) -> None:
-    """From here on it is the world. An interrupt cannot leave one half of the library in it and not the other."""
+def _activate(world: World) -> None:
+    """Makes `world` the current one. An interrupt cannot leave only some listeners with it."""
     global _current
     try:
         _current = world
-        _announce(world)
-    except BaseException:                      # passed on, after all have heard of whichever is the world now
+        _notify(world)
+    except BaseException:                      # re-raised once all listeners have the world that is current now
         if _current is not None:
-            _announce(_current)
+            _notify(_current)
         raise
 
 
-def consult(listener: Callable[[World], None]) -> None:
-    """Show `listener` the world in force; none is published meanwhile."""
+def call_with_current(listener: Callable[[World], None]) -> None:
+    """Calls `listener` with the current world; none is published meanwhile."""
     current()
     with _writing:
         listener(current())
 
 
-def _announce(world: World) -> None:
+def _notify(world: World) -> None:
     events.log.setLevel(world.policy.setting("log_level").upper())
     redaction.use(world.policy.setting("redact"))
     for listener in _listeners:
         listener(world)
 
 
-def listen(listener: Callable[[World], None]) -> None:
+def add_listener(listener: Callable[[World], None]) -> None:
     with _writing:
         _listeners.append(listener)
         if _current is not None:
@@ -321,61 +328,61 @@ def listen(listener: Callable[[World], None]) -> None:
 
 
 def forget() -> None:
-    """Drop every remembered choice."""
-    publish(lambda w: w.replace(born=time.monotonic(), extra_leaves=frozenset()), "forget")
+    """Drop every cached selection."""
+    publish(lambda w: w.replace(created_at=time.monotonic(), extra_leaves=frozenset()), "forget")
 
 
-def pass_time(now: float) -> None:
-    """Let happen what is due: called by the clock, and on a miss."""
-    told: list[Event] = []
+def apply_deadlines(now: float) -> None:
+    """Applies everything that is due at `now`. Called by the clock, and on a cache miss."""
+    pending: list[Event] = []
 
     def change(world: World) -> World:
-        told.clear()
+        pending.clear()
         changes: dict[str, Any] = {}
         ops: set[str] = set()
         policy = world.policy.at(now)
         if policy is not world.policy:
             changes["policy"] = policy
-        cooled = health.cooled(world.health, now)
+        cooled = health.after_cooldown(world.health, now)
         if cooled != world.health:
             changes["health"] = cooled
-            for name, h in cooled.items():
-                if h is not world.health[name]:
-                    told.append(HealthChanged(kernel=name, state=h.state, reason=h.reason))
+            for name, breaker in cooled.items():
+                if breaker is not world.health[name]:
+                    pending.append(HealthChanged(kernel=name, state=breaker.state, reason=breaker.reason))
                     ops |= world.ops_of(name)
-        back = {key for key, end in world.refused_until.items() if now >= end}
-        if back:
-            changes["refused_until"] = {k: end for k, end in world.refused_until.items() if k not in back}
-            changes["refused"] = {kernel: {kind: r for kind, r in kinds.items() if (kernel, kind) not in back}
+        readmitted = {key for key, end in world.refused_until.items() if now >= end}
+        if readmitted:
+            changes["refused_until"] = {k: end for k, end in world.refused_until.items() if k not in readmitted}
+            changes["refused"] = {kernel: {kind: r for kind, r in kinds.items() if (kernel, kind) not in readmitted}
                                   for kernel, kinds in world.refused.items()}
-            ops |= {world.catalog.by_id[kernel].op.name for kernel, _ in back if kernel in world.catalog.by_id}
-        ops |= (moved := memory.look(now, lambda kind: memory.headroom(kind, policy)))
+            ops |= {world.catalog.by_id[kernel].op.name for kernel, _ in readmitted if kernel in world.catalog.by_id}
+        ops |= (reselect := memory.ops_to_reselect(now, lambda kind: memory.headroom(kind, policy)))
         ttl = policy.setting("cache_ttl")
-        if ttl and now >= world.born + ttl:
-            changes["born"] = now
-        ahead = frozenset(d for d in world.deadlines if d > now)
-        if ahead != world.deadlines:
-            changes["deadlines"] = ahead
+        if ttl and now >= world.created_at + ttl:
+            changes["created_at"] = now
+        future = frozenset(d for d in world.deadlines if d > now)
+        if future != world.deadlines:
+            changes["deadlines"] = future
         if world.policy_file is not None:
-            changes.update(_reread(world, policy, told))
-        if not changes and not moved:
+            changes.update(_reload_policy(world, policy, pending))
+        if not changes and not reselect:
             return world
-        one_kernel_s = changes.keys() <= {"health", "refused", "refused_until"}
-        return world.replace(ops, **changes) if one_kernel_s else world.replace(**changes)
+        only_these_ops = changes.keys() <= {"health", "refused", "refused_until"}
+        return world.replace(ops, **changes) if only_these_ops else world.replace(**changes)
 
-    with locks.Section():                      # told together
+    with locks.DeferEvents():                  # delivered together
         publish(change, "time")
-        for event in told:
+        for event in pending:
             events.emit(event)
 
 
-def _reread(world: World, policy: Policy, told: list[Event]) -> dict[str, Any]:
+def _reload_policy(world: World, policy: Policy, pending: list[Event]) -> dict[str, Any]:
     assert world.policy_file is not None
     old = next((layer for layer in policy.layers if layer.name == "file"), None)
     ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
     stamp, layer, error = config.reload_if_changed(world.policy_file, world.policy_stamp, old, ops)
     if error is not None:
-        told.append(PolicyRejected(error=str(error)))
+        pending.append(PolicyRejected(error=str(error)))
         return {"policy_stamp": stamp}
     if stamp == world.policy_stamp:
         return {}
@@ -385,7 +392,7 @@ def _reread(world: World, policy: Policy, told: list[Event]) -> dict[str, Any]:
 def register(item: Op | Kernel, origin: str = "lz.register()") -> None:
     """Add an op or a kernel; refused with the mismatch named."""
     def change(world: World) -> World:
-        return world.replace(catalog=world.catalog.adding(item, origin))
+        return world.replace(catalog=world.catalog.with_item(item, origin))
 
     if not isinstance(item, (Op, Kernel)):
         raise RegistrationError(f"lz.register takes an Op or a Kernel, got {type(item).__name__}")
@@ -393,7 +400,7 @@ def register(item: Op | Kernel, origin: str = "lz.register()") -> None:
 
 
 def unregister(name: str) -> None:
-    """Take an op, a kernel, a backend or a plugin away, and with it all that was found out about it."""
+    """Remove an op, a kernel, a backend or a plugin, with everything known about it."""
     def change(world: World) -> World:
         catalog = world.catalog.without(name)
         groups = {group for k in catalog.kernels for group in (k.health, k.id)}
@@ -408,12 +415,9 @@ def unregister(name: str) -> None:
     publish(change, f"unregister:{name}")
 
 
-def note(event: Event) -> None:
-    events.emit(event)
-
-
 def _renew_property_locks() -> None:
-    """Before Python 3.12 every cached_property has a lock, which a thread that is gone may have held."""
+    """Resets the lock that a cached_property has before Python 3.12: a thread that is gone may hold
+    it."""
     for name, module in list(sys.modules.items()):
         for cls in vars(module).values() if name.startswith("layerzero.") else ():
             for value in vars(cls).values() if isinstance(cls, type) else ():

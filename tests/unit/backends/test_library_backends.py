@@ -174,7 +174,7 @@ def installed(folder: Path, monkeypatch, made_for: str | None) -> None:
     (folder / "xformers-0.0.35.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: xformers\n"
                                                                    "Version: 0.0.35\n")
     monkeypatch.syspath_prepend(str(folder))
-    loading.findable.cache_clear()
+    loading.is_importable.cache_clear()
     loading.installed_version.cache_clear()
     worlds.publish(lambda w: w.replace(unloadable={}), "test")     # and what a world knows of it
 
@@ -183,7 +183,7 @@ def installed(folder: Path, monkeypatch, made_for: str | None) -> None:
 def forgotten():
     """What was found on the path is looked for again afterwards."""
     yield
-    loading.findable.cache_clear()
+    loading.is_importable.cache_clear()
     loading.installed_version.cache_clear()
     worlds.publish(lambda w: w.replace(unloadable={}), "test")     # and what a world knows of it
 
@@ -241,14 +241,14 @@ def test_version_4_of_flash_attention_is_not_taken_for_version_2(monkeypatch, tm
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    loading.findable.cache_clear()
+    loading.is_importable.cache_clear()
     try:
         by_id = {k.id: k for k in flash_attn.KERNELS}
         reason = loading.availability(by_id["flash_attn.v2"])
         assert reason is not None and reason.code is Code.NOT_INSTALLED and "flash-attn" in reason.message
         assert loading.availability(by_id["flash_attn.v4"]) is None
     finally:
-        loading.findable.cache_clear()
+        loading.is_importable.cache_clear()
 
 
 # FlashInfer's page tables and plans.

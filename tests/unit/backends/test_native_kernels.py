@@ -30,7 +30,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def forget() -> None:
     build.module.cache_clear()
-    contract.loaded.cache_clear()
+    contract.load_once.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from layerzero.machine import hardware
 from layerzero.spec.device import CPU_ISA
 from layerzero.spec.reason import Code
 from layerzero.verify.kernel.contract import call, case_values, refusals
-from layerzero.verify.kernel.gradients import check_gradients, gradient_cases, wanting_gradients
+from layerzero.verify.kernel.gradients import check_gradients, gradient_cases, requiring_grad
 
 BY_ID = {k.id: k for k in torch_upcast.KERNELS}
 SLOW = not hardware.probe("cpu").facts()["fast_bf16_matmul"]
@@ -37,7 +37,7 @@ def test_offered_only_where_torch_has_no_instructions_for_the_type(kernel, isa, 
 @pytest.mark.parametrize("kernel", [k for k in torch_upcast.KERNELS if k.differentiable], ids=lambda k: k.id)
 def test_gradients_in_bfloat16(kernel):
     served = [case for case in gradient_cases(kernel.op)
-              if not refusals(kernel, wanting_gradients(kernel.op, case_values(kernel.op, case, "bfloat16")))]
+              if not refusals(kernel, requiring_grad(kernel.op, case_values(kernel.op, case, "bfloat16")))]
     results = [check_gradients(kernel, case, "bfloat16") for case in served]
     assert results and [str(r) for r in results if r.status == "failed"] == []
 

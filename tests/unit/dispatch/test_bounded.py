@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("world")
 def remembered() -> int:
     """Entries of every table that calls can add to."""
     world = worlds.current()
-    return len(world.memo) + len(context._of_calls) + len(context._interned) + len(world.extra_leaves) + sum(
+    return len(world.memo) + len(context._call_overrides) + len(context._interned) + len(world.extra_leaves) + sum(
         len(d.cache.table) + len(d._bindings) + len(d.ledger._open) for d in dispatchers.values())
 
 
@@ -39,10 +39,10 @@ def small(monkeypatch):
     monkeypatch.setattr(context, "_MAX_CALLS", 32)
     monkeypatch.setattr(context, "_MAX_INTERNED", 64)
     monkeypatch.setattr(worlds, "_MAX_MEMO", 64)
-    context._of_calls.clear(), context._interned.clear()
+    context._call_overrides.clear(), context._interned.clear()
     lz.configure(cache_size=64)
     yield
-    context._of_calls.clear(), context._interned.clear()
+    context._call_overrides.clear(), context._interned.clear()
 
 
 def grows(call, rounds: int = 3, calls: int = 150) -> list[int]:
@@ -83,7 +83,7 @@ def test_policies_with_ever_new_rules(small, path, happened):
     program = worlds.current().program(lz.op("rms_norm"))
     happened.clear()
     assert_bounded(call)
-    assert len(worlds.current().extra_leaves) <= incidents.MOST_TESTS
+    assert len(worlds.current().extra_leaves) <= incidents.MAX_EXTRA_TESTS
     assert worlds.current().program(lz.op("rms_norm")) is program
     assert of(WorldPublished, happened) == []  # so that nobody else's choices are forgotten
 
@@ -91,7 +91,7 @@ def test_policies_with_ever_new_rules(small, path, happened):
 def test_rules_beyond_the_bound_are_obeyed(path):
     run = path_of("attention", path)
     register(Fake("fake.attention", ATTENTION))
-    for n in range(2 * incidents.MOST_TESTS):
+    for n in range(2 * incidents.MAX_EXTRA_TESTS):
         with lz.prefer("fake.attention", op="attention", when={"seq_k": f"> {1000 + n}"}):
             run(*qkv(2, 4))
     short, long = qkv(2, 700), qkv(2, 701)
@@ -131,11 +131,11 @@ def test_contexts_of_many_threads(small):
 
 def test_a_policy_that_is_used_all_the_time_stays(small):
     x, regular = rows(), {"cache_ttl": 77.0}
-    first = context.for_call(None, regular)
+    first = context.override_for_call(None, regular)
     for n in range(500):
         lz.rms_norm(x, policy={"cache_ttl": 1000.0 + n})
         lz.rms_norm(x, policy=regular)
-    assert context.for_call(None, regular) is first
+    assert context.override_for_call(None, regular) is first
 
 
 def test_many_shapes_and_dtypes(small):
@@ -166,11 +166,11 @@ def test_many_numbers_of_threads(small, tmp_path):
 def test_events_of_many_kinds_are_bounded():
     from layerzero.spec.event import Fallback
     events.reset()
-    for n in range(events.MOST_KINDS + 100):
+    for n in range(events.MAX_COUNTERS + 100):
         events.emit(Fallback("op", f"kernel{n}", "other"))
-    assert len(events._lines) <= events.MOST_KINDS and len(events._counts) <= events.MOST_KINDS + 100
+    assert len(events._lines) <= events.MAX_COUNTERS and len(events._counts) <= events.MAX_COUNTERS + 100
     assert sum(n for (name, op, _), n in events.counts().items() if (name, op) == ("fallback", "op")) \
-        == events.MOST_KINDS + 100
+        == events.MAX_COUNTERS + 100
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

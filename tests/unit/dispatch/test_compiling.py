@@ -64,7 +64,7 @@ def measure(kernel, x, us=0.5, **arguments):
     rows = [Measurement(k.id, kernel.op.name, kind.bucket, place, t, 0.01, 50, kind.family, kind.sizes_text)
             for k, t in ((kernel, us), *((k, 5.0) for k in others))]
     worlds.publish(lambda w: w.replace(perf=w.perf.including(
-        [measurements._filled(row, w, 0.0, {}) for row in rows])), "test")
+        [measurements._complete_row(row, w, 0.0, {}) for row in rows])), "test")
 
 
 def test_the_call_is_served_at_once_and_the_compiled_kernel_takes_over(path, slow, happened):

@@ -36,9 +36,9 @@ def free(monkeypatch):
         bytes = 64 * GB
 
     monkeypatch.setattr(memory, "free_bytes", lambda kind: Free.bytes)
-    monkeypatch.setattr(memory, "FRESH", 0.0)
-    monkeypatch.setattr(memory, "SOON", 0.02)
-    monkeypatch.setattr(memory, "LATER", 0.02)
+    monkeypatch.setattr(memory, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(memory, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(memory, "RELAXED_CHECK_SECONDS", 0.02)
     return Free
 
 
@@ -79,17 +79,17 @@ def test_only_the_ops_that_it_concerns_choose_anew(path, free):
 def test_where_nothing_needs_memory_the_clock_has_nothing_to_look_at(path):
     register(Fake("fake.plain"))
     path_of(RMS_NORM, path)(rows())
-    assert memory.next_look() is None
+    assert memory.next_check() is None
 
 
 def test_memory_that_moves_without_changing_a_choice_publishes_nothing(path, free):
     register(Fake("fake.greedy", workspace=f"{MB}"))
     path_of(RMS_NORM, path)(rows())
-    epoch, first = worlds.current().epoch, memory.next_look()
+    epoch, first = worlds.current().epoch, memory.next_check()
     for step in range(20):
         free.bytes = (64 - step) * GB
         time.sleep(0.01)
-    wait_for(lambda: memory.next_look() != first)                  # it did look
+    wait_for(lambda: memory.next_check() != first)                 # it did look
     assert worlds.current().epoch == epoch
 
 
@@ -100,8 +100,8 @@ def test_a_configured_headroom_is_what_the_clock_goes_by(path, free):
     call, x = path_of(RMS_NORM, path), rows()
     call(x)
     free.bytes = 0
-    first = memory.next_look()
-    wait_for(lambda: memory.next_look() != first)
+    first = memory.next_check()
+    wait_for(lambda: memory.next_check() != first)
     call(x)
     assert greedy.calls == 2
 
@@ -137,7 +137,7 @@ def test_a_table_s_choice_is_reconsidered_too(free, path):
 def test_a_burst_of_misses_asks_once(monkeypatch, path):
     asked = []
     monkeypatch.setattr(memory, "free_bytes", lambda kind: asked.append(kind) or GB)
-    monkeypatch.setattr(memory, "FRESH", 60.0)
+    monkeypatch.setattr(memory, "FRESH_SECONDS", 60.0)
     register(Fake("fake.greedy", workspace=f"{MB}"))
     for n in range(1, 17):
         path_of(RMS_NORM, path)(rows(n))
@@ -160,7 +160,7 @@ def test_the_limit_of_a_container_is_the_limit(tmp_path, monkeypatch, files, wan
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_cgroups", lambda: (tmp_path,))
+    monkeypatch.setattr(memory, "_cgroup_folders", lambda: (tmp_path,))
     assert memory.cgroup_free() == want
     assert memory.free_bytes("cpu") <= want
 
@@ -254,7 +254,7 @@ def test_unregistering_forgets_the_shortage(path):
 
 
 def test_kinds_without_end_are_bounded(path, monkeypatch):
-    monkeypatch.setattr(incidents, "MOST_REFUSALS", 8)
+    monkeypatch.setattr(incidents, "MAX_REFUSALS", 8)
     greedy = Fake("fake.greedy", fault=MemoryError("no"))
     register(greedy)
     for n in range(1, 17):

@@ -168,8 +168,8 @@ def test_a_kernel_for_another_torch(library):
 def test_to_look_for_a_part_of_a_library_does_not_import_the_library(library, init):
     name = library(init, cute=GOOD)
     kernel(f"{name}.cute")
-    assert loading.findable(f"{name}.cute") and name not in sys.modules
-    assert not loading.findable(f"{name}.absent") and not loading.findable(f"{name}.cute.deeper")
+    assert loading.is_importable(f"{name}.cute") and name not in sys.modules
+    assert not loading.is_importable(f"{name}.absent") and not loading.is_importable(f"{name}.cute.deeper")
     x = rows()
     torch.testing.assert_close(lz.rms_norm(x), normed(x))
     assert why()[0].code in (Code.IMPORT_FAILED, Code.ABI_MISMATCH)

@@ -14,7 +14,7 @@ import layerzero as lz
 from layerzero.machine.watchdog import run_isolated
 from layerzero.spec.event import Fallback, HealthChanged
 from layerzero.spec.launch import LaunchLimits, LaunchRefused, grid_problems
-from layerzero.verify.kernel.probing import probe, probe_unknown, tried
+from layerzero.verify.kernel.probing import probe, probe_unknown, run_in_subprocess
 
 FAULTS = Path(__file__).parents[2] / "faults"
 
@@ -75,7 +75,7 @@ def test_a_hostile_kernel_is_caught_and_taken_out(how, code, word, happened):
 def test_a_sound_kernel_passes_the_probe():
     kernel = hostile("sound")
     lz.register(kernel)
-    outcome = tried(kernel)
+    outcome = run_in_subprocess(kernel)
     assert outcome.value == 3 and outcome.reason is None   # cases
 
 

@@ -32,7 +32,7 @@ UNSAFE = lz.Code.CUDA_GRAPH_UNSAFE
 
 @pytest.fixture(autouse=True)
 def nothing_tried(monkeypatch, world):
-    monkeypatch.setattr(certificates, "_tried", {})
+    monkeypatch.setattr(certificates, "_captures", {})
 
 
 def in_a_graph(shown: dict[str, bool], safe: bool = True, capturing: bool = True, **settings) -> Plan:
@@ -103,10 +103,10 @@ def test_a_verdict_is_read_from_the_certificate_and_voids_with_it(tmp_path, monk
 
 def test_what_this_process_found_counts_until_the_kernel_is_replaced():
     one, other = Fake("fake.one").kernel, Fake("fake.one").kernel
-    certificates.note_capture(one, "waits for the host")
+    certificates.record_capture(one, "waits for the host")
     assert certificates.capture_verdicts([one], HERE) == {"fake.one": False}
     assert certificates.capture_verdicts([other], HERE) == {}
-    certificates.note_capture(one, "")
+    certificates.record_capture(one, "")
     assert certificates.capture_verdicts([one], HERE) == {"fake.one": True}
 
 

@@ -360,10 +360,10 @@ def test_a_damaged_row_that_a_command_meets_sets_the_file_aside(perfdb, happened
     data = filled(perfdb)
     perfdb.write_bytes(flipped(data, data.index(b"float32 rows=17 ") + 14))
     lz.configure(perfdb=str(perfdb))
-    with pytest.raises(StoreError, match="set aside as"), measurements.using() as store:
+    with pytest.raises(StoreError, match="set aside as"), measurements.open_store() as store:
         list(store.rows())
     assert len(of(StoreTrouble, happened)) == 1
-    with measurements.using() as store:
+    with measurements.open_store() as store:
         assert list(store.rows()) == []
 
 
@@ -428,11 +428,11 @@ def test_the_database_of_another_program_is_not_touched(path):
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("version", range(len(schema.STEPS)))
+@pytest.mark.parametrize("version", range(len(schema.MIGRATIONS)))
 def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
     path.parent.mkdir()
     c = sqlite3.connect(path, isolation_level=None)
-    for step in schema.STEPS[:version]:
+    for step in schema.MIGRATIONS[:version]:
         for statement in step:
             c.execute(statement) if isinstance(statement, str) else statement(c)
     c.execute(f"PRAGMA application_id = {ownership.APPLICATION_ID}")

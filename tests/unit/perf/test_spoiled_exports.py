@@ -142,7 +142,7 @@ def test_a_spoiled_table_of_the_package_costs_itself(tmp_path, monkeypatch, happ
         except DataError:
             refused += 1
         happened.clear()
-        perf_loading.applicable(worlds.current().catalog, device)
+        perf_loading.shipped_table(worlds.current().catalog, device)
         if old is None:
             del owner[key]
         else:

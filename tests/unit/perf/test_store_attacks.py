@@ -248,9 +248,9 @@ def test_a_file_that_this_process_has_open_is_not_opened_beside_it(folder, monke
     """To close a second descriptor would drop the locks that SQLite holds on the first (POSIX)."""
     path = folder / "perf.sqlite"
     read: list[Path] = []
-    first = ownership._first
+    first = ownership._read_head
     monkeypatch.setattr(
-        ownership, "_first", lambda path, count: read.append(path) or first(path, count)
+        ownership, "_read_head", lambda path, count: read.append(path) or first(path, count)
     )
     with SqliteStore(path) as store:
         store.put([measured(1)])

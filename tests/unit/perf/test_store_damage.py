@@ -121,7 +121,7 @@ def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder,
         view, _ = perf_loading.load(policy, kernels)  # as a new process does
         assert {m._replace(environment="") for m in view} <= original
         assert path.read_bytes() == before and not list(folder.glob("*corrupt*"))
-        told = measurements._keep(policy, [new], {}, {})
+        told = measurements._store_rows(policy, [new], {}, {})
         if state.unsaved:  # no longer to be told from another's file
             refused += 1
             assert told and list(state.unsaved.rows.values()) == [new]
@@ -153,7 +153,7 @@ def test_every_byte_of_the_header(folder, at, happened):
         path.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
         state.reset()
         perf_loading.load(policy, ())
-        measurements._keep(policy, [measured(99)], {}, {})
+        measurements._store_rows(policy, [measured(99)], {}, {})
         if state.unsaved:
             assert 60 <= at < 72  # a later schema, or no id of ours
         else:
@@ -229,7 +229,7 @@ def test_a_process_that_is_killed_while_it_makes_a_store_leaves_one_that_works(f
                 os._exit(0)
         _, status = os.waitpid(child, 0)
         alive += not status
-        kinds.add(ownership.look(path).kind)
+        kinds.add(ownership.inspect(path).kind)
         with SqliteStore(path) as store:
             store.put([measured(2)])
             store.verify()

@@ -53,11 +53,11 @@ def waits(happened: list, count: int, word: str) -> None:
 
 
 def works_again(happened: list, path: Path, want: list[Measurement], written: int) -> None:
-    measurements.try_again()
+    measurements.retry_save()
     assert kept(path) == sorted(want) and not state.unsaved
     assert [e.written for e in of(StoreRecovered, happened)] == [written]
     assert measurements.status().ok
-    measurements.try_again()  # nothing is left to do
+    measurements.retry_save()  # nothing is left to do
     assert len(of(StoreRecovered, happened)) == 1
 
 
@@ -73,7 +73,7 @@ def test_a_later_schema(path, happened):
     measurements.record([measured(2)])
     waits(happened, 2, "schema 99")
     told = len(happened)
-    measurements.try_again()  # the same trouble is not told again
+    measurements.retry_save()  # the same trouble is not told again
     assert len(happened) == told
     with sqlite3.connect(path) as other:
         other.execute("PRAGMA user_version = 3")
@@ -198,7 +198,7 @@ def test_what_may_not_be_written_for_a_while(kind, tmp_path):
         measurements.record([Measurement("torch.k", "rms_norm", "b", "p", 1.0, build="v1", at=1.0)])
         print(len(state.unsaved), [e.action for e in seen if e.name == "store_trouble"])
         os.chmod(folder, 0o755), os.chmod(file, 0o644)
-        measurements.try_again()
+        measurements.retry_save()
         print(len(state.unsaved), [e.written for e in seen if e.name == "store_recovered"],
               len(list(SqliteStore(file, read_only=True).rows())))
     """
@@ -292,7 +292,7 @@ def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, h
         thread.join(120)
     done.set()
     spoiler.join(30)
-    measurements.try_again()
+    measurements.retry_save()
     assert {m.sizes for m in kept(path)} == {
         f"rows={n} hidden=64"
         for n in (9999, *(100 * who + i for who in range(4) for i in range(15)))

@@ -35,7 +35,7 @@ from layerzero.spec.op import DEVICE_FACTS
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import any_of, at_least, at_most, equals, multiple_of, one_of, when
 from layerzero.world import snapshot as worlds
-from layerzero.world.tables import InForce
+from layerzero.world.tables import ActiveTable
 
 MAKERS = random_calls.MAKERS
 
@@ -506,7 +506,7 @@ def test_any_shape_gets_a_valid_kernel_or_a_recorded_miss(rows, hidden, half, af
     facts = cpu_facts("rms_norm", (torch.empty(rows, hidden, dtype=dtype, device="meta"),
                                    torch.empty(hidden, dtype=dtype, device="meta") if affine else None), {})
     facts["device"] = "cpu"
-    world = replace(worlds.current(), table=InForce(wide(), worlds.current().catalog))   # not published
+    world = replace(worlds.current(), table=ActiveTable(wide(), worlds.current().catalog))  # not published
     plan = world.plan(found.op, facts)
     if plan.table:
         kernel = worlds.current().catalog.by_id[plan.kernel]

@@ -325,7 +325,7 @@ def test_a_planted_seal_key_voids_certificates(root, world):
     kernel = torch_rms_norm()
     certificates.write(certificate(kernel), HERE)
     os.chown(root / "certificates" / "seal.key", OTHER, OTHER)
-    found = certificates.standing([kernel], HERE)[kernel.id]
+    found = certificates.statuses([kernel], HERE)[kernel.id]
     assert isinstance(found, Reason) and found.code is Code.CERTIFICATE_REFUSED and f"user {OTHER}" in found.message
 
 

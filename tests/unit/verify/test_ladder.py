@@ -16,9 +16,9 @@ from layerzero.ops.formulas.rope import gather_angles, rotate
 from layerzero.spec.errors import ConfigError
 from layerzero.verify.model.culprit import find
 from layerzero.verify.model.ladder import Model, climb, forward_routes, layer_routes, random_model, stage_routes
-from layerzero.verify.model.plain import Plain, rope_angles
+from layerzero.verify.model.plain import PlainTorch, rope_angles
 from layerzero.verify.model.route import Row
-from layerzero.verify.model.served import Served, patterns_of, tables_of
+from layerzero.verify.model.served import LzCaller, patterns_of, rope_tables_of
 
 pytestmark = pytest.mark.usefixtures("world")
 OTHER = DecoderConfig(48, 6, 3, layers=3, head_dim=10, inner=100, norm="layer", activation="gelu_tanh", bias=True,
@@ -110,7 +110,7 @@ def test_the_plain_layer_is_the_one_that_torch_s_own_functions_make():
     w = cast(make_weights(c), torch.float64)
     x = torch.randn(1, 9, 32, dtype=torch.float64)
     angles = tuple(t.double() for t in rope_angles(c))
-    got = Decoder(c, w, Plain(), angles).layer(0, x, torch.arange(9)[None])
+    got = Decoder(c, w, PlainTorch(), angles).layer(0, x, torch.arange(9)[None])
     h = F.rms_norm(x, (32,), w["0.ln1"], c.eps)
     q, k, v = F.linear(h, w["0.qkv"]).unflatten(-1, (8, 8)).transpose(1, 2).split((4, 2, 2), 1)
     cos, sin = (torch.cat((t[:9], t[:9]), -1) for t in angles)
@@ -160,7 +160,7 @@ def test_a_fallback_is_not_taken_for_the_kernel():
         raise RuntimeError("no luck")
 
     plant("rms_norm", run)
-    do = Served()
+    do = LzCaller()
     do("rms_norm", x=torch.ones(2, 4), weight=torch.ones(4), eps=1e-6)
     assert do.kernel != "planted.one" and do.counts["rms_norm", do.kernel] == 1
 
@@ -293,7 +293,7 @@ def trained_for(style, described_as):
     trace: dict = {}
     wide = cast(model.weights, torch.float64)
     with torch.no_grad():
-        Decoder(c, wide, Plain(), tuple(t.double() for t in rope_angles(c)), trace=trace)(model.tokens)
+        Decoder(c, wide, PlainTorch(), tuple(t.double() for t in rope_angles(c)), trace=trace)(model.tokens)
     truth = {stage: note.value for stage, note in trace.items()}
     c = replace(c, rope_style=described_as)
     return Model("case study", c, model.weights, model.tokens, truth, "the trained model")
@@ -320,7 +320,7 @@ def test_level_3_sees_the_case_study_in_every_layer():
     model = trained_for("rotate_half", "interleaved")
     routes = stage_routes(model, "float32", model.truth)
     for route in routes:
-        bad = [row.what for row in route.rows(route.run(Served())) if not row.ok]
+        bad = [row.what for row in route.rows(route.run(LzCaller())) if not row.ok]
         assert bad[0].endswith(".q") and route.name.endswith(bad[0][0])
 
 
@@ -344,7 +344,7 @@ def test_the_first_diverging_stage_is_found_in_a_deep_model():
 def trained_for_plain(model):
     trace: dict = {}
     with torch.no_grad():
-        Decoder(model.config, cast(model.weights, torch.float64), Plain(),
+        Decoder(model.config, cast(model.weights, torch.float64), PlainTorch(),
                 tuple(t.double() for t in rope_angles(model.config)), trace=trace)(model.tokens)
     return {stage: note.value for stage, note in trace.items()}
 
@@ -393,7 +393,7 @@ def test_the_configurations_are_those_of_the_table():
     table = {"tiny": (64, 2, 2, 2), "gqa": (128, 8, 2, 2), "deep": (64, 2, 2, 6), "wide": (128, 8, 8, 2),
              "no_rope": (64, 2, 2, 2), "medium": (256, 4, 4, 4)}
     assert {n: (c.hidden, c.heads, c.kv_heads, c.layers) for n, c in CONFIGS.items()} == table
-    assert CONFIGS["no_rope"].positions == "learned" and tables_of(CONFIGS["no_rope"]) is None
+    assert CONFIGS["no_rope"].positions == "learned" and rope_tables_of(CONFIGS["no_rope"]) is None
 
 
 # As a command.

@@ -27,25 +27,25 @@ def own_cache(tmp_path, monkeypatch, world):
 
 def test_round_trip_and_standing():
     kernel = torch_rms_norm()
-    assert certificates.standing([kernel], HERE)[kernel.id].code is lz.Code.UNCERTIFIED
+    assert certificates.statuses([kernel], HERE)[kernel.id].code is lz.Code.UNCERTIFIED
     made = certificate(kernel)
     assert certificates.read(certificates.write(made, HERE)) == made
-    assert certificates.standing([kernel], HERE)[kernel.id] == made
-    assert certificates.certified([kernel], HERE) == {kernel.id}
+    assert certificates.statuses([kernel], HERE)[kernel.id] == made
+    assert certificates.certified_ids([kernel], HERE) == {kernel.id}
 
 
 @pytest.mark.parametrize("field", ["build", "contract", "device"])
 def test_a_change_voids_it(field):
     kernel = torch_rms_norm()
     certificates.write(certificate(kernel, **{field: "what it was"}), HERE)
-    found = certificates.standing([kernel], HERE)[kernel.id]
+    found = certificates.statuses([kernel], HERE)[kernel.id]
     assert found.code is lz.Code.CERTIFICATE_VOID and "what it was" in found.message
 
 
 def test_another_driver_is_another_device():
     kernel = torch_rms_norm()
     certificates.write(certificate(kernel), HERE)
-    assert not certificates.certified([kernel], replace(HERE, driver_version="999"))
+    assert not certificates.certified_ids([kernel], replace(HERE, driver_version="999"))
 
 
 @pytest.mark.parametrize("edit", [
@@ -57,7 +57,7 @@ def test_a_tampered_file_is_refused_and_told(edit, happened):
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data))
-    found = certificates.standing([kernel], HERE)[kernel.id]
+    found = certificates.statuses([kernel], HERE)[kernel.id]
     assert found.code is lz.Code.CERTIFICATE_REFUSED
     assert [e.kernel for e in happened if isinstance(e, CertificateRefused)] == [kernel.id]
 
@@ -75,7 +75,7 @@ def test_one_kernels_certificate_does_not_serve_another():
     a, b = torch_rms_norm(), worlds.current().catalog.by_id["torch.layer_norm"]
     path = certificates.write(certificate(a), HERE)
     path.rename(path.with_name(f"{b.id}.json"))
-    assert certificates.standing([b], HERE)[b.id].code is lz.Code.CERTIFICATE_REFUSED
+    assert certificates.statuses([b], HERE)[b.id].code is lz.Code.CERTIFICATE_REFUSED
 
 
 def test_a_shared_key_lets_a_fleet_share_them(tmp_path, monkeypatch):

@@ -18,15 +18,15 @@ from layerzero.spec.reason import Code, Reason
 from layerzero.world import incidents
 from layerzero.world import snapshot as worlds
 from layerzero.world.health import (
-    LONGEST_COOLDOWN,
+    MAX_COOLDOWN,
     Faults,
     Health,
     Limits,
-    cooled,
+    after_cooldown,
+    after_failure,
+    after_success,
     disabled,
-    failed,
     next_deadline,
-    succeeded,
 )
 
 BOOM = Reason(Code.KERNEL_FAILED, None, "RuntimeError: boom")
@@ -42,7 +42,7 @@ def count(faults, calls, *, threshold=3, rate=0.05, window=200):
 def test_so_many_faults_in_a_row_are_too_many_however_long_it_worked():
     faults = Faults()
     assert not count(faults, [5000, 5001]) and count(faults, [5002])
-    assert faults.row == 3 and faults.last is BOOM
+    assert faults.streak == 3 and faults.last is BOOM
     assert count(Faults(), [1], threshold=1)
 
 
@@ -84,11 +84,11 @@ def after(*steps, cooldown=10.0, start=None):
     state = start
     for step in steps:
         if step == "succeed":
-            state = succeeded(state)
+            state = after_success(state)
         elif step[0] == "fail":
-            state = failed(state, BOOM, step[1], step[2], 3, cooldown)
+            state = after_failure(state, BOOM, step[1], step[2], 3, cooldown)
         else:
-            state = cooled({"k": state}, step[1])["k"] if state else None
+            state = after_cooldown({"k": state}, step[1])["k"] if state else None
     return state
 
 
@@ -117,7 +117,7 @@ def test_a_failed_probe_opens_it_for_twice_as_long_up_to_a_limit():
         now = state.until
         state = after(("wait", now), ("fail", now, False), start=state)
         assert state.state == "open" and state.until == now + state.cooldown
-    assert cooldowns[:4] == [10, 20, 40, 80] and cooldowns[-1] == LONGEST_COOLDOWN == max(cooldowns)
+    assert cooldowns[:4] == [10, 20, 40, 80] and cooldowns[-1] == MAX_COOLDOWN == max(cooldowns)
     recovered = after(("wait", state.until), "succeed", ("fail", state.until, True), start=state)
     assert recovered.cooldown == 10                        # it starts again at the beginning
 
@@ -138,7 +138,7 @@ def test_the_next_deadline_is_that_of_the_first_open_breaker():
     states = {"a": Health("open", 3, 10, 50.0), "b": Health("open", 3, 10, 40.0), "c": Health("closed", 1),
               "d": Health("half_open", 3, 10, 5.0), "e": disabled(BOOM)}
     assert next_deadline(states) == 40.0
-    assert {k: h.state for k, h in cooled(states, 45.0).items()} == {
+    assert {k: h.state for k, h in after_cooldown(states, 45.0).items()} == {
         "a": "open", "b": "half_open", "c": "closed", "d": "half_open", "e": "disabled"}
 
 
@@ -338,7 +338,7 @@ def test_a_library_that_does_not_load_and_a_kind_that_is_refused_concern_their_o
 
 
 def test_what_is_remembered_of_refusals_is_bounded(world, monkeypatch):
-    monkeypatch.setattr(incidents, "MOST_REFUSALS", 3)
+    monkeypatch.setattr(incidents, "MAX_REFUSALS", 3)
     fake = Fake(fault=LaunchRefused("no", [Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, "<= 1", 2, "grid x")]))
     register(fake)
     for n in range(1, 9):

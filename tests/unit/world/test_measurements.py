@@ -298,7 +298,7 @@ def test_a_library_is_known_by_its_version_and_its_files(tmp_path, monkeypatch):
     def build(record):
         (info / "RECORD").write_text(record)
         builds._builds.clear()
-        builds._files.cache_clear()
+        builds._files_digest.cache_clear()
         return builds.build_of(lz.Kernel("some.k", RMS_NORM, load_nothing, package="some_lib"))
 
     first = build("some_lib/_C.so,sha256=aaaa,100\nsome_lib/__pycache__/x.pyc,,\n")

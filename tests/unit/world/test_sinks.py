@@ -114,8 +114,8 @@ def test_what_the_world_raises_does_not_stop_the_clock(monkeypatch):
         if len(calls) == 1:
             raise SystemExit(1)
 
-    monkeypatch.setattr(clock, "AFTER_TROUBLE", 0.01)
-    monkeypatch.setattr(worlds, "pass_time", broken)
+    monkeypatch.setattr(clock, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(worlds, "apply_deadlines", broken)
     worlds.publish(lambda w: w.replace(deadlines=frozenset({time.monotonic() + 0.01})), "test")
     wait_for(lambda: len(calls) > 1)
 
@@ -206,19 +206,19 @@ def test_a_subscriber_that_blocks_does_not_stop_the_clock():
         assert blocked.is_set()
     finally:
         go.set(), stop()
-    wait_for(lambda: not events._behind._todo)
+    wait_for(lambda: not events._delivery._queue)
 
 
 def test_events_of_a_blocked_subscriber_are_bounded():
     go = threading.Event()
-    behind = events._Behind()
+    behind = events._DeliveryThread()
     behind.add(lambda: go.wait(30) and None)
-    behind._late = True
-    for _ in range(3 * events.MOST_WAITING):
+    behind._blocked = True
+    for _ in range(3 * events.MAX_QUEUED):
         behind.add(lambda: None)
-    assert len(behind._todo) <= events.MOST_WAITING
+    assert len(behind._queue) <= events.MAX_QUEUED
     go.set()
-    wait_for(lambda: not behind._todo)
+    wait_for(lambda: not behind._queue)
 
 
 # the user's own Ctrl-C
@@ -278,7 +278,7 @@ def test_no_event_is_told_or_emitted_while_a_lock_is_held(monkeypatch, tmp_path)
     told, trouble, emit = [], [], events.emit
 
     def owned():
-        return [lock for lock in list(locks._all) if lock._is_owned()]
+        return [lock for lock in list(locks._all_locks) if lock._is_owned()]
 
     def sink(event):
         told.append(type(event))

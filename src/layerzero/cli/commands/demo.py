@@ -139,7 +139,7 @@ def _row(block: Layer, exact: Layer, dtype: str, step: Step, deadline: float, ad
         ours = noted()
     after = inspection.stats().calls
     ops = {}
-    calls = {note.op: note.given for note in trace.values() if note.op in OPS and note.given}
+    calls = {note.op: note.arguments for note in trace.values() if note.op in OPS and note.arguments}
     for name, given in calls.items():
         advance(f"{dtype}, {step.name}: {name}")
         ran = {k: n - before.get(name, {}).get(k, 0) for k, n in after[name].items()}

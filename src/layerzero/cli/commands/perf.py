@@ -14,7 +14,7 @@ from ...perf.ownership import SQLITE
 from ...perf.record import Measurement
 from ...spec.errors import DataError
 from ...world import measurements
-from ...world.perf_loading import DAY, opened
+from ...world.perf_loading import DAY, open_location
 from .. import show
 from ..options import Json
 
@@ -29,10 +29,10 @@ def show_rows(kernel: Kernels = "*", op: Annotated[str, typer.Option(help="only 
               limit: Annotated[int, typer.Option(help="at most so many rows; 0: all")] = 50,
               as_json: Json = False) -> None:
     """The measurements, and whether each still counts here: builds, drivers and toolkits change."""
-    with measurements.using(read_only=True) as store:
+    with measurements.open_store(read_only=True) as store:
         rows, environments, rates = list(store.rows(kernel=kernel, op=op)), store.environments(), store.rates()
         name = store.name
-    standing = measurements.Standing(environments)
+    standing = measurements.RowStatus(environments)
     told = [(m, standing.of(m)) for m in rows]
     counts = Counter(s for _, s in told)
     shown = [(m, s) for m, s in told if everything or s == "in use"]
@@ -58,8 +58,8 @@ def prune(kernel: Kernels = "*",
           ) -> None:
     """Remove what does not count any more: other builds, drivers or toolkits of this machine, and what expired."""
     before = time.time() - older_than * DAY if older_than is not None else 0.0
-    with measurements.using(read_only=dry_run) as store:
-        standing = measurements.Standing(store.environments())
+    with measurements.open_store(read_only=dry_run) as store:
+        standing = measurements.RowStatus(store.environments())
 
         def unwanted(m: Measurement) -> bool:
             return fnmatchcase(m.kernel, kernel) and (
@@ -72,7 +72,7 @@ def prune(kernel: Kernels = "*",
 @app.command()
 def export(path: Annotated[Path, typer.Argument(help="a file of JSON lines; replaced if it exists")]) -> None:
     """Write every measurement, its environment, and the rates of each device to a file."""
-    with measurements.using(read_only=True) as store:
+    with measurements.open_store(read_only=True) as store:
         count = store.export(path)
     show.text(f"{count} measurements written to {path}")
 
@@ -83,9 +83,9 @@ def import_rows(paths: Annotated[list[Path], typer.Argument(help="files of lz pe
     """Take over the measurements of other machines. Of two of the same thing the better one stays, in any order."""
     for path in paths:
         database = _is_database(path)
-        with measurements.using() as store:
+        with measurements.open_store() as store:
             if database:
-                with opened(path, read_only=True) as other:
+                with open_location(path, read_only=True) as other:
                     count = store.merge(other)
             else:
                 count = store.import_(path)

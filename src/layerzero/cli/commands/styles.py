@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import add_rms_norm, attention, rms_norm
 from ...models.decoder import Decoder, Trace, Weights, cast, make_weights
 from ...models.positions import rope_tables
-from ...verify.model.plain import Plain
+from ...verify.model.plain import PlainTorch
 from .fit import Sizes, Step
 
 OPS = ("rms_norm", "attention", "add_rms_norm")        # what the styles do differently
@@ -31,7 +31,7 @@ class Style:
         return _plain(op, **given) if run is None else run(**given)
 
 
-_plain = Plain()
+_plain = PlainTorch()
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

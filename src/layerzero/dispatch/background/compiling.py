@@ -106,7 +106,7 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
         return None
     began = time.perf_counter()
     try:
-        with locks.Section(), process_lock(_lock_name(kernel, kind), PATIENCE, closing), _compiling:
+        with locks.DeferEvents(), process_lock(_lock_name(kernel, kind), PATIENCE, closing), _compiling:
             if closing():
                 return "the process ends"
             run = found.binding(kernel, step, facts, {}).run
@@ -327,7 +327,7 @@ def _start() -> None:
 
 def _work() -> None:
     global _thread, _current
-    events.in_background()
+    events.mark_background_thread()
     me = threading.current_thread()
     share_caches()
     while True:
@@ -341,7 +341,7 @@ def _work() -> None:
             job.began = time.monotonic()
         try:
             problem = _compile(job)
-        except events.ANYTHING as e:           # also what a kernel should not raise: this thread goes on
+        except events.ANY_ERROR as e:          # also what a kernel should not raise: this thread goes on
             problem = f"{type(e).__name__}: {e}"
         if problem is not None:
             events.emit(CompileSkipped(job.kernel.op.name, job.kernel.id, problem))
@@ -470,7 +470,7 @@ def _look(world: World) -> None:
 
 
 _catalog: Catalog | None = None                # that of the last world that was looked at
-worlds.listen(_look)
+worlds.add_listener(_look)
 atexit.register(_close)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

@@ -204,7 +204,7 @@ class Kind:
             rows.append(Measurement(
                 kernel, op.name, kind.bucket, self.key[2], own(s.median), s.spread, len(samples), kind.family,
                 kind.sizes_text, flops, moved, own(s.p95), own(s.p99), mode=EAGER))
-        return list(measurements.heeded(world, op, facts, rows, [trial.winner])[0])
+        return list(measurements.tighten_spread(world, op, facts, rows, [trial.winner])[0])
 
     def after_fork(self) -> None:
         self.done.clear()                      # CUDA events of the parent

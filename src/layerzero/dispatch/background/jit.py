@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...machine import faults
-from ...perf.record import counters
+from ...perf.record import free_integers
 from ...select.engine import kind_to_compile
 from ...spec.event import Fallback, WarmedUp
 from ...spec.kernel import Kernel
@@ -77,7 +77,7 @@ def form_of(values: tuple[Any, ...], constant: tuple[frozenset[int], ...], grad:
 
 def passed_on(kernel: Kernel) -> tuple[bool, ...]:
     """Of each parameter: is it a number that the kernel takes at run time? A library's are; torch compiles all in."""
-    free = counters(kernel.op)
+    free = free_integers(kernel.op)
     return tuple(bool(kernel.package) and (p.kind == "float" or p.name in free) for p in kernel.op.params)
 
 

@@ -218,7 +218,7 @@ class Worker:
             self._wake.notify_all()
 
     def _run(self) -> None:
-        events.in_background()
+        events.mark_background_thread()
         me = threading.current_thread()
         while True:
             with self._wake:
@@ -237,7 +237,7 @@ class Worker:
                 settled, self._settled = ([], self._settled) if task is not None else (self._settled, [])
             try:
                 task() if task is not None else self._publish(settled)
-            except events.ANYTHING as e:       # a kernel that cannot be bound; the calls and this thread go on
+            except events.ANY_ERROR as e:      # a kernel that cannot be bound; the calls and this thread go on
                 events.warn("learning: %s: %s", type(e).__name__, e)
 
     def _publish(self, kinds: list[Kind]) -> None:
@@ -359,7 +359,7 @@ def _follow(world: World) -> None:
 _catalog: Catalog | None = None                # that of the last world that was looked at
 
 
-worlds.listen(_follow)
+worlds.add_listener(_follow)
 atexit.register(flush, 5.0)
 
 

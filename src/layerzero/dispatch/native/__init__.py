@@ -79,7 +79,7 @@ def module() -> Any:
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS,
+    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.override_for_call, Layer, capturing, FAULTS,
                 raw_stream)
     return found
 

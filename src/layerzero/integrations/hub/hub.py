@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from ...machine import hardware
-from ...machine.builds import sources_of
+from ...machine.builds import source_digest
 from ...machine.loading import installed_version, satisfies
 from ...spec.errors import RegistrationError
 from ...spec.kernel import Direct, Kernel
@@ -289,7 +289,7 @@ class Hub:
         return kernel
 
     def _prove(self, kernel: Kernel, on: str) -> None:
-        standing = certificates.standing([kernel], hardware.probe(on))[kernel.id]
+        standing = certificates.statuses([kernel], hardware.probe(on))[kernel.id]
         if isinstance(standing, certificates.Certificate):
             return
         verdict = next(iter(certify_all([kernel], on)))
@@ -336,7 +336,7 @@ class _Load:
     adapted_by: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "adapted_by", sources_of(self.adapt) if self.adapt else "")
+        object.__setattr__(self, "adapted_by", source_digest(self.adapt) if self.adapt else "")
         object.__setattr__(self, "__module__", f"{self.name}@{self.version}")
         object.__setattr__(self, "__qualname__", self.function or "adapted")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...machine.loading import LOAD_ERRORS, findable
+from ...machine.loading import LOAD_ERRORS, is_importable
 from ...spec.errors import DataError
 from ...spec.reading import Limits, no_panic, read_json
 from ...spec.reason import FOREIGN_ERRORS
@@ -111,7 +111,7 @@ def _already(build: Path) -> ModuleType | None:
                 return loaded.module
             raise NamespaceClash(f"{build.name}: its id {wanted!r} is that of another kernel, loaded from {home}; "
                                  "the id must be unique for each version: ask its author for a build that is")
-    if wanted in sys.modules or findable(wanted):              # kernels imports it under its id
+    if wanted in sys.modules or is_importable(wanted):         # kernels imports it under its id
         raise NamespaceClash(f"{build.name}: its id {wanted!r} is the name of a Python module; wanted is one of its "
                              "own, such as _norm_9f2c1ab")
     return None

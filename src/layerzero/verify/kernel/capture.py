@@ -1,9 +1,9 @@
-"""Is a kernel safe in a CUDA graph? Shown by capturing it: the replays must follow inputs that have changed.
+"""Checks by capture whether a kernel is safe in a CUDA graph: replays must follow changed inputs.
 
-A kernel is captured twice in one graph, each call with inputs of its own. Then both get other numbers in the same
-memory, three times over, each replay on another stream; every result is judged as its contract judges it. So a kernel
-that waits for the host, works on another stream, keeps what it saw at the capture, or hands out the same memory twice
-is found by what it does, whatever it declares.
+A kernel is captured twice in one graph, each call with its own inputs. Then both get other numbers
+in the same memory, three times, each replay on another stream; every result is judged by the
+contract. So a kernel that waits for the host, works on another stream, keeps what it saw at
+capture, or returns the same memory twice is found by what it does, whatever it declares.
 """
 
 from __future__ import annotations
@@ -29,45 +29,48 @@ from ...world import certificates, context
 from ...world import snapshot as worlds
 from ...world.certificates import Certificate
 from ..comparison import compare, tolerance_of
-from .contract import call, case_values, judge, loaded, maybe_luck, refusals, results_of, upcast
+from .contract import call, case_values, judge_result, load_once, may_be_chance, refusals, results_of, upcast
 
 REPLAYS = 3
-MOST_CASES = 2                                 # captured of each kernel: the first that it takes, and the last
-FACTORS = (-1.0, 0.5, -1.25)                   # of a user's inputs, replay by replay; a norm undoes a positive one
+MAX_CASES = 2                                  # captured per kernel: the first that it accepts, and the last
+FACTORS = (-1.0, 0.5, -1.25)                   # of a user's inputs, per replay; a norm cancels a positive one
 
 
 @dataclass(frozen=True)
 class GraphVerdict:
-    """True where a capture has shown that it is safe. `safe` None: it could not be tried, and `why` says why."""
+    """True if a capture has shown that the kernel is safe. `safe` None: it could not be tried, for
+    the reason `why`."""
 
     kernel: str
     safe: bool | None
     why: str = ""
     problems: tuple[Problem, ...] = ()
     pool_bytes: int = 0
-    captures: int = 0                          # that were made and replayed for this
+    captures: int = 0                          # made and replayed for this verdict
     source: str = "capture"                    # capture | certificate
 
     def __bool__(self) -> bool:
         return self.safe is True
 
     def __str__(self) -> str:
-        told = {True: "safe", False: "not safe", None: "not known to be safe"}[self.safe]
-        return f"{self.kernel}: {told} in a CUDA graph" + (f": {self.why}" if self.why else "")
+        verdict = {True: "safe", False: "not safe", None: "not known to be safe"}[self.safe]
+        return f"{self.kernel}: {verdict} in a CUDA graph" + (f": {self.why}" if self.why else "")
 
 
 def is_graph_safe(kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any, **kwargs: Any) -> GraphVerdict:
-    """Can this kernel be captured in a CUDA graph on this machine? With an op and a call: the kernel it would get.
+    """Can this kernel be captured in a CUDA graph on this machine? With an op and arguments: the
+    selected kernel.
 
-    What its certificate says, if that holds and says it; else it is captured now. With a call, that very call is.
+    Answers from a valid certificate, if there is one; else the kernel is captured now, with the
+    given arguments if any.
     """
     kernel = kernel_or_op if isinstance(kernel_or_op, Kernel) else (
         worlds.current().catalog.by_id.get(kernel_or_op) if isinstance(kernel_or_op, str) else None)
     if absent := absence():
         return GraphVerdict(kernel.id if kernel else str(kernel_or_op), None, absent)
     if kernel is not None and not args and not kwargs:
-        return recorded(kernel) or prove(kernel)
-    return _of_call(kernel, kernel.op.name if kernel else _op_name(kernel_or_op), args, kwargs)
+        return verdict_of_certificate(kernel) or capture_cases(kernel)
+    return _verdict_of_call(kernel, kernel.op.name if kernel else _op_name(kernel_or_op), args, kwargs)
 
 
 def _op_name(op: Any) -> str:
@@ -77,123 +80,130 @@ def _op_name(op: Any) -> str:
     return dispatcher_of(op).op.name
 
 
-def _of_call(kernel: Kernel | None, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GraphVerdict:
-    found = dispatcher_of(op)
-    values = found.bound(args, kwargs)
+def _verdict_of_call(kernel: Kernel | None, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GraphVerdict:
+    dispatcher = dispatcher_of(op)
+    values = dispatcher.bound(args, kwargs)
     if kernel is None:
-        with context.overriding({"graph_strict_mode": True}) as asked:
-            plan = worlds.current().plan(found.op, found.facts(values), asked, thorough=True)
+        with context.overriding({"graph_strict_mode": True}) as override:
+            plan = worlds.current().plan(dispatcher.op, dispatcher.facts(values), override, thorough=True)
         if not plan.steps:
-            told = Problem("no kernel", str(plan))
-            return GraphVerdict(op, False, "no kernel may serve this call in a graph", (told,))
+            problem = Problem("no kernel", str(plan))
+            return GraphVerdict(op, False, "no kernel may serve this call in a graph", (problem,))
         kernel = worlds.current().catalog.by_id[plan.steps[0].kernel]
-    named = dict(zip(found.names, values))
-    if reasons := refusals(kernel, named):
+    arguments = dict(zip(dispatcher.names, values))
+    if reasons := refusals(kernel, arguments):
         return GraphVerdict(kernel.id, None, "it does not take this call: " + "; ".join(r.message for r in reasons))
-    problems, made = captured(kernel, named, None, str(reading.dtype_name(_first(named).dtype)))
-    return _concluded(kernel, problems, made, 1)
+    problems, graph = capture_and_replay(kernel, arguments, None,
+                                         str(reading.dtype_name(_first_tensor(arguments).dtype)))
+    return _conclude(kernel, problems, graph, 1)
 
 
-def recorded(kernel: Kernel) -> GraphVerdict | None:
-    """What its certificate says; None if there is none that holds, or it does not say."""
-    found = certificates.standing([kernel], hardware.probe("cuda"))[kernel.id]
-    if not isinstance(found, Certificate) or found.graph_safe is None:
+def verdict_of_certificate(kernel: Kernel) -> GraphVerdict | None:
+    """Returns the verdict in a valid certificate; None without one, or if it has none."""
+    certificate = certificates.statuses([kernel], hardware.probe("cuda"))[kernel.id]
+    if not isinstance(certificate, Certificate) or certificate.graph_safe is None:
         return None
-    return GraphVerdict(kernel.id, found.graph_safe, found.graph_problem, (), found.graph_bytes, 0, "certificate")
+    return GraphVerdict(kernel.id, certificate.graph_safe, certificate.graph_problem, (),
+                        certificate.graph_bytes, 0, "certificate")
 
 
-def prove(kernel: Kernel) -> GraphVerdict:
-    """Capture the kernel with cases of its op, and replay. Selection in this process knows the outcome afterwards."""
+def capture_cases(kernel: Kernel) -> GraphVerdict:
+    """Captures the kernel with cases of its op and replays. Selection in this process uses the
+    verdict afterwards."""
     problems: list[Problem] = []
-    made, tried = Attempt(), 0
+    graph, captures = Attempt(), 0
     try:
-        loaded(kernel)
+        load_once(kernel)
     except LoadFailed as e:
         return GraphVerdict(kernel.id, None, e.reason.message)
-    for values, others, dtype in _cells(kernel):
-        found, made = captured(kernel, values, others, dtype)
-        problems += found
-        tried += 1
-        if problems or tried == MOST_CASES:
+    for values, replays, dtype in _capturable_cases(kernel):
+        case_problems, graph = capture_and_replay(kernel, values, replays, dtype)
+        problems += case_problems
+        captures += 1
+        if problems or captures == MAX_CASES:
             break
-    return _concluded(kernel, problems, made, tried)
+    return _conclude(kernel, problems, graph, captures)
 
 
-def _concluded(kernel: Kernel, problems: list[Problem], made: Attempt, tried: int) -> GraphVerdict:
-    if not tried:
+def _conclude(kernel: Kernel, problems: list[Problem], graph: Attempt, captures: int) -> GraphVerdict:
+    if not captures:
         return GraphVerdict(kernel.id, None, "it takes no case of its op whose inputs can be changed in place")
     why = str(problems[0]) if problems else ""
-    if not made.begun:                         # it fails by itself, so nothing was shown about graphs
-        return GraphVerdict(kernel.id, None, why, tuple(problems), 0, tried)
-    certificates.note_capture(kernel, why)
+    if not graph.begun:                        # it fails without a graph, which shows nothing about graphs
+        return GraphVerdict(kernel.id, None, why, tuple(problems), 0, captures)
+    certificates.record_capture(kernel, why)
     if worlds.current().catalog.by_id.get(kernel.id) is kernel:
         worlds.publish(lambda w: w.replace(), f"capture:{kernel.id}")
-    return GraphVerdict(kernel.id, not problems, why, tuple(problems), made.pool_bytes, tried)
+    return GraphVerdict(kernel.id, not problems, why, tuple(problems), graph.pool_bytes, captures)
 
 
 def certificate_fields(kernel: Kernel, device: str) -> dict[str, Any]:
-    """For its certificate: what a capture has shown."""
+    """Returns the fields of a certificate about graph capture."""
     if device != "cuda" or kernel.op.read is not None or absence():
         return {}
-    found = prove(kernel)
-    return {"graph_safe": found.safe, "graph_problem": found.why if found.safe is False else "",
-            "graph_bytes": found.pool_bytes}
+    verdict = capture_cases(kernel)
+    return {"graph_safe": verdict.safe, "graph_problem": verdict.why if verdict.safe is False else "",
+            "graph_bytes": verdict.pool_bytes}
 
 
-# One kernel, one case.
+# One case of one kernel.
 
 Values = dict[str, Any]
-Others = list[tuple[Values, Values]]
+ReplayInputs = list[tuple[Values, Values]]
 
 
-def _cells(kernel: Kernel) -> Iterator[tuple[Values, Others | None, str]]:
-    """Inputs of the op's cases that the kernel takes, with others of the same shapes for each replay."""
+def _capturable_cases(kernel: Kernel) -> Iterator[tuple[Values, ReplayInputs | None, str]]:
+    """Yields inputs of cases that the kernel accepts, with other inputs of the same shapes for each
+    replay."""
     op = kernel.op
     cells = [(case, dtype) for dtype in reversed(op.dtypes) for case in op.cases]
     for case, dtype in (cells[0], *reversed(cells[1:])) if cells else ():
         values = case_values(op, case, dtype, "cuda")
-        if not _changeable(values) or refusals(kernel, values):
+        if not _is_writable(values) or refusals(kernel, values):
             continue
-        others = [(case_values(op, case, dtype, "cuda", 2 * i + 1), case_values(op, case, dtype, "cuda", 2 * i + 2))
-                  for i in range(REPLAYS)]
-        if all(_alike(values, given) for pair in others for given in pair):
-            yield values, others, dtype
+        replays = [(case_values(op, case, dtype, "cuda", 2 * i + 1), case_values(op, case, dtype, "cuda", 2 * i + 2))
+                   for i in range(REPLAYS)]
+        if all(_same_layout(values, inputs) for pair in replays for inputs in pair):
+            yield values, replays, dtype
 
 
-def _changeable(values: Values) -> bool:
-    """Can other numbers be written over every tensor? Not over an expanded one, and there must be some."""
+def _is_writable(values: Values) -> bool:
+    """Can every tensor be overwritten in place? Not if one is expanded or empty, or there is
+    none."""
     tensors = [v for v in values.values() if isinstance(v, Tensor)]
     return bool(tensors) and not any(isinstance(v, torch.Generator) for v in values.values()) and all(
         t.numel() and not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)) for t in tensors)
 
 
-def _alike(a: Values, b: Values) -> bool:
+def _same_layout(a: Values, b: Values) -> bool:
     return all((x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()) if isinstance(x, Tensor)
                and isinstance(y, Tensor) else type(x) is type(y) and x == y for x, y in ((a[n], b[n]) for n in a))
 
 
-def captured(kernel: Kernel, values: Values, others: Others | None, dtype: str) -> tuple[list[Problem], Attempt]:
-    """Capture two calls, replay with other inputs, judge. `others` None: the same inputs times a factor."""
-    first, second = _copied(values), _copied(values)
-    if others is None:
-        others = [(_scaled(values, factor), _scaled(values, -factor)) for factor in FACTORS]
+def capture_and_replay(kernel: Kernel, values: Values, replays: ReplayInputs | None,
+                       dtype: str) -> tuple[list[Problem], Attempt]:
+    """Captures two calls, replays them with other inputs and judges. `replays` None: the inputs
+    times a factor."""
+    first, second = _copy(values), _copy(values)
+    if replays is None:
+        replays = [(_scale(values, factor), _scale(values, -factor)) for factor in FACTORS]
     with torch.no_grad():
-        made = attempt(lambda: (results_of(call(kernel, first)), results_of(call(kernel, second))))
-        problems = list(made.problems)
+        capture = attempt(lambda: (results_of(call(kernel, first)), results_of(call(kernel, second))))
+        problems = list(capture.problems)
         streams = (torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream())
-        for number, (pair, stream) in enumerate(zip(others, streams), 1):
+        for number, (pair, stream) in enumerate(zip(replays, streams), 1):
             if problems:
                 break
             for static, fresh in zip((first, second), pair):
                 _write(static, fresh)
-            _replay(made.graph, stream)
-            for which, static, result in zip(("first", "second"), (first, second), made.result):
-                problems += _misjudged(kernel.op, dtype, static, result, f"replay {number}, {which} call")
-    return problems, made
+            _replay(capture.graph, stream)
+            for position, static, result in zip(("first", "second"), (first, second), capture.result):
+                problems += _stale_results(kernel.op, dtype, static, result, f"replay {number}, {position} call")
+    return problems, capture
 
 
 def _replay(graph: Any, stream: Any) -> None:
-    """On `stream`, which need not be the one of the capture."""
+    """Replays on `stream`, which may differ from that of the capture."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         graph.replay()
@@ -201,22 +211,22 @@ def _replay(graph: Any, stream: Any) -> None:
     torch.cuda.synchronize()
 
 
-def _misjudged(op: Op, dtype: str, values: Values, result: tuple[Any, ...], when: str) -> list[Problem]:
-    truth, eager = results_of(op.reference(**upcast(values))), results_of(op.reference(**values))
-    judged = [judge(op, dtype, f"result {i}", got, got, true, plain)
-              for i, (got, true, plain) in enumerate(zip(result, truth, eager)) if isinstance(got, Tensor)]
-    complaints = [c.text for found in judged for c in found.complaints]
-    if not complaints or maybe_luck(result, max(found.ratio for found in judged)):
-        return []                              # a result that is just outside is a matter of rounding, not of graphs
+def _stale_results(op: Op, dtype: str, values: Values, result: tuple[Any, ...], when: str) -> list[Problem]:
+    expected, eager = results_of(op.reference(**upcast(values))), results_of(op.reference(**values))
+    judgements = [judge_result(op, dtype, f"result {i}", got, got, true, plain)
+                  for i, (got, true, plain) in enumerate(zip(result, expected, eager)) if isinstance(got, Tensor)]
+    complaints = [c.text for judgement in judgements for c in judgement.complaints]
+    if not complaints or may_be_chance(result, max(judgement.ratio for judgement in judgements)):
+        return []                              # just outside the tolerance: rounding, not the graph
     return [Problem("stale result", f"{when}: the result does not follow the inputs: {complaints[0]}")]
 
 
-def _copied(values: Values) -> Values:
+def _copy(values: Values) -> Values:
     return {n: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
             if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
-def _scaled(values: Values, factor: float) -> Values:
+def _scale(values: Values, factor: float) -> Values:
     return {n: (v.float() * factor).to(v.dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
             for n, v in values.items()}
 
@@ -227,7 +237,7 @@ def _write(static: Values, fresh: Values) -> None:
             tensor.copy_(fresh[name])
 
 
-def _first(values: Mapping[str, Any]) -> Tensor:
+def _first_tensor(values: Mapping[str, Any]) -> Tensor:
     return next(v for v in values.values() if isinstance(v, Tensor))
 
 
@@ -235,7 +245,8 @@ def _first(values: Mapping[str, Any]) -> Tensor:
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """A kernel that a captured function called through lz. `shown`: did a capture of its own show it to be safe?"""
+    """A kernel that a captured function called through lz. `shown`: is it known to be graph-safe by
+    itself?"""
 
     op: str
     kernel: str
@@ -245,14 +256,14 @@ class CapturedCall:
 
 @dataclass(frozen=True)
 class GraphReport(Record, json="ok replays pool_bytes device_bytes worst calls problems"):
-    """What came of capturing a function."""
+    """The result of capturing a function."""
 
     calls: tuple[CapturedCall, ...] = ()
-    replays: int = 0                           # whose results were those of the function itself
+    replays: int = 0                           # whose results agree with the function's
     pool_bytes: int = 0
     device_bytes: int = 0
     problems: tuple[Problem, ...] = ()
-    worst: float = field(default=0.0)          # largest difference of a replay from the function itself
+    worst: float = field(default=0.0)          # largest difference between a replay and the function
 
     @property
     def ok(self) -> bool:
@@ -273,39 +284,41 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
                            capture_error_mode: str = "global", **kwargs: Any) -> GraphReport:
     """Capture `fn(*args, **kwargs)`, replay it with changed inputs, and compare with `fn` itself.
 
-    The tensors among the arguments get other numbers meanwhile and their own back afterwards; those of whole numbers
-    keep theirs. `fn` runs several times: what it keeps elsewhere, such as a cache, moves on.
+    Floating-point tensors among the arguments are overwritten meanwhile and restored afterwards. `fn` runs several
+    times: state that it keeps elsewhere, such as a cache, advances.
     """
     if absent := absence():
         return GraphReport(problems=(Problem("no cuda", absent),))
-    given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    kept = [t.detach().clone() for t in given]
+    inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    originals = [t.detach().clone() for t in inputs]
 
     def restore(factor: float = 1.0) -> None:
         with torch.no_grad():
-            for tensor, own in zip(given, kept):
-                tensor.copy_(own if factor == 1.0 or not own.is_floating_point() else own * factor)
+            for tensor, original in zip(inputs, originals):
+                tensor.copy_(original if factor == 1.0 or not original.is_floating_point() else original * factor)
 
-    problems, worst, agreed = [], 0.0, 0       # type: list[Problem], float, int
-    made = attempt(lambda: fn(*args, **kwargs), None, warm_ups, capture_error_mode=capture_error_mode)
-    if made.problems:
+    problems, worst, agreeing = [], 0.0, 0     # type: list[Problem], float, int
+    capture = attempt(lambda: fn(*args, **kwargs), None, warm_ups, capture_error_mode=capture_error_mode)
+    if capture.problems:
         restore()
-        return GraphReport(_told(made.calls), 0, made.pool_bytes, made.device_bytes, made.problems)
+        return GraphReport(_captured_calls(capture.calls), 0, capture.pool_bytes,
+                           capture.device_bytes, capture.problems)
     try:
         streams = (torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream())
         for number, (factor, stream) in enumerate(zip(FACTORS, streams), 1):
             restore(factor)
-            _replay(made.graph, stream)
-            got = [t.clone() for t in _tensors(made.result)]
+            _replay(capture.graph, stream)
+            got = [t.clone() for t in _tensors(capture.result)]
             restore(factor)
             want = _tensors(fn(*args, **kwargs))
-            off, largest = _differences(got, want, number)
-            problems += off
-            worst, agreed = max(worst, largest), agreed + (not off)
+            differing, largest = _differences(got, want, number)
+            problems += differing
+            worst, agreeing = max(worst, largest), agreeing + (not differing)
     except faults.FAULTS as e:
-        problems.append(problem_of(first_cause(e), "replaying: "))     # raises where the device is lost
+        problems.append(problem_of(first_cause(e), "replaying: "))     # raises if the device is lost
     restore()
-    return GraphReport(_told(made.calls), agreed, made.pool_bytes, made.device_bytes, tuple(problems), worst)
+    return GraphReport(_captured_calls(capture.calls), agreeing, capture.pool_bytes,
+                       capture.device_bytes, tuple(problems), worst)
 
 
 def _differences(got: list[Tensor], want: list[Tensor], number: int) -> tuple[list[Problem], float]:
@@ -313,8 +326,8 @@ def _differences(got: list[Tensor], want: list[Tensor], number: int) -> tuple[li
         return [Problem("stale result", f"replay {number}: {len(got)} results, the function gives {len(want)}")], 0.0
     tolerance = tolerance_of(reading.dtype_name(t.dtype) for t in want)
     verdicts = [compare(f"result {i}", a, b, tolerance) for i, (a, b) in enumerate(zip(got, want))]
-    wrong = [Problem("stale result", f"replay {number}: {v}") for v in verdicts if not v.passed]
-    return wrong, max((v.metrics.max_abs for v in verdicts), default=0.0)
+    problems = [Problem("stale result", f"replay {number}: {v}") for v in verdicts if not v.passed]
+    return problems, max((v.metrics.max_abs for v in verdicts), default=0.0)
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -324,7 +337,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [t for part in parts for t in _tensors(part)]
 
 
-def _told(calls: Calls) -> tuple[CapturedCall, ...]:
-    shown = certificates.capture_verdicts(worlds.current().catalog.kernels, hardware.probe("cuda"))
-    return tuple(CapturedCall(op, kernel, count, shown.get(kernel))
+def _captured_calls(calls: Calls) -> tuple[CapturedCall, ...]:
+    verdicts = certificates.capture_verdicts(worlds.current().catalog.kernels, hardware.probe("cuda"))
+    return tuple(CapturedCall(op, kernel, count, verdicts.get(kernel))
                  for op, kernels in calls.items() for kernel, count in kernels.items())

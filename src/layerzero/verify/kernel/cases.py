@@ -1,10 +1,10 @@
-"""More cases than an op declares, found from its declaration: sizes one by one, and its own cases crossed.
+"""Generates more cases than an op declares: sizes swept one by one, and its own cases combined.
 
-- `sweep`: every whole number that the input generator takes, through sizes where kernels change their way: around
-  powers of two, around tiles of 64 and 128, odd ones, one.
-- `crossed`: two or three of the op's own cases together, with a size or two changed.
-- `Op.stress`: what neither would find: long, many, far.
-- `reaching`: for one kernel, cases that give an argument which it takes but none of the other cases it takes gives.
+- `_sweep`: every integer parameter of the input generator, over sizes where kernels take other paths: around powers of
+  two, around tiles of 64 and 128, odd ones, one.
+- `_cross`: two or three of the op's own cases combined, with a size or two changed.
+- `Op.stress`: what neither would find, such as very long or very many.
+- `find_argument_cases`: for one kernel, cases with an argument that it accepts but no other accepted case gives.
 
 A combination that the contract refuses, or that costs too much, is dropped: the op's own checks and reference decide.
 """
@@ -35,124 +35,129 @@ Case = Mapping[str, Any]
 SIZES = (1, 2, 3, 5, 7, 8, 12, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72, 80, 96, 100, 112, 127, 128, 129, 160,
          191, 192, 193, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513, 576, 640, 704, 768, 1000, 1024,
          1025, 1536, 2048)
-FEW = (1, 2, 3, 5, 16, 31, 33, 96, 127, 192, 257, 320, 512, 1025)
-_UNASKED = ("enable_gqa", "dropout_p", "seed", "seed_rows", "offset")      # what torch asks for; what is random
-FLOPS, ELEMENTS = 6e7, 1.2e6                   # the largest case that sweeps and crossings may make
+FEW_SIZES = (1, 2, 3, 5, 16, 31, 33, 96, 127, 192, 257, 320, 512, 1025)
+_NOT_TESTED = ("enable_gqa", "dropout_p", "seed", "seed_rows", "offset")   # only for torch's signature; random
+MAX_FLOPS, MAX_ELEMENTS = 6e7, 1.2e6           # the largest case of sweeps and crossings
 
 
-def key(case: Case) -> str:
+def case_key(case: Case) -> str:
     return json.dumps(dict(case), sort_keys=True, default=str)
 
 
 def cases_for(op: Op, lane: str, seed: int = 0) -> tuple[Case, ...]:
-    """The op's own, then what the lane adds. The same for the same lane and seed."""
+    """Returns the op's own cases, then those the lane adds; deterministic for a lane and seed."""
     return _cases(op, lane, seed)
 
 
 @lru_cache(maxsize=256)
 def _cases(op: Op, lane: str, seed: int) -> tuple[Case, ...]:
-    found = {key(c): c for c in op.cases}
+    by_key = {case_key(c): c for c in op.cases}
     rng = random.Random(f"{op.name} {seed}")
-    sizes, crossings = {"quick": (FEW, 12), "full": (SIZES, 60), "stress": (SIZES, 150)}[lane]
-    more = [c for c in op.stress if _accepted(op, c, None)]
-    tried = [*more, *(c for c in _sweep(op, sizes) if _accepted(op, c)), *_crossed(op, rng, crossings, more)]
-    for case in tried:
-        found.setdefault(key(case), case)
-    return tuple(found.values())
+    sizes, crossings = {"quick": (FEW_SIZES, 12), "full": (SIZES, 60), "stress": (SIZES, 150)}[lane]
+    stress = [c for c in op.stress if _is_accepted(op, c, None)]
+    candidates = [*stress, *(c for c in _sweep(op, sizes) if _is_accepted(op, c)), *_cross(op, rng, crossings, stress)]
+    for case in candidates:
+        by_key.setdefault(case_key(case), case)
+    return tuple(by_key.values())
 
 
-def unlimited(kernel: Kernel) -> list[str]:
-    """The optional arguments that the kernel must heed in any call: no rule of it speaks of them."""
-    spoken = {leaf.fact.partition(".")[0] for rule in kernel.requires for leaf in rule.leaves()}
-    left = [p for p in kernel.op.params
-            if not p.required and p.kind != "generator" and p.name not in (*spoken, *_UNASKED)]
-    return [p.name for p in left if p.name != kernel.op.variant or set(kernel.variants) - {p.default}]
+def unrestricted_arguments(kernel: Kernel) -> list[str]:
+    """Returns the optional arguments that no rule of the kernel restricts: it must honour any
+    value."""
+    restricted = {leaf.fact.partition(".")[0] for rule in kernel.requires for leaf in rule.leaves()}
+    optional = [p for p in kernel.op.params
+                if not p.required and p.kind != "generator" and p.name not in (*restricted, *_NOT_TESTED)]
+    return [p.name for p in optional if p.name != kernel.op.variant or set(kernel.variants) - {p.default}]
 
 
-def given_by(op: Op, values: Mapping[str, Any]) -> frozenset[str]:
-    """The arguments that are not at their default."""
+def given_arguments(op: Op, values: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the optional arguments that are not at their default."""
     return frozenset(p.name for p in op.params if not p.required and values[p.name] is not p.default
                      and (isinstance(values[p.name], Tensor) or values[p.name] != p.default))
 
 
-class Reached(NamedTuple):
-    """A case that the kernel takes and that gives the argument; or one to which it is given from another case."""
+class ArgumentCase(NamedTuple):
+    """A case the kernel accepts with `argument` given: by the case itself, or taken from the case
+    `donor`."""
 
     argument: str
     case: Case
     donor: Case | None = None
 
 
-def reaching(kernel: Kernel, lane: str, homes: Sequence[Mapping[str, Any]],
-             seed: int = 0) -> tuple[list[Reached], set[str]]:
-    """How to give the kernel what `unlimited` names and no case of the lane that it takes gives; and what cannot be.
+def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str, Any]],
+                        seed: int = 0) -> tuple[list[ArgumentCase], set[str]]:
+    """Finds cases for the `unrestricted_arguments` that no accepted case of the lane gives.
 
-    One of the cases that the kernel takes joined with another one, or with the argument of another one. `homes`: the
-    facts of the devices it may be on.
+    Each joins an accepted case with another one, or with an argument of another one. Returns them,
+    and the arguments for which there is none. `devices`: the facts of the devices the kernel may
+    run on.
     """
     def takes(facts: Mapping[str, Any]) -> bool:
-        return any(next(kernel.reasons({**facts, **home}), None) is None for home in homes)
+        return any(next(kernel.reasons({**facts, **device}), None) is None for device in devices)
 
     op = kernel.op
     known = {dtype: known_cases(op, lane, seed, dtype) for dtype in op.dtypes}
-    served = [(dtype, *row) for dtype, rows in known.items() for row in rows if takes(row[2])]
-    missing = set(unlimited(kernel)).difference(*(given for _, _, given, _ in served))
-    found: list[Reached] = []
-    for name in sorted(missing) if served else ():
-        parts = [(case, given) for case, given, _ in known[op.dtypes[0]] if name in given][:4]
-        ways: list[tuple[bool, Reached]] = []
-        for part, giving in parts:
-            near = sorted(served, key=lambda row: -len(row[2] & giving))[:6]       # type: ignore[misc]
-            ways += _ways(op, name, part, [(case, dtype) for dtype, case, _, _ in near], takes)
-            if ways and ways[-1][0]:
+    accepted = [(dtype, *row) for dtype, rows in known.items() for row in rows if takes(row[2])]
+    missing = set(unrestricted_arguments(kernel)).difference(*(given for _, _, given, _ in accepted))
+    chosen: list[ArgumentCase] = []
+    for name in sorted(missing) if accepted else ():
+        donors = [(case, given) for case, given, _ in known[op.dtypes[0]] if name in given][:4]
+        candidates: list[tuple[bool, ArgumentCase]] = []
+        for donor, donor_given in donors:
+            nearest = sorted(accepted, key=lambda row: -len(row[2] & donor_given))[:6]  # type: ignore[misc]
+            candidates += _combinations(op, name, donor, [(case, dtype) for dtype, case, _, _ in nearest], takes)
+            if candidates and candidates[-1][0]:
                 break
-        found += [max(ways, key=lambda way: way[0])[1]] if ways else []
-    return found, missing - {way.argument for way in found}
+        chosen += [max(candidates, key=lambda candidate: candidate[0])[1]] if candidates else []
+    return chosen, missing - {candidate.argument for candidate in chosen}
 
 
-def _ways(op: Op, name: str, part: Case, bases: Sequence[tuple[Case, str]],
-          takes: Callable[[Mapping[str, Any]], bool]) -> Iterator[tuple[bool, Reached]]:
-    """Up to the first in which the argument makes a difference to the result, which each says of itself."""
+def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, str]],
+                  takes: Callable[[Mapping[str, Any]], bool]) -> Iterator[tuple[bool, ArgumentCase]]:
+    """Yields (does the argument affect the result?, case) up to the first where it does."""
     for base, dtype in bases:
-        joined = ({**base, **part}, {**part, **base}, *({**base, word: part[word]} for word in part))
-        own = _growth(op, base)                # no larger than a case that is run anyway
-        ways = [Reached(name, case) for case in joined
-                if _accepted(op, case, None if _growth(op, case) <= own else FLOPS)] + [Reached(name, base, part)]
-        for way in ways:
-            made = with_argument(op, way, dtype)
-            if made is not None and name in given_by(op, made) and takes(read(op, made)):
-                matters = _matters(op, made, name)
-                yield matters, way
-                if matters:
+        joined = ({**base, **donor}, {**donor, **base}, *({**base, param: donor[param]} for param in donor))
+        base_size = _relative_size(op, base)   # larger combinations must stay below MAX_FLOPS
+        candidates = [ArgumentCase(name, case) for case in joined
+                if _is_accepted(op, case, None if _relative_size(op, case) <= base_size else MAX_FLOPS)]
+        candidates.append(ArgumentCase(name, base, donor))
+        for candidate in candidates:
+            values = with_argument(op, candidate, dtype)
+            if values is not None and name in given_arguments(op, values) and takes(read(op, values)):
+                affects = _affects_result(op, values, name)
+                yield affects, candidate
+                if affects:
                     return
 
 
-def _matters(op: Op, values: Mapping[str, Any], name: str) -> bool:
+def _affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
     """Does the result change without the argument?"""
     try:
-        one, other = formula(op, values), formula(op, {**values, name: op.by_name[name].default})
-    except FAULTS:                             # no call without it
+        with_it, without_it = formula(op, values), formula(op, {**values, name: op.by_name[name].default})
+    except FAULTS:                             # the call is invalid without it
         return True
-    if len(one) != len(other):
+    if len(with_it) != len(without_it):
         return True
     return any(not torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a != b
-               for a, b in zip(one, other))
+               for a, b in zip(with_it, without_it))
 
 
 @lru_cache(maxsize=128)
 def known_cases(op: Op, lane: str, seed: int,
                 dtype: str) -> tuple[tuple[Case, frozenset[str], Mapping[str, Any]], ...]:
-    """Every case of a lane with what it gives and its facts."""
-    every = ((case, case_values(op, case, dtype)) for case in cases_for(op, lane, seed))
-    return tuple((case, given_by(op, values), read(op, values)) for case, values in every)
+    """Returns every case of a lane with its given arguments and its facts."""
+    cases = ((case, case_values(op, case, dtype)) for case in cases_for(op, lane, seed))
+    return tuple((case, given_arguments(op, values), read(op, values)) for case, values in cases)
 
 
-def with_argument(op: Op, way: Reached, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, Any] | None:
-    """The values; None where the argument of the donor does not fit the case."""
-    values = case_values(op, way.case, dtype, device, seed)
-    if way.donor is None:
+def with_argument(op: Op, argument_case: ArgumentCase, dtype: str, device: str = "cpu",
+                  seed: int = 0) -> dict[str, Any] | None:
+    """Returns the values of the case; None if the donor's argument does not fit it."""
+    values = case_values(op, argument_case.case, dtype, device, seed)
+    if argument_case.donor is None:
         return values
-    values[way.argument] = case_values(op, way.donor, dtype, device, seed)[way.argument]
+    values[argument_case.argument] = case_values(op, argument_case.donor, dtype, device, seed)[argument_case.argument]
     try:
         facts = read(op, values)
         if any(rule.check(facts) is not None for rule in op.requires):
@@ -160,25 +165,25 @@ def with_argument(op: Op, way: Reached, dtype: str, device: str = "cpu", seed: i
         if op.extra_check is not None:
             op.extra_check(values, facts)
         op.reference(**values)
-    except FAULTS:                             # of a combination nobody thought of
+    except FAULTS:                             # an invalid combination may raise anything
         return None
     return values
 
 
 def small_stress(op: Op) -> list[Case]:
-    """Of the op's stress cases, those that are not large."""
-    return [c for c in op.stress if _growth(op, c) <= 40]
+    """Returns the op's stress cases that are not large."""
+    return [c for c in op.stress if _relative_size(op, c) <= 40]
 
 
 def _numbers(op: Op) -> dict[str, Any]:
-    """Of the input generator's parameters, those that are whole numbers or tuples of them, with their defaults."""
-    given = {n: p.default for n, p in inspect.signature(op.inputs).parameters.items() if n != "seed"}
-    return {n: d for n, d in given.items() if type(d) is int or (
+    """Returns the input generator's integer and integer-tuple parameters with their defaults."""
+    defaults = {n: p.default for n, p in inspect.signature(op.inputs).parameters.items() if n != "seed"}
+    return {n: d for n, d in defaults.items() if type(d) is int or (
         isinstance(d, tuple) and d and all(type(i) is int and i > 0 for i in d))}
 
 
 def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
-    """One number at a time; where it is large, the others are small."""
+    """Yields cases with one number changed; where it is large, the others are small."""
     numbers = _numbers(op)
     small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d) for n, d in numbers.items()}
     for name, default in numbers.items():
@@ -190,11 +195,11 @@ def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
             yield {name: (*default, *default)}
 
 
-def _crossed(op: Op, rng: random.Random, count: int, more: Sequence[Case]) -> Iterator[Case]:
-    pool, numbers = [*op.cases, *more], list(_numbers(op).items())
-    found = 0
+def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case]) -> Iterator[Case]:
+    pool, numbers = [*op.cases, *stress], list(_numbers(op).items())
+    yielded = 0
     for _ in range(6 * count):
-        if found == count:
+        if yielded == count:
             return
         case: dict[str, Any] = {}
         for part in rng.sample(pool, min(len(pool), rng.choice((1, 2, 2, 3)))):
@@ -202,24 +207,25 @@ def _crossed(op: Op, rng: random.Random, count: int, more: Sequence[Case]) -> It
         for name, default in rng.sample(numbers, min(len(numbers), rng.choice((0, 1, 1, 2)))):
             case[name] = rng.choice(SIZES[:30]) if type(default) is int else tuple(
                 rng.choice(SIZES[:20]) for _ in range(rng.choice((1, 2, 3))))
-        if _accepted(op, case):
-            found += 1
+        if _is_accepted(op, case):
+            yielded += 1
             yield case
 
 
-def _growth(op: Op, case: Case) -> float:
-    """How many times the usual case this one may be, by its numbers alone: before anything is made."""
+def _relative_size(op: Op, case: Case) -> float:
+    """Returns the size of a case relative to the default one, by its numbers alone: no tensor is
+    created."""
     def volume(n: Any) -> float:
         return math.prod(max(i, 1) for i in n) if isinstance(n, tuple) else max(n, 1)
 
     numbers = _numbers(op)
-    given = {n: case[n] for n in numbers if type(case.get(n)) is int or isinstance(case.get(n), tuple)}
-    return math.prod(volume(n) / volume(numbers[name]) for name, n in given.items())
+    sizes = {n: case[n] for n in numbers if type(case.get(n)) is int or isinstance(case.get(n), tuple)}
+    return math.prod(volume(n) / volume(numbers[name]) for name, n in sizes.items())
 
 
-def _accepted(op: Op, case: Case, limit: float | None = FLOPS) -> bool:
-    """Does the contract allow this call, and is it cheap enough? Asked of the op itself, by trying."""
-    if limit is not None and _growth(op, case) > 40:
+def _is_accepted(op: Op, case: Case, limit: float | None = MAX_FLOPS) -> bool:
+    """Does the contract allow this call, and is it cheap enough? Tried on the op itself."""
+    if limit is not None and _relative_size(op, case) > 40:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -228,18 +234,18 @@ def _accepted(op: Op, case: Case, limit: float | None = FLOPS) -> bool:
             facts = read(op, values)
             if any(rule.check(facts) is not None for rule in op.requires):
                 return False
-            if limit is not None and (_cost(op, facts, values) > limit or degenerate(op, facts)):
+            if limit is not None and (_cost(op, facts, values) > limit or is_degenerate(op, facts)):
                 return False
             if op.extra_check is not None:
                 op.extra_check(values, facts)
             op.reference(**values)
-        except FAULTS:                         # of a combination nobody thought of: it is no case then
+        except FAULTS:                         # an invalid combination may raise anything
             return False
     return True
 
 
-def degenerate(op: Op, facts: Mapping[str, Any]) -> bool:
-    """A norm of one element: nothing but rounding, divided by the root of eps."""
+def is_degenerate(op: Op, facts: Mapping[str, Any]) -> bool:
+    """Is it a norm of one element? Its result is only rounding, divided by sqrt(eps)."""
     return op.family == "norm" and facts.get("hidden") == 1
 
 
@@ -247,12 +253,13 @@ def _cost(op: Op, facts: Mapping[str, Any], values: Mapping[str, Any]) -> float:
     elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
     names = parse(op.flops).names
     flops = float(parse(op.flops)(facts)) if all(facts.get(n) is not None for n in names) else 0.0
-    return max(flops, elements / ELEMENTS * FLOPS)
+    return max(flops, elements / MAX_ELEMENTS * MAX_FLOPS)
 
 
 def dtypes_for(op: Op, lane: str, case: Case) -> tuple[str, ...]:
-    """Every dtype for the op's own cases; for the others the widest and the narrowest mantissa."""
-    if any(key(case) == key(c) for c in op.cases) or lane == "stress":
+    """Returns every dtype for the op's own cases; for the others the widest and the narrowest
+    mantissa."""
+    if any(case_key(case) == case_key(c) for c in op.cases) or lane == "stress":
         return op.dtypes
     return tuple(d for d in op.dtypes if d in ("float32", "bfloat16")) or op.dtypes[:1]
 

@@ -1,23 +1,24 @@
-"""Does a kernel keep the contract of its op? One case at a time, against the upcast reference.
+"""Checks a kernel against the contract of its op, one case at a time, with the upcast reference.
 
 A kernel passes a case when, for every result:
 - shape and dtype are those of the op's meta function, and it shares no memory with an input, with the result of
   another call or with itself;
 - it is finite where the reference is, and equal to it where that is infinite;
 - its error is at most `times_eager` x the error of the eager formula at the same dtype, plus a few roundings; in
-  float32, and where a result is wider than the inputs, a quarter of the op's table is always allowed (in float64 the
-  whole table decides: there the reference is no more exact than the kernel);
-- its error lies inside the op's table (rtol, atol), unless the eager formula's does not, or only just;
+  float32, and where a result is wider than the inputs, a quarter of the op's tolerance is always allowed (in float64
+  the whole tolerance decides: there the reference is no more exact than the kernel);
+- its error is within the op's tolerance (rtol, atol), unless the eager formula's is not, or only just;
 - a second run gives the same, over fresh memory full of NaN and with NaN on both sides of every input: so nothing was
   left unwritten, read before it was written, or read beside an input;
 and no input has changed, not even the parts of its storage outside the view, nor torch's global state.
 
-An error is the largest of many roundings, and so is the eager one it is compared with. A case that is just outside (by
-less than a factor of two, or of many where a result has few elements) is asked again with other numbers: it fails if
-it is outside again, and the largest errors of all runs do not compare better.
+An error is the largest of many roundings, and so is the eager one it is compared with. A case that
+is just outside (by less than a factor of two, or of many where a result has few elements) is
+repeated with other numbers: it fails if it is outside again, and the largest errors of all runs do
+not compare better.
 
-A case may be run under a `Circumstance` (circumstances.py): inputs laid out otherwise, changed in place after an
-earlier call, under autocast. What it changes beforehand, this file does not know.
+A case may be run under a `Circumstance` (circumstances.py): inputs in another layout, changed in
+place after an earlier call, under autocast.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from ...spec.kernel import Direct, Kernel
 from ...spec.op import Op
 from ...spec.plan import Transform
 from ...spec.reason import Reason
-from .guarded import ambient, changed, guarded, poisoned_memory, snapshot
+from .guarded import find_changes, global_state, guarded, poisoned_memory, snapshot
 
-ROUNDINGS = 4.0            # of the largest result, that a kernel may differ by however exact eager was
-JUST_OUTSIDE = 2.0         # times what is allowed: asked again with so many other seeds
-FEW_ELEMENTS, FAR_OUTSIDE = 64, 32.0           # the error of a few elements is a matter of luck
-AGAIN = 6
+ROUNDINGS = 4.0            # of the largest result, always allowed, however exact eager was
+JUST_OUTSIDE = 2.0         # times the allowed error: repeated with RETRIES other seeds
+FEW_ELEMENTS, FAR_OUTSIDE = 64, 32.0           # errors of few elements vary more
+RETRIES = 6
 
 
 class Complaint(NamedTuple):
-    """What is wrong, by its class and in words; diagnosis.py says which classes there are."""
+    """What is wrong: a kind, which diagnosis.py interprets, and a text."""
 
     kind: str
     text: str
@@ -58,7 +59,7 @@ class Complaint(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What came of one case. The errors are absolute, and the largest over all results."""
+    """The result of one case. Errors are absolute, and the largest over all results."""
 
     kernel: str
     case: Mapping[str, Any]
@@ -67,7 +68,7 @@ class CaseResult:
     reasons: tuple[Reason, ...] = ()           # why it was skipped
     error: float = 0.0
     eager_error: float = 0.0
-    ratio: float = 0.0                         # of error to what was allowed; above 1 is a failure
+    ratio: float = 0.0                         # error over allowed error; above 1 is a failure
     detail: str = ""
     circumstance: str = ""
     seed: int = 0
@@ -87,68 +88,72 @@ class CaseResult:
 
 
 def case_values(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """The arguments of a case, every parameter of the op by name."""
-    given = op.inputs(**case, dtype=getattr(torch, dtype), device=device, seed=seed)
-    return {p.name: given.get(p.name, p.default) for p in op.params}
+    """Returns the arguments of a case, every parameter of the op by name."""
+    inputs = op.inputs(**case, dtype=getattr(torch, dtype), device=device, seed=seed)
+    return {p.name: inputs.get(p.name, p.default) for p in op.params}
 
 
 def refusals(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Reason, ...]:
-    """Why the kernel would not be given this call: its library, the contract's own limits, its rules."""
-    missing = loading.availability(kernel)
-    if missing is not None:
-        return (missing,)
+    """Returns why selection would reject the kernel for this call: its library, the contract, its
+    rules."""
+    unavailable = loading.availability(kernel)
+    if unavailable is not None:
+        return (unavailable,)
     facts = read(kernel.op, values)
     facts = {**hardware.probe(facts["device"]).facts(), **facts}
-    broken = tuple(r for rule in kernel.op.requires if (r := rule.check(facts)) is not None)
-    return (*broken, *kernel.reasons(facts))
+    violated = tuple(r for rule in kernel.op.requires if (r := rule.check(facts)) is not None)
+    return (*violated, *kernel.reasons(facts))
 
 
 def call(kernel: Kernel, values: Mapping[str, Any]) -> Any:
-    """Run the kernel with the views its layout asks for, as the dispatcher would. A generator is left as it was."""
+    """Runs the kernel as the dispatcher would, with the views its layout needs. Generators are left
+    as they were."""
     op = kernel.op
     variant = values[op.variant] if op.variant else ""
-    moves = op.variant and kernel.variants and variant not in kernel.variants
-    transforms = (Transform("layout", kernel.variants[0]),) if moves else ()
-    given = unmoved(values)
-    return bind(op, kernel, loaded(kernel), transforms, variant).run(*(given[p.name] for p in op.params))
+    needs_layout = op.variant and kernel.variants and variant not in kernel.variants
+    transforms = (Transform("layout", kernel.variants[0]),) if needs_layout else ()
+    arguments = with_own_generators(values)
+    return bind(op, kernel, load_once(kernel), transforms, variant).run(*(arguments[p.name] for p in op.params))
 
 
 def formula(op: Op, values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the contract says."""
-    return results_of(op.reference(**unmoved(values)))
+    """Returns the results of the op's reference."""
+    return results_of(op.reference(**with_own_generators(values)))
 
 
 @lru_cache(maxsize=None)
-def loaded(kernel: Kernel) -> Callable[..., Any] | Direct:
-    """Once per kernel: what compiles on first use must not do so for every case."""
+def load_once(kernel: Kernel) -> Callable[..., Any] | Direct:
+    """Loads a kernel once: one that compiles on first use must not do so for every case."""
     return loading.load(kernel)
 
 
 class Circumstance:
-    """In what way a case is run. This one: as it is."""
+    """How a case is run. This one changes nothing."""
 
     name = ""
-    runs = 2                                   # the second over poisoned and guarded memory, others as the first
-    even = True                                # no number is much louder than the others
+    runs = 2                                   # the second over poisoned and guarded memory
+    even = True                                # no number is much larger than the others
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-        """The values in this circumstance; None where it does not apply."""
+        """Returns the values in this circumstance; None if it does not apply."""
         return values
 
     def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What happens before the calls that are judged. `other`: values of the same case from another seed."""
+        """Runs before the calls that are judged. `other`: values of the same case from another
+        seed."""
         return values
 
     def around(self, device: str) -> Any:
         return nullcontext()
 
 
-PLAIN = Circumstance()
+AS_DECLARED = Circumstance()
 
 
 def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0,
-               circumstance: Circumstance = PLAIN, again: bool = True) -> CaseResult:
-    """Run one case and judge it. Only the kernel's own faults become a failure; a mistake in the case raises."""
+               circumstance: Circumstance = AS_DECLARED, again: bool = True) -> CaseResult:
+    """Runs and judges one case. Only the kernel's own faults become a failure; a mistake in the
+    case raises."""
     op = kernel.op
 
     def result(status: str, reasons: tuple[Reason, ...] = (), complaints: Sequence[Complaint] = (), detail: str = "",
@@ -156,10 +161,10 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         return CaseResult(kernel.id, case, dtype, status, reasons, *errors, detail or "; ".join(
             c.text for c in complaints), circumstance.name, seed, tuple(dict.fromkeys(c.kind for c in complaints)))
 
-    altered = circumstance.alter(op, case_values(op, case, dtype, device, seed))
-    if altered is None:
+    changed_values = circumstance.alter(op, case_values(op, case, dtype, device, seed))
+    if changed_values is None:
         return result("skipped", detail="does not apply")
-    values = altered
+    values = changed_values
     if not kernel.differentiable and any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
         return result("skipped", detail="declares no backward")
     reasons = refusals(kernel, values)
@@ -178,85 +183,86 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         return result("failed", complaints=[Complaint("fault", str(reason_of(e, classify(e))))])
     values, complaints = prepared, list(outcome.complaints)
     if op.read is not None:
-        complaints += _unequal(outcome.results, formula(op, values))
+        complaints += _compare_values(outcome.results, formula(op, values))
         return result("failed" if complaints else "passed", complaints=complaints)
     first, second = outcome.results[:2]
     with torch.no_grad():
-        truth, eager, wanted = formula(op, upcast(values)), formula(op, values), results_of(op.meta(**values))
-    complaints += [*_misshapen(first, wanted), *_aliases(outcome.results, values)]
+        exact, eager, declared = formula(op, upcast(values)), formula(op, values), results_of(op.meta(**values))
+    complaints += [*_shape_complaints(first, declared), *_aliasing(outcome.results, values)]
     if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
-    judged = [judge(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts, even=circumstance.even)
-              for i, parts in enumerate(zip(first, second, truth, eager))]
+    judgements = [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts, even=circumstance.even)
+                  for i, parts in enumerate(zip(first, second, exact, eager))]
     if kernel.deterministic:
-        complaints += _unsteady(outcome.results)
-    complaints += [c for j in judged for c in j.complaints]
-    errors = (max(j.error for j in judged), max(j.eager_error for j in judged), max(j.ratio for j in judged))
+        complaints += _nondeterminism(outcome.results)
+    complaints += [c for j in judgements for c in j.complaints]
+    errors = (max(j.error for j in judgements), max(j.eager_error for j in judgements),
+              max(j.ratio for j in judgements))
     if complaints and again and all(c.kind == "error" for c in complaints):
-        if maybe_luck(first, errors[2]):
-            others = [check_case(kernel, case, dtype, device, seed + 1000 + i, circumstance, False)
-                      for i in range(AGAIN)]
-            if _bad_luck(op, errors, others):
+        if may_be_chance(first, errors[2]):
+            retries = [check_case(kernel, case, dtype, device, seed + 1000 + i, circumstance, False)
+                       for i in range(RETRIES)]
+            if _was_chance(op, errors, retries):
                 return result("passed", detail=f"just outside once: {complaints[0].text}", errors=(*errors[:2], 1.0))
-    notes = "; ".join(n for j in judged for n in j.notes)
+    notes = "; ".join(n for j in judgements for n in j.notes)
     return result("failed", (), complaints, "", errors) if complaints else result("passed", (), (), notes, errors)
 
 
-def maybe_luck(results: Sequence[Any], ratio: float) -> bool:
-    """May an error of `ratio` times what is allowed be a matter of luck?"""
+def may_be_chance(results: Sequence[Any], ratio: float) -> bool:
+    """May an error of `ratio` times the allowed one be chance?"""
     few = any(isinstance(t, Tensor) and t.is_floating_point() and t.numel() < FEW_ELEMENTS for t in results)
     return ratio <= JUST_OUTSIDE or (few and ratio <= FAR_OUTSIDE)
 
 
-def _bad_luck(op: Op, errors: tuple[float, float, float], others: Sequence[CaseResult]) -> bool:
-    """Was it outside for these numbers only? Or does it compare well where all runs are taken together?"""
-    if any(o.status == "failed" and set(o.kinds) != {"error"} for o in others):
+def _was_chance(op: Op, errors: tuple[float, float, float], retries: Sequence[CaseResult]) -> bool:
+    """Was it outside for these numbers only, or within what is allowed over all runs together?"""
+    if any(retry.status == "failed" and set(retry.kinds) != {"error"} for retry in retries):
         return False
-    if errors[2] <= JUST_OUTSIDE and sum(o.status == "failed" for o in others) < 2:
+    if errors[2] <= JUST_OUTSIDE and sum(retry.status == "failed" for retry in retries) < 2:
         return True
-    runs = [errors, *((o.error, o.eager_error, o.ratio) for o in others)]
+    runs = [errors, *((retry.error, retry.eager_error, retry.ratio) for retry in retries)]
     rounding = max((e / r - op.tolerance.times_eager * eager for e, eager, r in runs if r > 0), default=0.0)
     allowed = op.tolerance.times_eager * max(eager for _, eager, _ in runs) + max(rounding, 0.0)
     return max(e for e, _, _ in runs) <= allowed
 
 
 class _Outcome(NamedTuple):
-    results: tuple[tuple[Any, ...], ...]       # of each run
+    results: tuple[tuple[Any, ...], ...]       # per run
     complaints: tuple[Complaint, ...]
 
 
 def _runs(kernel: Kernel, values: dict[str, Any], device: str, runs: int) -> _Outcome:
-    """The kernel several times over the same values, and what it did beside giving results."""
-    between = guarded(values)
-    before, beside, world = snapshot(values), snapshot(between), ambient(device)
+    """Runs the kernel several times on the same values and checks its side effects."""
+    guarded_values = guarded(values)
+    before, guarded_before, state = snapshot(values), snapshot(guarded_values), global_state(device)
     results = [results_of(call(kernel, values))]
-    kept = [t.clone() if isinstance(t, Tensor) else t for t in results[0]]
+    copies = [t.clone() if isinstance(t, Tensor) else t for t in results[0]]
     with poisoned_memory():
-        results.append(results_of(call(kernel, between)))
+        results.append(results_of(call(kernel, guarded_values)))
     results += [results_of(call(kernel, values)) for _ in range(runs - 2)]
-    complaints = [Complaint("in-place change", text) for text in changed(values, before)]
+    complaints = [Complaint("in-place change", text) for text in find_changes(values, before)]
     if not complaints:
         complaints += [Complaint("out of bounds", f"{text}, or the memory beside it") for text in
-                       changed(between, beside)]
-    after = ambient(device)
-    complaints += [Complaint("global state", f"{name} was changed") for name in world if after[name] != world[name]]
+                       find_changes(guarded_values, guarded_before)]
+    after = global_state(device)
+    complaints += [Complaint("global state", f"{name} was changed") for name in state if after[name] != state[name]]
     complaints += [Complaint("aliasing", f"result {i} changed when the kernel was called again")
-                   for i, (a, b) in enumerate(zip(results[0], kept))
-                   if isinstance(a, Tensor) and not torch.equal(_comparable(a), _comparable(b))]
+                   for i, (a, b) in enumerate(zip(results[0], copies))
+                   if isinstance(a, Tensor) and not torch.equal(_without_nan(a), _without_nan(b))]
     return _Outcome(tuple(results), tuple(complaints))
 
 
-def _unequal(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> Iterator[Complaint]:
-    """For an op whose results are no tensors: the reference's own, every time."""
-    wrong = next((g for g in got if g != want), None)
-    if wrong is not None:
-        yield Complaint("error", f"{wrong[0]!r:.300} instead of {want[0]!r:.300}")
+def _compare_values(got: Sequence[tuple[Any, ...]], want: tuple[Any, ...]) -> Iterator[Complaint]:
+    """Compares results that are no tensors: they must equal the reference's in every run."""
+    differing = next((g for g in got if g != want), None)
+    if differing is not None:
+        yield Complaint("error", f"{differing[0]!r:.300} instead of {want[0]!r:.300}")
 
 
-def _unsteady(results: Sequence[tuple[Tensor, ...]]) -> Iterator[Complaint]:
+def _nondeterminism(results: Sequence[tuple[Tensor, ...]]) -> Iterator[Complaint]:
     first = results[0]
     for i, other in enumerate(results[1:]):
-        if not all(torch.equal(_comparable(a), _comparable(b)) for a, b in zip(first, other)):
+        if not all(torch.equal(_without_nan(a), _without_nan(b)) for a, b in zip(first, other)):
             worst = max(_largest((a.double() - b.double()).abs()) for a, b in zip(first, other))
             yield Complaint("non-determinism", f"two runs differ, by up to {worst:.3g}" + (
                 ", the second over poisoned memory" if i == 0 else ""))
@@ -265,26 +271,26 @@ def _unsteady(results: Sequence[tuple[Tensor, ...]]) -> Iterator[Complaint]:
 
 def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = None, dtypes: Iterable[str] | None = None,
                  device: str = "cpu", seed: int = 0) -> list[CaseResult]:
-    """Every case at every dtype, by default those of the op."""
+    """Checks every case at every dtype, by default those of the op."""
     cases = tuple(kernel.op.cases if cases is None else cases)
     return [check_case(kernel, case, dtype, device, seed)
             for dtype in (kernel.op.dtypes if dtypes is None else dtypes) for case in cases]
 
 
 def worst_indices(out: Tensor, truth: Tensor, n: int = 3) -> list[tuple[int, ...]]:
-    """Where `out` is furthest from `truth`, worst first; what is not a number is worst of all."""
+    """Returns where `out` is furthest from `truth`, worst first; NaN is worst of all."""
     if not out.numel():
         return []
-    gap = (out.double() - truth.double()).abs().reshape(-1)
-    gap = torch.where(out.reshape(-1) == truth.reshape(-1), 0.0, gap.nan_to_num(nan=math.inf))
-    found = gap.topk(min(n, gap.numel())).indices.tolist()
-    return [tuple(int(i) for i in _unravel(flat, out.shape)) for flat in found]
+    differences = (out.double() - truth.double()).abs().reshape(-1)
+    differences = torch.where(out.reshape(-1) == truth.reshape(-1), 0.0, differences.nan_to_num(nan=math.inf))
+    flat_indices = differences.topk(min(n, differences.numel())).indices.tolist()
+    return [tuple(int(i) for i in _unravel(flat, out.shape)) for flat in flat_indices]
 
 
-# The parts of a verdict.
+# Judging results.
 
 @dataclass(frozen=True)
-class Judged:
+class Judgement:
     error: float
     eager_error: float
     ratio: float
@@ -292,22 +298,23 @@ class Judged:
     notes: tuple[str, ...] = ()
 
 
-def judge(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor, eager: Tensor,
-          even: bool = True) -> Judged:
-    """One result. `even`: its elements are of like size, so that each one alone can be held to the op's table."""
+def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor, eager: Tensor,
+                 even: bool = True) -> Judgement:
+    """Judges one result. `even`: its elements have similar size, so each is held to the op's
+    tolerance."""
     if not first.numel():
-        return Judged(0.0, 0.0, 0.0)
-    first, second, eager = map(_codes, (first, second, eager))
-    if not first.is_floating_point():          # tokens, codes and counts: those of the formula at the same dtype
+        return Judgement(0.0, 0.0, 0.0)
+    first, second, eager = map(_as_codes, (first, second, eager))
+    if not first.is_floating_point():          # tokens, codes and counts must equal the formula at this dtype
         wrong = [when for out, when in ((first, ""), (second, " over poisoned memory")) if not torch.equal(out, eager)]
-        return Judged(float(bool(wrong)), 0.0, math.inf if wrong else 0.0, tuple(Complaint("error",
+        return Judgement(float(bool(wrong)), 0.0, math.inf if wrong else 0.0, tuple(Complaint("error",
             f"{name}{when}: differs from the formula at {worst_indices(first, eager)}") for when in wrong))
     finite = truth.isfinite()
     rtol, atol = op.tolerance.of(dtype)
     eager_error, size = _error(eager, truth, finite), _largest(truth[finite].abs())
     bound = op.tolerance.times_eager * eager_error + ROUNDINGS * torch.finfo(first.dtype).eps * size
     wider = first.dtype.itemsize > getattr(torch, dtype).itemsize
-    if dtype == "float32" or wider:            # a long sum in another order is no mistake, however lucky eager was
+    if dtype == "float32" or wider:            # another order of a long sum is no mistake
         bound = max(bound, (atol + rtol * size) / 4)
     if dtype == "float64":
         bound = atol + rtol * size
@@ -327,16 +334,16 @@ def judge(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: T
     ratio = error / bound if bound else float(error > 0)
     outside = _outside(first, truth, finite, rtol, atol)
     if not complaints and even and outside > 1:
-        also = _outside(eager, truth, finite, rtol, atol)
-        if also > 1 or outside <= op.tolerance.times_eager * also:
+        eager_outside = _outside(eager, truth, finite, rtol, atol)
+        if eager_outside > 1 or outside <= op.tolerance.times_eager * eager_outside:
             notes.append(f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is or nearly is the eager formula "
                          f"({eager_error:.3g})")
         else:
             ratio = max(ratio, outside)
             complaints.append(Complaint(
                 "error", f"{name}: {outside:.2g} times rtol {rtol:g}, atol {atol:g}, worst at "
-                f"{worst_indices(first, truth)}; the eager formula {also:.2g} times"))
-    return Judged(error, eager_error, ratio, tuple(complaints), tuple(notes))
+                f"{worst_indices(first, truth)}; the eager formula {eager_outside:.2g} times"))
+    return Judgement(error, eager_error, ratio, tuple(complaints), tuple(notes))
 
 
 def _error(out: Tensor, truth: Tensor, finite: Tensor) -> float:
@@ -345,7 +352,7 @@ def _error(out: Tensor, truth: Tensor, finite: Tensor) -> float:
 
 
 def _outside(out: Tensor, truth: Tensor, finite: Tensor, rtol: float, atol: float) -> float:
-    """How many times the table's limit the worst element is off."""
+    """Returns the worst element's error over rtol and atol."""
     gap, limit = (out.double() - truth).abs()[finite], (atol + rtol * truth.abs())[finite]
     return _largest(torch.where(gap == 0, 0.0, gap / limit))
 
@@ -354,14 +361,15 @@ def _largest(t: Tensor) -> float:
     return float(t.max()) if t.numel() else 0.0
 
 
-def _codes(t: Tensor) -> Tensor:
-    """Numbers of one byte as their codes: torch compares few of those types, and they are right or wrong."""
+def _as_codes(t: Tensor) -> Tensor:
+    """Returns one-byte floats as their codes: torch compares few of those dtypes, and they must be
+    equal."""
     return t.view(torch.uint8) if t.is_floating_point() and t.dtype.itemsize == 1 else t
 
 
-def _comparable(t: Tensor) -> Tensor:
-    """NaN differs from itself; here the same garbage twice is the same."""
-    t = _codes(t)
+def _without_nan(t: Tensor) -> Tensor:
+    """Replaces NaN, which differs from itself, so that equal garbage compares equal."""
+    t = _as_codes(t)
     return t.nan_to_num(nan=math.inf) if t.is_floating_point() else t
 
 
@@ -372,10 +380,10 @@ def _unravel(flat: int, shape: Sequence[int]) -> Iterator[int]:
         rest %= size
 
 
-def _misshapen(got: Sequence[Any], wanted: Sequence[Tensor]) -> Iterator[Complaint]:
-    if len(got) != len(wanted):
-        yield Complaint("shape", f"returned {len(got)} results, the contract says {len(wanted)}")
-    for i, (a, b) in enumerate(zip(got, wanted)):
+def _shape_complaints(got: Sequence[Any], declared: Sequence[Tensor]) -> Iterator[Complaint]:
+    if len(got) != len(declared):
+        yield Complaint("shape", f"returned {len(got)} results, the contract says {len(declared)}")
+    for i, (a, b) in enumerate(zip(got, declared)):
         if not isinstance(a, Tensor):
             yield Complaint("shape", f"result {i} is {a!r}, the contract says a tensor")
         elif a.shape != b.shape or a.dtype != b.dtype or a.device.type != b.device.type:
@@ -384,20 +392,21 @@ def _misshapen(got: Sequence[Any], wanted: Sequence[Tensor]) -> Iterator[Complai
                             f"{tuple(b.shape)} {b.dtype} on {b.device.type}")
 
 
-def _aliases(runs: Sequence[tuple[Any, ...]], values: Mapping[str, Any]) -> Iterator[Complaint]:
-    owners = {_home(v): name for name, v in values.items() if isinstance(v, Tensor) and v.numel()}
+def _aliasing(runs: Sequence[tuple[Any, ...]], values: Mapping[str, Any]) -> Iterator[Complaint]:
+    inputs = {_storage_address(v): name for name, v in values.items() if isinstance(v, Tensor) and v.numel()}
     for i, t in enumerate(runs[0]):
         if not isinstance(t, Tensor) or not t.numel():
             continue
-        if _home(t) in owners:
-            yield Complaint("aliasing", f"result {i} shares memory with {owners[_home(t)]}")
-        if any(isinstance(u, Tensor) and u.numel() and _home(u) == _home(t) for other in runs[1:] for u in other):
+        if _storage_address(t) in inputs:
+            yield Complaint("aliasing", f"result {i} shares memory with {inputs[_storage_address(t)]}")
+        if any(isinstance(u, Tensor) and u.numel() and _storage_address(u) == _storage_address(t)
+               for other in runs[1:] for u in other):
             yield Complaint("aliasing", f"result {i} shares memory with the result of another call")
         if t.numel() > 1 and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride())):
             yield Complaint("aliasing", f"result {i} has several indices for one element of memory")
 
 
-def _home(t: Tensor) -> int:
+def _storage_address(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
@@ -408,11 +417,11 @@ def results_of(result: Any) -> tuple[Any, ...]:
 
 
 def upcast(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same rounded numbers in float64."""
+    """Returns the same rounded numbers in float64."""
     return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in values.items()}
 
 
-def unmoved(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values with generators of their own, in the same state: every call draws the same numbers."""
+def with_own_generators(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies the generators among the values: every call draws the same numbers."""
     return {name: torch.Generator(v.device).set_state(v.get_state()) if isinstance(v, torch.Generator) else v
             for name, v in values.items()}

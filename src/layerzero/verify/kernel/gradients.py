@@ -1,8 +1,9 @@
-"""Is the backward of a kernel right? Against the autograd of the float64 reference, case by case.
+"""Checks the backward of a kernel against the autograd of the float64 reference, case by case.
 
-For each input that wants a gradient the error is at most `times_eager` x that of the eager formula's own gradient at
-the same dtype, plus the op's tolerance. The gradient that comes from above is given once contiguous and once with
-gaps of NaN between its elements; inputs must be unchanged afterwards; the result of the forward pass is judged too.
+For each input that requires a gradient the error is at most `times_eager` x that of the eager
+formula's own gradient at the same dtype, plus the op's tolerance. The output gradient is passed
+once contiguous and once with gaps of NaN between its elements; inputs must be unchanged afterwards;
+the result of the forward pass is judged too.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from .contract import (
-    AGAIN,
+    RETRIES,
     CaseResult,
     Complaint,
     call,
     case_values,
     formula,
-    judge,
-    maybe_luck,
+    judge_result,
+    may_be_chance,
     refusals,
     results_of,
     upcast,
 )
-from .guarded import changed, relaid, snapshot
+from .guarded import find_changes, snapshot, with_layout
 
-Errors = tuple[float, float, float]            # error, that of the eager formula, error over what was allowed
+Errors = tuple[float, float, float]            # error, eager error, error over allowed error
 
 
 def gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
-    """Those it declares; else the first few of the op's own cases, and some from all over the rest."""
+    """Returns the gradient cases the op declares; else its first cases and a sample of the rest."""
     if not op.differentiable:
         return ()
     return op.gradient_cases or (*op.cases[:4], *op.cases[4::max(len(op.cases) // 8, 1)])
 
 
-def wanting_gradients(op: Op, values: Mapping[str, Any], only: str = "") -> dict[str, Any]:
-    """The same values as leaves of a graph, with the strides they had; or just one of them."""
-    wanted = (only,) if only else op.differentiable
-    return {name: v.detach().requires_grad_() if name in wanted and isinstance(v, Tensor) and v.is_floating_point()
+def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "") -> dict[str, Any]:
+    """Returns the values with requires_grad, with their strides; or with `only` one of them."""
+    names = (only,) if only else op.differentiable
+    return {name: v.detach().requires_grad_() if name in names and isinstance(v, Tensor) and v.is_floating_point()
             and v.dtype.itemsize > 1 else v for name, v in values.items()}
 
 
 def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0,
                     only: str = "", again: bool = True) -> CaseResult:
-    """Judge one case; skipped where the kernel declares no backward or refuses the call."""
+    """Judges one case; skipped if the kernel declares no backward or refuses the call."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
 
     def result(status: str, complaints: Sequence[Complaint] = (), reasons: Any = (), detail: str = "",
@@ -59,9 +60,9 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         return CaseResult(kernel.id, case, dtype, status, tuple(reasons), *errors, detail or "; ".join(
             c.text for c in complaints), circumstance, seed, tuple(dict.fromkeys(c.kind for c in complaints)))
 
-    if not kernel.differentiable:              # selection never gives it such a call
+    if not kernel.differentiable:              # selection never picks it for such a call
         return result("skipped", detail="declares no backward")
-    values = wanting_gradients(op, case_values(op, case, dtype, device, seed), only)
+    values = requiring_grad(op, case_values(op, case, dtype, device, seed), only)
     if not any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
         return result("skipped", detail="nothing wants a gradient")
     reasons = refusals(kernel, values)
@@ -76,44 +77,46 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         if lost:
             return result("failed", [Complaint("gradient", f"the gradient of result {i} is silently lost")
                                      for i in lost])
-        above = weights_of(results)
-        runs = [_backward(values, results, weights) for weights in (above, above, _apart(above))]
+        output_grads = _output_grads(results)
+        runs = [_backward(values, results, grads) for grads in (output_grads, output_grads, _with_gaps(output_grads))]
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
         return result("failed", [Complaint("gradient", str(reason_of(e, classify(e))))])
-    complaints = [Complaint("in-place change", text) for text in changed(values, before)]
-    exact = wanting_gradients(op, upcast(values), only)
-    true_results = formula(op, exact)
-    truth = _backward(exact, true_results, [w if w is None else w.double() for w in above])
-    eager = _backward(values, eager_results, above)
+    complaints = [Complaint("in-place change", text) for text in find_changes(values, before)]
+    wide_values = requiring_grad(op, upcast(values), only)
+    exact_results = formula(op, wide_values)
+    exact_grads = _backward(wide_values, exact_results, [w if w is None else w.double() for w in output_grads])
+    eager_grads = _backward(values, eager_results, output_grads)
     worst: Errors = (0.0, 0.0, 0.0)
-    for i, parts in enumerate(zip(*(map(_plain, r) for r in (results, results, true_results, eager_results)))):
-        forward = judge(op, dtype, f"result {i}", *parts)
+    compared = (results, results, exact_results, eager_results)
+    for i, four_results in enumerate(zip(*(map(_detached, r) for r in compared))):
+        forward = judge_result(op, dtype, f"result {i}", *four_results)
         complaints += forward.complaints
         worst = max(worst, (forward.error, forward.eager_error, forward.ratio), key=lambda e: e[2])
-    for got, how in zip(runs[1:], ("", ", given one with gaps,")):
-        found, errors = _judged(op, dtype, how, got, truth, eager, values)
-        complaints += found
+    for got, suffix in zip(runs[1:], ("", ", given one with gaps,")):
+        gradient_complaints, errors = _judge_gradients(op, dtype, suffix, got, exact_grads, eager_grads, values)
+        complaints += gradient_complaints
         worst = max(worst, errors, key=lambda e: e[2])
-    if kernel.deterministic_backward and any(not torch.equal(runs[0][n], runs[1][n]) for n in truth):
+    if kernel.deterministic_backward and any(not torch.equal(runs[0][n], runs[1][n]) for n in exact_grads):
         complaints.append(Complaint("non-determinism", "two backward passes differ"))
-    if complaints and again and {c.kind for c in complaints} <= {"gradient", "error"} and maybe_luck(results, worst[2]):
-        others = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False) for i in range(AGAIN)]
-        if sum(o.status == "failed" for o in others) < 2:
+    kinds = {c.kind for c in complaints}
+    if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
+        retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False) for i in range(RETRIES)]
+        if sum(retry.status == "failed" for retry in retries) < 2:
             return result("passed", detail=f"just outside once: {complaints[0].text}", errors=(*worst[:2], 1.0))
     return result("failed" if complaints else "passed", complaints, (), "", worst)
 
 
-def _judged(op: Op, dtype: str, how: str, got: Mapping[str, Tensor], truth: Mapping[str, Tensor],
-            eager: Mapping[str, Tensor], values: Mapping[str, Any]) -> tuple[list[Complaint], Errors]:
-    """Complaints, and the errors of the worst input."""
+def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor], exact: Mapping[str, Tensor],
+                     eager: Mapping[str, Tensor], values: Mapping[str, Any]) -> tuple[list[Complaint], Errors]:
+    """Returns complaints, and the errors of the worst input."""
     rtol, atol = op.tolerance.of(dtype)
     complaints: list[Complaint] = []
     worst = (0.0, 0.0, 0.0)
-    for name, want in truth.items():
+    for name, want in exact.items():
         if got[name].dtype != values[name].dtype or got[name].shape != want.shape:
-            complaints.append(Complaint("gradient", f"gradient of {name}{how} is {tuple(got[name].shape)} "
+            complaints.append(Complaint("gradient", f"gradient of {name}{suffix} is {tuple(got[name].shape)} "
                                                     f"{got[name].dtype}"))
             continue
         if not want.numel():
@@ -122,33 +125,34 @@ def _judged(op: Op, dtype: str, how: str, got: Mapping[str, Tensor], truth: Mapp
                               for g in (got, eager))
         bound = op.tolerance.times_eager * eager_error + atol + rtol * float(want.abs().max())
         if error > bound:
-            complaints.append(Complaint("gradient", f"gradient of {name}{how}: error {error:.3g} exceeds {bound:.3g}; "
+            complaints.append(Complaint("gradient",
+                                        f"gradient of {name}{suffix}: error {error:.3g} exceeds {bound:.3g}; "
                                                     f"eager {eager_error:.3g}"))
         worst = max(worst, (error, eager_error, error / bound), key=lambda e: e[2])
     return complaints, worst
 
 
-def weights_of(results: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient that comes from above: random, the same for every kernel."""
-    gen = torch.Generator().manual_seed(987654321)     # no case's own: a gradient along the input may vanish
+def _output_grads(results: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns random output gradients, the same for every kernel."""
+    gen = torch.Generator().manual_seed(987654321)     # no case uses it: a gradient parallel to the input may vanish
     return [torch.randn(r.shape, generator=gen).to(r) if r.is_floating_point() else None for r in results]
 
 
-def _apart(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The same with NaN between the elements."""
-    return [w if w is None else (w if (other := relaid(w, "sparse")) is None else other) for w in weights]
+def _with_gaps(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns the same gradients with NaN between the elements."""
+    return [w if w is None else (w if (other := with_layout(w, "sparse")) is None else other) for w in weights]
 
 
 def _backward(values: Mapping[str, Any], results: Sequence[Tensor],
-              above: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    wanted = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
-    pairs = [(r, w) for r, w in zip(results, above) if w is not None and r.requires_grad]
+              output_grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    inputs = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
+    pairs = [(r, w) for r, w in zip(results, output_grads) if w is not None and r.requires_grad]
     if not pairs:
-        return {n: torch.zeros_like(v) for n, v in wanted.items()}
-    found = torch.autograd.grad([r for r, _ in pairs], list(wanted.values()), [w for _, w in pairs], allow_unused=True,
+        return {n: torch.zeros_like(v) for n, v in inputs.items()}
+    grads = torch.autograd.grad([r for r, _ in pairs], list(inputs.values()), [w for _, w in pairs], allow_unused=True,
                                 retain_graph=True)
-    return {n: torch.zeros_like(v) if g is None else g for (n, v), g in zip(wanted.items(), found)}
+    return {n: torch.zeros_like(v) if g is None else g for (n, v), g in zip(inputs.items(), grads)}
 
 
-def _plain(t: Tensor) -> Tensor:
+def _detached(t: Tensor) -> Tensor:
     return t.detach()

@@ -1,4 +1,5 @@
-"""The memory a kernel works on, made to show what it does with it: watched, poisoned, guarded, laid out otherwise."""
+"""Prepares the memory a kernel works on to reveal its mistakes: watched, poisoned, guarded, in
+other layouts."""
 
 from __future__ import annotations
 
@@ -9,21 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MARGIN = 4096                                  # bytes on either side of a guarded tensor
-LARGE = 1 << 28
+MARGIN_BYTES = 4096                            # on either side of a guarded tensor
+MAX_BYTES = 1 << 28
 LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
 
-# What must not change.
+# Watching memory and global state.
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
-    """The whole storage of every tensor, and its version. What is too large to copy is watched by its elements."""
-    return {name: (_watched(v).clone(), _version(v)) for name, v in values.items() if isinstance(v, Tensor)}
+    """Copies the whole storage and version of every tensor; of very large storages only the
+    elements."""
+    return {name: (_watched_bytes(v).clone(), _version(v)) for name, v in values.items() if isinstance(v, Tensor)}
 
 
-def changed(values: Mapping[str, Any], before: Mapping[str, tuple[Tensor, int]]) -> Iterator[str]:
-    for name, (was, version) in before.items():
-        if not torch.equal(_watched(values[name]), was):
+def find_changes(values: Mapping[str, Any], before: Mapping[str, tuple[Tensor, int]]) -> Iterator[str]:
+    for name, (original, version) in before.items():
+        if not torch.equal(_watched_bytes(values[name]), original):
             yield f"{name} was overwritten"
         elif _version(values[name]) != version:
             yield f"{name} was written to (its version went from {version} to {_version(values[name])})"
@@ -33,14 +35,14 @@ def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def _watched(t: Tensor) -> Tensor:
-    if t.untyped_storage().nbytes() > LARGE:
+def _watched_bytes(t: Tensor) -> Tensor:
+    if t.untyped_storage().nbytes() > MAX_BYTES:
         return t.detach().contiguous().reshape(-1).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
-def ambient(device: str) -> dict[str, Any]:
-    """What belongs to the whole process, and no kernel may change."""
+def global_state(device: str) -> dict[str, Any]:
+    """Returns the process-wide state that no kernel may change."""
     state: dict[str, Any] = {
         "the default dtype": torch.get_default_dtype(), "the number of threads": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(), "autocast": torch.is_autocast_enabled("cpu"),
@@ -52,43 +54,44 @@ def ambient(device: str) -> dict[str, Any]:
     return state
 
 
-# Memory that shows.
+# Poisoned memory.
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory is filled with NaN and the largest integers, so that reading or leaving it as it came shows."""
-    memory: Any = torch.utils.deterministic
-    was, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    switch: Any = torch._C._set_deterministic_algorithms       # the public one imports torch's compiler
-    switch(True, warn_only=True)
-    memory.fill_uninitialized_memory = True
+    """Fills fresh memory with NaN and the largest integers, so that unwritten elements show."""
+    settings: Any = torch.utils.deterministic
+    was_deterministic, was_filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    set_deterministic: Any = torch._C._set_deterministic_algorithms  # the public one imports torch's compiler
+    set_deterministic(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        switch(was, warn_only=only_warned)
-        memory.fill_uninitialized_memory = filled
+        set_deterministic(was_deterministic, warn_only=was_warn_only)
+        settings.fill_uninitialized_memory = was_filled
 
 
 def guarded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values with the same strides, each tensor in memory of its own between margins of NaN (integers: -1).
+    """Copies each tensor, with its strides, between margins of NaN (integers: -1).
 
-    Gaps between elements hold NaN too. What reads beside an input then shows in the result, what writes beside it in
-    the snapshot. A tensor that is passed twice stays one; what reaches over gigabytes stays where it is.
+    Gaps between elements hold NaN too. A read beside an input then shows in the result, a write
+    beside it in the snapshot. A tensor that is passed twice stays one tensor; one that spans
+    gigabytes is not copied.
     """
-    made: dict[int, Tensor] = {}
-    return {name: made.setdefault(id(v), _guarded(v)) if isinstance(v, Tensor) else v for name, v in values.items()}
+    by_id: dict[int, Tensor] = {}
+    return {name: by_id.setdefault(id(v), _guarded(v)) if isinstance(v, Tensor) else v for name, v in values.items()}
 
 
 def _guarded(t: Tensor) -> Tensor:
     aligned = max(64 // t.element_size(), 1)
-    margin = MARGIN // t.element_size() + int(t.storage_offset()) % aligned        # as aligned as it was
+    margin = MARGIN_BYTES // t.element_size() + int(t.storage_offset()) % aligned  # as aligned as it was
     span = _span(t)
-    if span > LARGE:
+    if span > MAX_BYTES:
         return t
-    storage = _filled(span + 2 * margin, t)
+    storage = _poisoned(span + 2 * margin, t)
     view = storage.as_strided(t.shape, t.stride(), margin)
-    if 0 in t.stride() and t.numel() > 1:      # spread: several indices are one element
+    if 0 in t.stride() and t.numel() > 1:      # expanded: several indices share an element
         storage[margin:margin + span].copy_(t.detach().as_strided((span,), (1,), t.storage_offset()))
     else:
         view.copy_(t.detach())
@@ -96,12 +99,12 @@ def _guarded(t: Tensor) -> Tensor:
 
 
 def _span(t: Tensor) -> int:
-    """Elements of memory from the first to the last."""
+    """Returns the number of elements from the first to the last in memory."""
     return 1 + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride())) if t.numel() else 0
 
 
-def _filled(size: int, like: Tensor) -> Tensor:
-    """NaN, or -1, or True."""
+def _poisoned(size: int, like: Tensor) -> Tensor:
+    """Returns memory filled with NaN, -1, 255 or True."""
     storage = torch.empty(size, dtype=like.dtype, device=like.device)
     if like.dtype.itemsize == 1 and like.is_floating_point():
         storage.view(torch.uint8).fill_(0x7F if like.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else 0xFF)
@@ -114,37 +117,42 @@ def _filled(size: int, like: Tensor) -> Tensor:
     return storage
 
 
-def relaid(t: Tensor, layout: str) -> Tensor | None:
-    """The same tensor in other memory: every second element of a row, rows with room behind them, the last two
-    dimensions exchanged, or begun one element late. None where that makes no difference."""
+def with_layout(t: Tensor, layout: str) -> Tensor | None:
+    """Copies a tensor to another layout; None where that makes no difference.
+
+    sparse: every second element of a row; padded: rows with space behind them; transposed: the last two dimensions
+    exchanged in memory; offset: starts one element late.
+    """
     if not t.numel() or t.dim() == 0:
         return None
     shape = tuple(t.shape)
     if layout == "sparse":
-        made = _filled(2 * t.numel(), t).view(*shape, 2)[..., 0]
+        other = _poisoned(2 * t.numel(), t).view(*shape, 2)[..., 0]
     elif layout == "padded":
-        made = _filled((t.numel() // shape[-1]) * (shape[-1] + 3), t).view(*shape[:-1], shape[-1] + 3)[..., :shape[-1]]
+        width = shape[-1] + 3
+        other = _poisoned(t.numel() // shape[-1] * width, t).view(*shape[:-1], width)[..., :shape[-1]]
     elif layout == "transposed":
         if t.dim() < 2:
             return None
-        made = _filled(t.numel(), t).view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+        other = _poisoned(t.numel(), t).view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
     else:
-        made = _filled(t.numel() + 1, t)[1:].view(shape)
-    if made.stride() == t.stride() and layout != "offset":
+        other = _poisoned(t.numel() + 1, t)[1:].view(shape)
+    if other.stride() == t.stride() and layout != "offset":
         return None
-    made.copy_(t.detach())
-    return made.requires_grad_() if t.requires_grad else made
+    other.copy_(t.detach())
+    return other.requires_grad_() if t.requires_grad else other
 
 
-def far_apart(t: Tensor) -> Tensor | None:
-    """Its rows 2^31 elements apart, so that an offset does not fit 32 bits. Only what is written takes memory."""
+def with_distant_rows(t: Tensor) -> Tensor | None:
+    """Copies a tensor to rows that span 2^31 elements, so that offsets exceed 32 bits. Only written
+    pages take memory."""
     if t.dim() < 2 or t.shape[0] < 2 or not t.numel():
         return None
-    reach = (1 << 31) // (t.shape[0] - 1) + t[0].numel()
+    row_stride = (1 << 31) // (t.shape[0] - 1) + t[0].numel()
     try:
-        storage = torch.empty((t.shape[0] - 1) * reach + t[0].numel(), dtype=t.dtype, device=t.device)
+        storage = torch.empty((t.shape[0] - 1) * row_stride + t[0].numel(), dtype=t.dtype, device=t.device)
     except (RuntimeError, MemoryError):
         return None
     inner = t[0].contiguous().stride()
-    made = storage.as_strided(t.shape, (reach, *inner))
-    return made.copy_(t)
+    distant = storage.as_strided(t.shape, (row_stride, *inner))
+    return distant.copy_(t)

@@ -1,7 +1,7 @@
-"""A kernel nobody knows yet, tried in a process of its own before it is trusted with this one.
+"""Tries an unknown kernel in a process of its own before this process runs it.
 
-What hangs is stopped, what crashes or loses the device takes nothing else with it; the kernel is then taken out here,
-with the reason. Verification and tuning may ask this first of kernels that have no certificate.
+A kernel that hangs, crashes or loses the device there does no harm here, and is disabled here with
+the reason. Verification and tuning may do this first for kernels without a certificate.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from ...world import snapshot as worlds
 from ...world.incidents import change_health
 from .contract import call, case_values, refusals
 
-MOST_CASES = 3
+MAX_CASES = 3
 LOCAL = "<local>"                              # a load that no other process can import
 
 
 def probe(kernel: Kernel, device: str = "cpu", timeout: float = TIMEOUT_S) -> Reason | None:
-    """Run it in a process of its own. If it hangs, crashes or fails there, it is taken out here: the reason why.
+    """Runs a kernel in another process. If it hangs, crashes or fails there, it is disabled here;
+    returns the reason.
 
     None: it ran. It must be importable: a kernel of the catalog, of a plugin, or one whose load is a named function.
     """
-    reason = tried(kernel, device, timeout).reason
+    reason = run_in_subprocess(kernel, device, timeout).reason
     if reason is not None:
         change_health(kernel.id, lambda old: health.disabled(reason))
     return reason
 
 
-def tried(kernel: Kernel, device: str = "cpu", timeout: float = TIMEOUT_S) -> Outcome:
-    """What came of a few calls of it in a process of its own. The time counts from the start of that process."""
+def run_in_subprocess(kernel: Kernel, device: str = "cpu", timeout: float = TIMEOUT_S) -> Outcome:
+    """Makes a few calls in another process. The timeout includes the start of that process."""
     declared = kernel.to_json()
     if not _importable(kernel):
         declared["load"] = LOCAL
@@ -58,15 +59,17 @@ def _importable(kernel: Kernel) -> bool:
 
 
 def probe_unknown(kernels: Iterable[Kernel], device: str = "cpu", timeout: float = TIMEOUT_S) -> dict[str, Reason]:
-    """Probe those that are here, no part of torch, and without a certificate; what was found wrong with them."""
+    """Probes the kernels of installed libraries that have no certificate; returns what is wrong
+    with them."""
     chosen = [k for k in kernels if k.package and loading.availability(k) is None]
-    standing = certificates.standing(chosen, hardware.probe(device))
+    standing = certificates.statuses(chosen, hardware.probe(device))
     unknown = [k for k in chosen if isinstance(standing[k.id], Reason)]
     return {k.id: reason for k in unknown if (reason := probe(k, device, timeout)) is not None}
 
 
 def run_cases(declared: dict[str, Any], device: str) -> int | None:
-    """In the other process: the first cases that the kernel takes, and how many; None if it is not known there."""
+    """Runs in the other process: the first cases the kernel accepts. Returns how many; None if it
+    is unknown there."""
     catalog = worlds.current().catalog
     kernel = catalog.by_id.get(declared["id"])
     if kernel is None or declared["load"] not in (LOCAL, import_path(kernel.load)):
@@ -81,8 +84,8 @@ def run_cases(declared: dict[str, Any], device: str) -> int | None:
         with torch.no_grad():
             call(kernel, values)
         if device == "cuda":
-            torch.cuda.synchronize()           # a fault is reported when somebody waits
+            torch.cuda.synchronize()           # a fault is reported at synchronization
         ran += 1
-        if ran == MOST_CASES:
+        if ran == MAX_CASES:
             break
     return ran

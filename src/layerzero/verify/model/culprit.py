@@ -1,10 +1,11 @@
-"""Whose fault is it? From a comparison that failed to the first stage that diverges, the kernel, and its likely class.
+"""Finds the culprit of a failed comparison: the first stage that diverges, the kernel, and the
+likely class of error.
 
-1. Descend: of all stages, in the order of computing, the first that is further off than it may be.
-2. Accuse: the kernel that served that stage, called again with the same arguments, against the contract's formula. If
-   it keeps the contract, the kernel is right and the call is wrong: the model is described by another convention.
+1. Descend: the first stage, in the order of computing, that exceeds its limit.
+2. Check: the kernel that served that stage is called again with the same arguments, against the contract's formula. If
+   it keeps the contract, the kernel is right and the call is wrong: the model uses another convention.
 3. Swap: every kernel of the run is left out in turn. The one without which nothing diverges is the culprit.
-4. Classify: what would the kernel have to get wrong to give just this? Each way is tried.
+4. Classify: which altered reference gives the same wrong result?
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ import torch
 from torch import Tensor
 
 from ...machine.faults import FAULTS
-from ...models.decoder import Note, Trace
+from ...models.decoder import StageValue, Trace
 from ...spec.alteration import Alteration, Results
 from ...spec.codec import Record
 from ...spec.errors import LayerZeroError
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...world import snapshot as worlds
-from ..kernel.contract import ROUNDINGS, call, formula, judge, results_of, upcast, worst_indices
+from ..kernel.contract import ROUNDINGS, call, formula, judge_result, results_of, upcast, worst_indices
 from ..kernel.diagnosis import CLASSES
 from ..kernel.guarded import poisoned_memory
-from .route import TIMES_EAGER, Route, Row, difference, largest
-from .served import Served, without
+from .route import TIMES_EAGER, Route, Row, difference, max_abs
+from .served import LzCaller, without_kernels
 
-NARROW = (torch.bfloat16, torch.float16)
-Given = dict[str, Any]
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
+Arguments = dict[str, Any]
 
 
 class Swap(NamedTuple):
-    """What became of the comparison when `kernel` was left out."""
+    """The comparison without `kernel`."""
 
     kernel: str
     fixed: bool
@@ -46,18 +47,18 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class Culprit(Record):
-    """Who, where and, most likely, why."""
+    """The kernel, the stage, and the likely class of error."""
 
     stage: str
     op: str
-    kernel: str                                # "" where no single kernel is to blame
+    kernel: str                                # "" if no single kernel is to blame
     kind: str                                  # one of diagnosis.CLASSES: convention, mask, alignment, precision, ...
     why: str
     error: float
     allowed: float
     worst: tuple[tuple[int, ...], ...] = ()
     swaps: tuple[Swap, ...] = ()
-    keeps_contract: bool = False               # the kernel does what it should: it was asked for something else
+    keeps_contract: bool = False               # the kernel is right: the call is wrong
 
     def __str__(self) -> str:
         who = f"lz.{self.op} by {self.kernel}" if self.op else self.kernel or "no kernel alone"
@@ -73,122 +74,130 @@ class Culprit(Record):
 
 
 def find(route: Route, named: str = "") -> Culprit:
-    """The culprit of a route whose comparison failed. `named`: the kernel or library that was asked for."""
-    do = Served(named)
-    runs = _runs(route, do)
-    swaps = tuple(_swaps(route, [kernel for _, kernel in do.counts], named))
+    """Finds the culprit of a failed route. `named`: the kernel or library that was to serve."""
+    caller = LzCaller(named)
+    runs = _runs(route, caller)
+    swaps = tuple(_swaps(route, [kernel for _, kernel in caller.counts], named))
     order = list(route.truth)
-    bad_rows = [(order.index(row.what), row, trace) for trace in runs for row in _bad(route, trace)]
-    if not bad_rows:                           # only what is made of all stages, such as the likeliest token
+    failing = [(order.index(row.what), row, trace) for trace in runs for row in _failing_rows(route, trace)]
+    if not failing:                            # only a row over all stages failed, such as the top-1
         nearest = max((row for row in route.rows(runs[0])), key=lambda row: (not row.ok, row.ratio))
-        return _by_swaps(nearest, swaps, "no stage alone is further off than it may be: small differences add up")
-    _, bad, trace = min(bad_rows, key=lambda found: found[0])
-    note = trace[bad.what]
+        return _culprit_by_swaps(nearest, swaps,
+                                 "no stage alone is further off than it may be: small differences add up")
+    _, first, trace = min(failing, key=lambda item: item[0])
+    stage_value = trace[first.what]
     kernels = worlds.current().catalog.by_id
-    if note.kernel not in kernels:             # a sum between calls, or a gradient
-        return _by_swaps(bad, swaps, "no single kernel is to blame")
-    stage, kernel = bad.what, kernels[note.kernel]
-    alone = keeps_contract(kernel, note)
-    if alone:                                  # then one before it may be off by just less than shows
-        earlier = itertools.takewhile(lambda item: item[0] != bad.what, trace.items())
-        found = next(((s, n) for s, n in earlier if n.kernel in kernels and s in route.truth
-                      and not keeps_contract(kernels[n.kernel], n)), None)
-        if found is not None:
-            (stage, note), alone = found, False
-            kernel = kernels[note.kernel]
-    want = route.truth[stage].to(note.value.device)
-    kind, why = classify(kernel, _values(kernel.op, note), note, want, asked_right=alone)
+    if stage_value.kernel not in kernels:      # plain torch between calls, or a gradient
+        return _culprit_by_swaps(first, swaps, "no single kernel is to blame")
+    stage, kernel = first.what, kernels[stage_value.kernel]
+    kernel_is_right = keeps_contract(kernel, stage_value)
+    if kernel_is_right:                        # an earlier stage may be off by just less than its limit
+        earlier = itertools.takewhile(lambda item: item[0] != first.what, trace.items())
+        earlier_culprit = next(((s, n) for s, n in earlier if n.kernel in kernels and s in route.truth
+                                and not keeps_contract(kernels[n.kernel], n)), None)
+        if earlier_culprit is not None:
+            (stage, stage_value), kernel_is_right = earlier_culprit, False
+            kernel = kernels[stage_value.kernel]
+    want = route.truth[stage].to(stage_value.value.device)
+    kind, why = classify(kernel, _values(kernel.op, stage_value), stage_value, want, kernel_is_right)
     row = route.row(trace, stage)
-    return Culprit(stage, note.op, note.kernel, kind, why, row.error, row.allowed,
-                   row.worst or tuple(worst_indices(note.value, want)), swaps, alone)
+    return Culprit(stage, stage_value.op, stage_value.kernel, kind, why, row.error, row.allowed,
+                   row.worst or tuple(worst_indices(stage_value.value, want)), swaps, kernel_is_right)
 
 
-def _by_swaps(bad: Row, swaps: Sequence[Swap], otherwise: str) -> Culprit:
-    """Where no call made the value, only swapping tells."""
+def _culprit_by_swaps(row: Row, swaps: Sequence[Swap], otherwise: str) -> Culprit:
+    """Returns the culprit by swaps alone, where no call computed the value."""
     fixed = [s.kernel for s in swaps if s.fixed]
     if len(fixed) != 1:
-        return Culprit(bad.what, "", "", "unknown", otherwise, bad.error, bad.allowed, bad.worst, tuple(swaps))
-    backward = bad.what.startswith("grad")
+        return Culprit(row.what, "", "", "unknown", otherwise, row.error, row.allowed, row.worst, tuple(swaps))
+    backward = row.what.startswith("grad")
     why = "its backward differs: the forward of every stage agrees" if backward else "leaving it out mends all"
-    return Culprit(bad.what, worlds.current().catalog.by_id[fixed[0]].op.name, fixed[0],
-                   "gradient" if backward else "unknown", why, bad.error, bad.allowed, bad.worst, tuple(swaps))
+    return Culprit(row.what, worlds.current().catalog.by_id[fixed[0]].op.name, fixed[0],
+                   "gradient" if backward else "unknown", why, row.error, row.allowed, row.worst, tuple(swaps))
 
 
 def _swaps(route: Route, kernels: Sequence[str], named: str) -> Iterator[Swap]:
-    """Each kernel left out in turn. What diverges without it too was not its fault alone."""
+    """Reruns the route without each kernel in turn."""
     for kernel in kernels:
         if kernel not in worlds.current().catalog.by_id:
             continue
         try:
-            with without([kernel]):
-                runs = _runs(route, Served("" if named == kernel else named))
+            with without_kernels([kernel]):
+                runs = _runs(route, LzCaller("" if named == kernel else named))
         except LayerZeroError as e:
             yield Swap(kernel, False, f"nothing else can serve: {str(e).splitlines()[0]}")
             continue
-        still = next((row for trace in runs for row in (*_bad(route, trace), *route.rows(trace)) if not row.ok), None)
-        yield Swap(kernel, still is None, "all stages agree" if still is None else f"still diverges at {still.what}")
+        diverging = next((row for trace in runs
+                          for row in (*_failing_rows(route, trace), *route.rows(trace)) if not row.ok), None)
+        yield Swap(kernel, diverging is None, "all stages agree" if diverging is None
+                   else f"still diverges at {diverging.what}")
 
 
-def _runs(route: Route, do: Served) -> list[Trace]:
-    """As it is, and over memory full of NaN: what is left unwritten may hold the right numbers by chance."""
-    plain = route.run(do)
+def _runs(route: Route, caller: LzCaller) -> list[Trace]:
+    """Runs the route plainly and over poisoned memory: unwritten elements may be right by
+    chance."""
+    plain = route.run(caller)
     with warnings.catch_warnings(), poisoned_memory():
         warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
-        return [plain, route.run(do)]
+        return [plain, route.run(caller)]
 
 
-def _bad(route: Route, trace: Trace) -> Iterator[Row]:
-    """What is further off than it may be, in the order of computing."""
+def _failing_rows(route: Route, trace: Trace) -> Iterator[Row]:
+    """Yields the stages that exceed their limit, in the order of computing."""
     return (row for row in (route.row(trace, stage) for stage in route.truth if stage in trace) if not row.ok)
 
 
-def _values(op: Op, note: Note) -> Given:
-    given = note.given or {}
-    return {p.name: given.get(p.name, p.default) for p in op.params}
+def _values(op: Op, stage_value: StageValue) -> Arguments:
+    arguments = stage_value.arguments or {}
+    return {p.name: arguments.get(p.name, p.default) for p in op.params}
 
 
 @torch.no_grad()
-def keeps_contract(kernel: Kernel, note: Note) -> bool:
-    """Does it compute what its contract says of just these arguments, over poisoned memory too?"""
-    values = _values(kernel.op, note)
+def keeps_contract(kernel: Kernel, stage_value: StageValue) -> bool:
+    """Does the kernel keep its contract for these arguments, over poisoned memory too?"""
+    values = _values(kernel.op, stage_value)
     first = results_of(call(kernel, values))
     with poisoned_memory():
         second = results_of(call(kernel, values))
-    dtype = str(note.value.dtype).removeprefix("torch.")
+    dtype = str(stage_value.value.dtype).removeprefix("torch.")
     parts = zip(first, second, formula(kernel.op, upcast(values)), formula(kernel.op, values))
-    return not any(judge(kernel.op, dtype, "", *four).complaints for four in parts)
+    return not any(judge_result(kernel.op, dtype, "", *four).complaints for four in parts)
 
 
-# What would it have to get wrong?
+# Classification.
 
 @torch.no_grad()
-def classify(kernel: Kernel, values: Given, note: Note, want: Tensor, asked_right: bool = False) -> tuple[str, str]:
-    """The class of an error (one of diagnosis.CLASSES), and the reason. With `asked_right` the kernel is right by its
-    contract: then the call is altered until it gives what was wanted."""
-    got, op = note.value, kernel.op
-    if asked_right:
-        for kind, words, made, off in _ways(op, values, note.result):
-            if made.numel() == want.numel() and difference(made.reshape(want.shape), want) <= off:
+def classify(kernel: Kernel, values: Arguments, stage_value: StageValue, want: Tensor,
+             kernel_is_right: bool = False) -> tuple[str, str]:
+    """Returns the class of an error (one of diagnosis.CLASSES) and the evidence.
+
+    With `kernel_is_right` the call is altered instead until the reference gives what was wanted.
+    """
+    got, op = stage_value.value, kernel.op
+    if kernel_is_right:
+        for kind, words, result, tolerance in _alternatives(op, values, stage_value.result):
+            if result.numel() == want.numel() and difference(result.reshape(want.shape), want) <= tolerance:
                 return kind, f"the call is not what the model wants: the result would be right with {words}"
         return "unknown", "the kernel keeps its contract, and no other reading of the call that was tried gives the " \
             "result; look at the weights and at the code of the model"
     if not got.isfinite().all() and want.isfinite().all():
         return "uninitialised output", f"{int((~got.isfinite()).sum())} of {got.numel()} are not finite"
-    found = _unsteady(kernel, values, note.result) if want.isfinite().all() else None
-    if found:
-        return found
-    for kind, words, made, off in _ways(op, values, note.result):
-        if made.numel() == got.numel() and difference(made.reshape(got.shape), got) <= off:
+    instability = _instability(kernel, values, stage_value.result) if want.isfinite().all() else None
+    if instability:
+        return instability
+    for kind, words, result, tolerance in _alternatives(op, values, stage_value.result):
+        if result.numel() == got.numel() and difference(result.reshape(got.shape), got) <= tolerance:
             return kind, f"it gives what the reference gives with {words}"
     dense = {n: v.contiguous().clone() if isinstance(v, Tensor) else v for n, v in values.items()}
-    again = results_of(call(kernel, dense))[note.result].reshape(want.shape)
-    if difference(again, want) < 0.01 * difference(got, want):
+    dense_result = results_of(call(kernel, dense))[stage_value.result].reshape(want.shape)
+    if difference(dense_result, want) < 0.01 * difference(got, want):
         return "layout", "it is right for contiguous copies of its inputs, and wrong for their strides or offsets"
-    return _precision(op, values, note, want) or ("unknown", "no altered reference gives this result")
+    return _precision(op, values, stage_value, want) or ("unknown", "no altered reference gives this result")
 
 
-def _unsteady(kernel: Kernel, values: Given, result: int) -> tuple[str, str] | None:
-    """Called again: over memory full of NaN, and plainly. What is wanted has no NaN."""
+def _instability(kernel: Kernel, values: Arguments, result: int) -> tuple[str, str] | None:
+    """Calls the kernel again, over poisoned memory and twice plainly. The expected result has no
+    NaN."""
     with poisoned_memory():
         poisoned = results_of(call(kernel, values))[result]
     first, second = (results_of(call(kernel, values))[result] for _ in range(2))
@@ -201,55 +210,58 @@ def _unsteady(kernel: Kernel, values: Given, result: int) -> tuple[str, str] | N
     return None
 
 
-def _precision(op: Op, values: Given, note: Note, want: Tensor) -> tuple[str, str] | None:
-    """As far off as the formula is at a narrower dtype, or as many roundings of its own?"""
-    error, own, size = difference(note.value, want), torch.finfo(note.value.dtype).eps, max(largest(want), 1e-30)
-    for narrow in NARROW:
-        if torch.finfo(narrow).eps <= own:
+def _precision(op: Op, values: Arguments, stage_value: StageValue, want: Tensor) -> tuple[str, str] | None:
+    """Is the error that of the formula at a narrower dtype, or a number of roundings at this
+    one?"""
+    error, size = difference(stage_value.value, want), max(max_abs(want), 1e-30)
+    eps = torch.finfo(stage_value.value.dtype).eps
+    for narrow in NARROW_DTYPES:
+        if torch.finfo(narrow).eps <= eps:
             continue
         rounded = {n: v.to(narrow) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in values.items()}
-        made = _formula(op, rounded, note.result)
-        if made is not None and error <= 4 * difference(made.reshape(want.shape), want):
+        narrow_result = _try_formula(op, rounded, stage_value.result)
+        if narrow_result is not None and error <= 4 * difference(narrow_result.reshape(want.shape), want):
             return "precision", f"it is as far off as the formula in {str(narrow)[6:]}: something is rounded or " \
                 "accumulated too narrowly"
-    if error <= 64 * own * size:
-        return "precision", f"it is off by {error / own / size:.0f} roundings of {str(note.value.dtype)[6:]}"
+    if error <= 64 * eps * size:
+        return "precision", f"it is off by {error / eps / size:.0f} roundings of {str(stage_value.value.dtype)[6:]}"
     return None
 
 
-def _ways(op: Op, values: Given, result: int) -> Iterator[tuple[str, str, Tensor, float]]:
-    """Other things that could have been computed, and are not the same: class, in words, the result, and how far off
-    it may be at the dtype of the call."""
-    as_it_is = formula(op, upcast(values))[result]
-    for row in (*op.alterations, *_MORE.get(op.name, ())):
-        made, eager = (_altered(op, row, v, result) for v in (upcast(values), values))
-        if made is not None and eager is not None:
-            off = TIMES_EAGER * difference(eager, made) + 2 * ROUNDINGS * torch.finfo(eager.dtype).eps * largest(made)
-            if difference(made, as_it_is) > 2 * off:
-                yield row.kind, row.words, made, off
+def _alternatives(op: Op, values: Arguments, result: int) -> Iterator[tuple[str, str, Tensor, float]]:
+    """Yields altered references that differ from the reference: class, text, result, and its
+    tolerance at the dtype of the call."""
+    unaltered = formula(op, upcast(values))[result]
+    for alteration in (*op.alterations, *_MODEL_ALTERATIONS.get(op.name, ())):
+        wide, eager = (_altered_result(op, alteration, v, result) for v in (upcast(values), values))
+        if wide is not None and eager is not None:
+            rounding = torch.finfo(eager.dtype).eps * max_abs(wide)
+            tolerance = TIMES_EAGER * difference(eager, wide) + 2 * ROUNDINGS * rounding
+            if difference(wide, unaltered) > 2 * tolerance:
+                yield alteration.kind, alteration.words, wide, tolerance
 
 
-def _altered(op: Op, row: Alteration, values: Given, result: int) -> Tensor | None:
+def _altered_result(op: Op, alteration: Alteration, values: Arguments, result: int) -> Tensor | None:
     try:
-        made = row.alter(op, values)
-    except FAULTS:                             # it makes no sense for this call
+        altered = alteration.alter(op, values)
+    except FAULTS:                             # the alteration does not apply to this call
         return None
-    if isinstance(made, Results):
-        found = made.values[result]
-        return found if isinstance(found, Tensor) else None
-    return None if made is None else _formula(op, made, result)
+    if isinstance(altered, Results):
+        tensor = altered.values[result]
+        return tensor if isinstance(tensor, Tensor) else None
+    return None if altered is None else _try_formula(op, altered, result)
 
 
-def _formula(op: Op, values: Given, result: int) -> Tensor | None:
+def _try_formula(op: Op, values: Arguments, result: int) -> Tensor | None:
     try:
         return formula(op, values)[result]
     except FAULTS:
         return None
 
 
-def _order(op: Any, v: Given) -> Results:
-    """The rows of the query and key projections are in the order of the other convention, as in GGUF files: turned by
-    that one, and then put in the order of this."""
+def _reordered_rope(op: Any, v: Arguments) -> Results:
+    """Rotates by the other convention and reorders to this one: the rows of the query and key
+    projections are in the other order, as in GGUF files."""
     other = "interleaved" if v["style"] == "rotate_half" else "rotate_half"
 
     def reordered(t: Tensor) -> Tensor:
@@ -260,16 +272,16 @@ def _order(op: Any, v: Given) -> Results:
     return Results(tuple(map(reordered, results_of(op.reference(**{**v, "style": other})))))
 
 
-def _shifted(by: int) -> Callable[[Any, Given], Given | None]:
-    def alter(op: Any, v: Given) -> Given | None:
+def _shift_positions(by: int) -> Callable[[Any, Arguments], Arguments | None]:
+    def alter(op: Any, v: Arguments) -> Arguments | None:
         ids = v["position_ids"]
         return None if ids is None else {**v, "position_ids": (ids + by).clamp(0, v["cos"].shape[-2] - 1)}
 
     return alter
 
 
-# Mistakes that show in a model only.
-_MORE: Mapping[str, tuple[Alteration, ...]] = {"rope": (
-    Alteration("convention", "the other style, and the elements of a head in the order of that", _order),
-    Alteration("alignment", "every position one less", _shifted(-1)),
-    Alteration("alignment", "every position one more", _shifted(1)))}
+# Mistakes that only show in a model.
+_MODEL_ALTERATIONS: Mapping[str, tuple[Alteration, ...]] = {"rope": (
+    Alteration("convention", "the other style, and the elements of a head in the order of that", _reordered_rope),
+    Alteration("alignment", "every position one less", _shift_positions(-1)),
+    Alteration("alignment", "every position one more", _shift_positions(1)))}

@@ -4,8 +4,8 @@
     encoder-decoder   T5: relative position bias as a mask, unscaled attention, padded rows, cross-attention, gated GELU
     image             a block of a diffusion model: group norm, self-attention over pixels, attention to a text, GEGLU
 
-Each is written once over calls that can be replaced (models/decoder.py says how), small, with random weights. What lz
-gives may be as far from float64 as the ladder allows (route.py).
+Each is small, with random weights, and written once over an OpCaller (models/decoder.py). Results
+of lz may be as far from float64 as the ladder allows (route.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.decoder import Cached, Calls, Decoder, DecoderConfig, Weights, cast, make_weights
+from ...models.decoder import CachedKV, Decoder, DecoderConfig, OpCaller, Weights, cast, make_weights
 from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from ..kernel.contract import worst_indices
-from .plain import Plain, rope_angles
+from .plain import PlainTorch, rope_angles
 from .route import LAYER, Row, allowed, difference
-from .served import Served, tables_of
+from .served import LzCaller, rope_tables_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPES: Mapping[str, tuple[tuple[int, int], ...]] = {      # (batch, length)
@@ -37,10 +37,10 @@ Outputs = dict[str, Tensor]
 
 
 class Family(NamedTuple):
-    """`run` gives the outputs that are compared; the limit is that of float32."""
+    """`run` returns the outputs that are compared; `limit` is for float32."""
 
     weights: Callable[[], Weights]
-    run: Callable[[Calls, Weights, int, int, str], Outputs]
+    run: Callable[[OpCaller, Weights, int, int, str], Outputs]
     limit: float
 
 
@@ -75,7 +75,7 @@ class Cell:
 
 def model_cells(families: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, lane: str = "quick", device: str = "cpu",
                 named: str = "") -> Iterator[Cell]:
-    """Every cell of the matrix, as it is done. `named`: a kernel or library that serves wherever it can."""
+    """Yields every cell of the matrix. `named`: a kernel or library that serves wherever it can."""
     for name in families:
         if name not in FAMILIES:
             raise ConfigError(f"the families are {', '.join(FAMILIES)}, got {name!r}")
@@ -89,40 +89,40 @@ def model_cells(families: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, la
 
 
 def _cell(name: str, weights: Weights, dtype: str, batch: int, length: int, device: str, named: str) -> Cell:
-    family, kind, started, served = FAMILIES[name], getattr(torch, dtype), time.perf_counter(), Served(named)
-    rounded = cast(weights, kind, device)
-    counts: Counter[tuple[str, str]] = served.counts
+    family, torch_dtype, started, caller = FAMILIES[name], getattr(torch, dtype), time.perf_counter(), LzCaller(named)
+    rounded = cast(weights, torch_dtype, device)
+    counts: Counter[tuple[str, str]] = caller.counts
     with torch.no_grad():
-        truth = family.run(Plain(), cast(rounded, torch.float64), batch, length, device)
-        eager = family.run(Plain(), rounded, batch, length, device)
+        truth = family.run(PlainTorch(), cast(rounded, torch.float64), batch, length, device)
+        eager = family.run(PlainTorch(), rounded, batch, length, device)
         try:
-            got = family.run(served, rounded, batch, length, device)
+            got = family.run(caller, rounded, batch, length, device)
         except (NoKernelFoundError, KernelExecutionError) as e:
             return Cell(name, dtype, batch, length, (), counts, f"{type(e).__name__}: {str(e).splitlines()[0]}",
                         time.perf_counter() - started)
     rows = []
     for what, value in got.items():
         want, error = truth[what], difference(value, truth[what])
-        bound = allowed(kind, want, eager[what], family.limit)
+        bound = allowed(torch_dtype, want, eager[what], family.limit)
         worst = tuple(worst_indices(value, want)) if error > bound and value.shape == want.shape else ()
         rows.append(Row(what, error, bound, eager=difference(eager[what], want), worst=worst))
     return Cell(name, dtype, batch, length, tuple(rows), counts, "", time.perf_counter() - started)
 
 
-class _Maker:
-    """Random weights that keep the size of what passes through them."""
+class _WeightMaker:
+    """Makes random weights that keep the scale of activations."""
 
     def __init__(self, seed: int) -> None:
-        self.generator, self.made = torch.Generator().manual_seed(seed), {}    # type: torch.Generator, Weights
+        self.generator, self.weights = torch.Generator().manual_seed(seed), {}  # type: torch.Generator, Weights
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 
     def matrix(self, name: str, out: int, width: int) -> None:
-        self.made[name] = self.normal(out, width) / math.sqrt(width)
+        self.weights[name] = self.normal(out, width) / math.sqrt(width)
 
-    def vector(self, name: str, size: int, around: float) -> None:
-        self.made[name] = around + 0.2 * self.normal(size)
+    def vector(self, name: str, size: int, center: float) -> None:
+        self.weights[name] = center + 0.2 * self.normal(size)
 
 
 def _tokens(batch: int, length: int, vocab: int, device: str) -> Tensor:
@@ -131,25 +131,26 @@ def _tokens(batch: int, length: int, vocab: int, device: str) -> Tensor:
 
 # Llama.
 
-def _decoder(do: Calls, w: Weights, batch: int, length: int, device: str) -> Outputs:
+def _decoder(do: OpCaller, w: Weights, batch: int, length: int, device: str) -> Outputs:
     tokens, dtype = _tokens(batch, length, DECODER.vocab, device), w["norm"].dtype
-    plain = isinstance(do, Plain)
-    model = Decoder(DECODER, w, do, rope_angles(DECODER, device) if plain else tables_of(DECODER, device), fused=True)
-    whole = model(tokens)
-    if plain:                                  # step by step it is to be the same
-        return {"logits": whole, "logits, paged": whole}
-    memory = Cached(DECODER, "paged", batch, length, dtype, device)
+    is_plain = isinstance(do, PlainTorch)
+    model = Decoder(DECODER, w, do, rope_angles(DECODER, device) if is_plain
+                    else rope_tables_of(DECODER, device), fused=True)
+    logits = model(tokens)
+    if is_plain:                               # stepwise decoding must give the same
+        return {"logits": logits, "logits, paged": logits}
+    past = CachedKV(DECODER, "paged", batch, length, dtype, device)
     head = max(length - 2, 1)
-    steps = [model(tokens[:, :head], memory), *(model(tokens[:, i:i + 1], memory) for i in range(head, length))]
-    return {"logits": whole, "logits, paged": torch.cat(steps, 1)}
+    steps = [model(tokens[:, :head], past), *(model(tokens[:, i:i + 1], past) for i in range(head, length))]
+    return {"logits": logits, "logits, paged": torch.cat(steps, 1)}
 
 
 # T5.
 
 def _t5_weights() -> Weights:
-    make = _Maker(5)
-    make.made["embed"] = make.normal(VOCAB, WIDTH)
-    make.made["bias"] = make.normal(HEADS, 16)             # by distance, up to 8 either way
+    make = _WeightMaker(5)
+    make.weights["embed"] = make.normal(VOCAB, WIDTH)
+    make.weights["bias"] = make.normal(HEADS, 16)          # per distance, up to 8 in both directions
     make.vector("norm", WIDTH, 1.0)
     make.matrix("head", VOCAB, WIDTH)
     for stack, parts in (("enc", ("self",)), ("dec", ("self", "cross"))):
@@ -159,18 +160,18 @@ def _t5_weights() -> Weights:
             for part in parts:
                 for name in ("q", "k", "v", "o"):
                     make.matrix(f"{stack}.{i}.{part}.{name}", WIDTH, WIDTH)
-                make.made[f"{stack}.{i}.{part}.q"] *= (WIDTH // HEADS) ** -0.5           # there is no scale
+                make.weights[f"{stack}.{i}.{part}.q"] *= (WIDTH // HEADS) ** -0.5        # T5 does not scale scores
             make.matrix(f"{stack}.{i}.mlp.in", 2 * INNER, WIDTH)
             make.matrix(f"{stack}.{i}.mlp.down", WIDTH, INNER)
-    return make.made
+    return make.weights
 
 
-def _heads(do: Calls, w: Weights, at: str, x: Tensor) -> Tensor:
+def _heads(do: OpCaller, w: Weights, at: str, x: Tensor) -> Tensor:
     out: Tensor = do("linear", x=x, weight=w[at])
     return out.unflatten(-1, (HEADS, -1))
 
 
-def _attend(do: Calls, w: Weights, at: str, x: Tensor, context: Tensor, mask: Tensor | None,
+def _attend(do: OpCaller, w: Weights, at: str, x: Tensor, context: Tensor, mask: Tensor | None,
             scale: float | None = None) -> Tensor:
     mixed = do("attention", query=_heads(do, w, f"{at}.q", x), key=_heads(do, w, f"{at}.k", context),
                value=_heads(do, w, f"{at}.v", context), attn_mask=mask, scale=scale, layout="bshd")
@@ -178,7 +179,7 @@ def _attend(do: Calls, w: Weights, at: str, x: Tensor, context: Tensor, mask: Te
     return out
 
 
-def _t5_stack(do: Calls, w: Weights, stack: str, x: Tensor, mask: Tensor,
+def _t5_stack(do: OpCaller, w: Weights, stack: str, x: Tensor, mask: Tensor,
               cross: tuple[Tensor, Tensor] | None) -> Tensor:
     def norm(at: str) -> Tensor:
         out: Tensor = do("rms_norm", x=x, weight=w[at], eps=1e-6)
@@ -195,45 +196,46 @@ def _t5_stack(do: Calls, w: Weights, stack: str, x: Tensor, mask: Tensor,
     return norm("norm")
 
 
-def _t5(do: Calls, w: Weights, batch: int, length: int, device: str) -> Outputs:
+def _t5(do: OpCaller, w: Weights, batch: int, length: int, device: str) -> Outputs:
     def distances(rows: int) -> Tensor:
-        place = torch.arange(rows, device=device)
-        return (place - place[:, None]).clamp(-8, 7) + 8
+        positions = torch.arange(rows, device=device)
+        return (positions - positions[:, None]).clamp(-8, 7) + 8
 
     source, target = (_tokens(batch, n, VOCAB, device) for n in (length, max(length // 2, 1)))
-    lengths = length - torch.arange(batch, device=device) % max(length // 2, 1)        # rows of several lengths
-    there = (torch.arange(length, device=device) < lengths[:, None])[:, None, None]    # (batch, 1, 1, length)
+    lengths = length - torch.arange(batch, device=device) % max(length // 2, 1)        # rows of different lengths
+    not_padded = (torch.arange(length, device=device) < lengths[:, None])[:, None, None]  # (batch, 1, 1, length)
     bias = w["bias"][:, distances(length)][None]
-    known = torch.where(there, bias, torch.finfo(bias.dtype).min)
-    memory = _t5_stack(do, w, "enc", do("embedding", ids=source, weight=w["embed"]), known, None)
+    encoder_mask = torch.where(not_padded, bias, torch.finfo(bias.dtype).min)
+    encoded = _t5_stack(do, w, "enc", do("embedding", ids=source, weight=w["embed"]), encoder_mask, None)
     rows = target.shape[1]
-    later = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
-    causal = w["bias"][:, distances(rows)][None].masked_fill(later, -math.inf)
+    future = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
+    causal = w["bias"][:, distances(rows)][None].masked_fill(future, -math.inf)
     x = _t5_stack(do, w, "dec", do("embedding", ids=target, weight=w["embed"]), causal,
-                  (memory, there.expand(-1, -1, rows, -1)))
-    return {"memory": torch.where(there[:, 0, 0, :, None], memory, 0.0), "logits": do("linear", x=x, weight=w["head"])}
+                  (encoded, not_padded.expand(-1, -1, rows, -1)))
+    return {"memory": torch.where(not_padded[:, 0, 0, :, None], encoded, 0.0),
+            "logits": do("linear", x=x, weight=w["head"])}
 
 
 # Diffusion.
 
 def _image_weights() -> Weights:
-    make = _Maker(7)
+    make = _WeightMaker(7)
     for name in ("group", "self.norm", "cross.norm", "mlp.norm"):
         make.vector(name, WIDTH, 1.0)
         make.vector(f"{name}.bias", WIDTH, 0.0)
     for name in ("in", "out", "self.q", "self.k", "self.v", "self.o", "cross.q", "cross.o"):
         make.matrix(name, WIDTH, WIDTH)
     for name in ("cross.k", "cross.v"):
-        make.matrix(name, WIDTH, 32)                       # of a text that is less wide
+        make.matrix(name, WIDTH, 32)                       # the text is narrower
     make.matrix("mlp.in", 2 * INNER, WIDTH)
     make.matrix("mlp.down", WIDTH, INNER)
     make.vector("mlp.in.bias", 2 * INNER, 0.0)
     make.vector("mlp.down.bias", WIDTH, 0.0)
-    make.made["image"], make.made["text"] = make.normal(8, WIDTH, 16, 16), make.normal(8, 77, 32)
-    return make.made
+    make.weights["image"], make.weights["text"] = make.normal(8, WIDTH, 16, 16), make.normal(8, 77, 32)
+    return make.weights
 
 
-def _image(do: Calls, w: Weights, batch: int, length: int, device: str) -> Outputs:
+def _image(do: OpCaller, w: Weights, batch: int, length: int, device: str) -> Outputs:
     def norm(name: str) -> Tensor:
         out: Tensor = do("layer_norm", x=x, weight=w[name], bias=w[f"{name}.bias"], eps=1e-5)
         return out

@@ -1,6 +1,8 @@
-"""The operations of a decoder in plain torch, written apart from the contracts: what the ladder compares with.
+"""The ops of a decoder in plain torch, written independently of the contracts: the baseline of the
+ladder.
 
-Computed in the dtype of the arguments: in float64 they are the truth, in a narrower dtype what eager torch is off by.
+They compute in the dtype of the arguments: float64 gives the expected values, a narrower dtype
+eager torch's error.
 """
 
 from __future__ import annotations
@@ -13,25 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...models.decoder import DecoderConfig, activated
+from ...models.decoder import DecoderConfig, activate
 
 
 def rope_angles(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
-    """Cosine and sine of every position, (positions, head_dim / 2), in float32 as models are trained with."""
+    """Returns cosine and sine of every position, (positions, head_dim / 2), in float32 as in
+    training."""
     if c.positions != "rope":
         return None
-    turns = c.rope_base ** -(torch.arange(0, c.head_dim, 2).float() / c.head_dim)
-    angles = torch.outer(torch.arange(c.max_positions).float(), turns)
+    frequencies = c.rope_base ** -(torch.arange(0, c.head_dim, 2).float() / c.head_dim)
+    angles = torch.outer(torch.arange(c.max_positions).float(), frequencies)
     return angles.cos().to(device), angles.sin().to(device)
 
 
-class Plain:
-    """As `do` of a decoder."""
+class PlainTorch:
+    """An OpCaller that computes in plain torch."""
 
     kernel = "plain torch"
 
-    def __call__(self, op: str, /, **given: Any) -> Any:
-        return _FORMULAS[op](**given)
+    def __call__(self, op: str, /, **arguments: Any) -> Any:
+        return _FORMULAS[op](**arguments)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,19 +56,19 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, 
           layout: str) -> tuple[Tensor, Tensor]:
     cos, sin = (t[position_ids].unsqueeze(2) for t in (cos, sin))
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        a, b = (x[..., :half], x[..., half:]) if style == "rotate_half" else (x[..., 0::2], x[..., 1::2])
-        pair = a * cos - b * sin, b * cos + a * sin
-        out = torch.cat(pair, -1) if style == "rotate_half" else torch.stack(pair, -1).flatten(-2)
+        first, second = (x[..., :half], x[..., half:]) if style == "rotate_half" else (x[..., 0::2], x[..., 1::2])
+        rotated = first * cos - second * sin, second * cos + first * sin
+        out = torch.cat(rotated, -1) if style == "rotate_half" else torch.stack(rotated, -1).flatten(-2)
         return out.to(x.dtype)
 
-    return turned(q), turned(k)
+    return rotate(q), rotate(k)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, window_left: int = -1,
                layout: str = "bshd", attn_mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """A mask is added; where it is True or False, a key is seen where it is True."""
+    """A float mask is added to the scores; a bool mask is True where a key is attended to."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -74,10 +77,10 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = Fals
             attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -math.inf))
     if is_causal:
         distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
-        hidden = distance < 0
+        masked = distance < 0
         if window_left >= 0:
-            hidden = hidden | (distance > window_left)
-        scores = scores.masked_fill(hidden, -math.inf)
+            masked = masked | (distance > window_left)
+        scores = scores.masked_fill(masked, -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
@@ -88,7 +91,7 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float
 def _mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str, bias_in: Tensor | None = None,
          bias_down: Tensor | None = None) -> Tensor:
     shape = DecoderConfig(x.shape[-1], 1, activation=activation)
-    return F.linear(activated(shape, F.linear(x, weight_in, bias_in)), weight_down, bias_down)
+    return F.linear(activate(shape, F.linear(x, weight_in, bias_in)), weight_down, bias_down)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,11 +1,12 @@
-"""One comparison: something that lz computes along the way of a decoder, and what it should have been.
+"""A route: one run of a decoder by lz, compared stage by stage with the expected values.
 
-How far a value may be off. In float32: the limit of its kind (below). Stages and gradients inside a layer may be off by
-so much for each unit of their largest number: the limits are written for values near one, the spacing of float32 grows
-with the numbers, and the residual of a real model reaches thousands. Logits, losses and trained parameters are not
-widened so. In 16 bits: twice what plain torch is off by at the same dtype, plus a few roundings, as FlashAttention's
-own tests have it. Where a gradient has jumps, as that of ReLU has at zero, rounding puts a few elements on the other
-side, in plain torch as in lz: there the root of the mean square is compared instead of the largest difference.
+How far a value may be off. In float32: the limit of its kind (below). Inside a layer the limits of
+stages and gradients scale with their largest value: they are stated for values near one, the
+spacing of float32 grows with the values, and the residual of a real model reaches thousands.
+Logits, losses and trained parameters are not scaled. In 16 bits: twice the error of plain torch at
+the same dtype, plus a few roundings, as in FlashAttention's own tests. Where a gradient is
+discontinuous, as that of ReLU at zero, rounding puts a few elements on the other side, in plain
+torch as in lz: there the root mean square is compared instead of the largest difference.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from ...models.decoder import Trace
 from ...spec.codec import Record
 from ..kernel.contract import ROUNDINGS, worst_indices
-from .served import Served
+from .served import LzCaller
 
 LAYER, LOGITS, GRADIENT = 1e-4, 1e-3, 1e-5       # largest differences in float32
 TIMES_EAGER = 2.0
@@ -28,13 +29,13 @@ TIMES_EAGER = 2.0
 
 @dataclass(frozen=True)
 class Row(Record, json="what error allowed mean eager kernel worst text ok"):
-    """One line of a table: a difference and what was allowed."""
+    """One line of a table: a difference and the allowed one."""
 
     what: str
     error: float
     allowed: float
     mean: float = 0.0
-    eager: float | None = None                 # what plain torch is off by at the same dtype
+    eager: float | None = None                 # error of plain torch at the same dtype
     kernel: str = ""
     worst: tuple[tuple[int, ...], ...] = ()
     text: str = ""
@@ -45,7 +46,7 @@ class Row(Record, json="what error allowed mean eager kernel worst text ok"):
 
     @property
     def ratio(self) -> float:
-        """Of the difference to what was allowed."""
+        """The difference over the allowed one."""
         return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
 
     def __str__(self) -> str:
@@ -54,73 +55,76 @@ class Row(Record, json="what error allowed mean eager kernel worst text ok"):
                 + (f", worst at {', '.join(map(str, self.worst))}" if not self.ok and self.worst else ""))
 
 
-def largest(t: Tensor) -> float:
+def max_abs(t: Tensor) -> float:
     return float(t.abs().max()) if t.numel() else 0.0
 
 
 def difference(got: Tensor, want: Tensor) -> float:
-    """The largest; infinite where one is not a number."""
+    """Returns the largest absolute difference; infinite if shapes differ or one is NaN."""
     if got.shape != want.shape:
         return math.inf
-    gap = (got.double() - want.to(got.device).double()).abs()
-    return math.inf if gap.isnan().any() else largest(gap)
+    deviation = (got.double() - want.to(got.device).double()).abs()
+    return math.inf if deviation.isnan().any() else max_abs(deviation)
 
 
-def typical(t: Tensor) -> float:
-    """The root of the mean square."""
+def rms(t: Tensor) -> float:
+    """Returns the root mean square."""
     return float(t.double().square().mean().sqrt()) if t.numel() else 0.0
 
 
-def typical_difference(got: Tensor, want: Tensor) -> float:
-    return difference(got, want) if got.shape != want.shape else typical(got.double() - want.to(got.device).double())
+def rms_difference(got: Tensor, want: Tensor) -> float:
+    return difference(got, want) if got.shape != want.shape else rms(got.double() - want.to(got.device).double())
 
 
 def allowed(dtype: torch.dtype, want: Tensor, eager: Tensor | None, limit: float, scaled: bool = True,
             jumps: bool = False) -> float:
     if dtype == torch.float32 or eager is None:
-        return limit * max(1.0, largest(want)) if scaled else limit
+        return limit * max(1.0, max_abs(want)) if scaled else limit
     if jumps:
-        return TIMES_EAGER * typical_difference(eager, want) + ROUNDINGS * torch.finfo(dtype).eps * typical(want)
-    return TIMES_EAGER * difference(eager, want) + ROUNDINGS * torch.finfo(dtype).eps * largest(want)
+        return TIMES_EAGER * rms_difference(eager, want) + ROUNDINGS * torch.finfo(dtype).eps * rms(want)
+    return TIMES_EAGER * difference(eager, want) + ROUNDINGS * torch.finfo(dtype).eps * max_abs(want)
 
 
 @dataclass
 class Route:
-    """`run` computes with lz and gives a trace; `truth` is what each stage should be, in the order of computing.
+    """`run` computes with lz and returns a trace; `truth` has the expected stages, in the order of
+    computing.
 
-    All of the truth serves to find a culprit; `shown` are the stages that are judged, all of them if not said.
+    All of `truth` serves to find a culprit; `shown` are the stages that are judged, by default all.
     """
 
     name: str
     dtype: torch.dtype
-    run: Callable[[Served], Trace]
+    run: Callable[[LzCaller], Trace]
     truth: Mapping[str, Tensor]
     limit: Callable[[str], float]
     eager: Mapping[str, Tensor] = field(default_factory=dict)
     shown: Sequence[str] | None = None
-    extra: Callable[[Trace], list[Row]] | None = None          # rows that are no plain difference
+    extra: Callable[[Trace], list[Row]] | None = None          # rows other than differences of stages
     scaled: Callable[[str], bool] = lambda stage: not stage.endswith("logits")
-    jumps: Callable[[str], bool] = lambda stage: False         # is it a gradient with jumps, or what follows from one?
+    jumps: Callable[[str], bool] = lambda stage: False         # does it depend on a discontinuous gradient?
 
     def measure(self, stage: str) -> Callable[[Tensor, Tensor], float]:
-        """In float32 so few elements change sides that none does."""
-        return typical_difference if self.jumps(stage) and self.dtype != torch.float32 else difference
+        """Returns the measure of a stage. In float32 too few elements change sides to need the
+        rms."""
+        return rms_difference if self.jumps(stage) and self.dtype != torch.float32 else difference
 
     def allowed(self, stage: str) -> float:
         return allowed(self.dtype, self.truth[stage], self.eager.get(stage), self.limit(stage), self.scaled(stage),
                        self.jumps(stage))
 
     def row(self, trace: Trace, stage: str) -> Row:
-        note = trace[stage]
-        want = self.truth[stage].to(note.value.device)
+        value = trace[stage].value
+        want = self.truth[stage].to(value.device)
         differ = self.measure(stage)
-        error, bound = differ(note.value, want), self.allowed(stage)
-        same = note.value.shape == want.shape
+        error, bound = differ(value, want), self.allowed(stage)
+        same_shape = value.shape == want.shape
         eager = differ(self.eager[stage], want) if stage in self.eager else None
-        return Row(stage, error, bound, float((note.value.double() - want.double()).abs().mean()) if same else math.inf,
-                   eager, note.kernel, tuple(worst_indices(note.value, want)) if error > bound and same else ())
+        mean = float((value.double() - want.double()).abs().mean()) if same_shape else math.inf
+        worst = tuple(worst_indices(value, want)) if error > bound and same_shape else ()
+        return Row(stage, error, bound, mean, eager, trace[stage].kernel, worst)
 
     def rows(self, trace: Trace) -> list[Row]:
         stages = self.truth if self.shown is None else self.shown
-        found = [self.row(trace, stage) for stage in stages if stage in trace and stage in self.truth]
-        return found + (self.extra(trace) if self.extra is not None else [])
+        rows = [self.row(trace, stage) for stage in stages if stage in trace and stage in self.truth]
+        return rows + (self.extra(trace) if self.extra is not None else [])

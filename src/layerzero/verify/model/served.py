@@ -1,7 +1,8 @@
-"""The operations of a decoder, served by lz: by its own choice, or by a kernel or library that is asked for.
+"""The ops of a decoder, served by lz: by its own selection, or by a named kernel or library.
 
-What was asked for serves every call it can, and no other kernel is tried in its place if it breaks. A call it refuses
-goes to lz's own choice, and the reason is kept: nothing was shown of the kernel there.
+What was named serves every call it can, and no other kernel is tried in its place if it fails. A
+call it refuses goes to lz's own selection, and the reason is kept: nothing was verified of the
+kernel there.
 """
 
 from __future__ import annotations
@@ -29,67 +30,66 @@ DECODER_OPS = ("embedding", "rms_norm", "layer_norm", "add_rms_norm", "linear", 
                "paged_attention", "mlp", "cross_entropy")
 
 
-class Served:
-    """As `do` of a decoder. `named`: a kernel's id, a library, or a pattern of ids; "" leaves the choice to lz."""
+class LzCaller:
+    """An OpCaller through lz. `named`: a kernel's id, a library, or a pattern of ids; "" leaves it
+    to lz."""
 
     def __init__(self, named: str = "") -> None:
         self.named = named
         self.patterns = patterns_of(named)
         self.kernel = ""
         self.counts: Counter[tuple[str, str]] = Counter()      # (op, kernel) -> calls
-        self.refused: dict[str, str] = {}                      # op -> why what was named could not serve
-        self.asked: Counter[str] = Counter()                   # op -> calls of those that have what was named
+        self.refused: dict[str, str] = {}                      # op -> why `named` could not serve
 
-    def __call__(self, op: str, /, **given: Any) -> Any:
-        found = dispatcher_of(op)
+    def __call__(self, op: str, /, **arguments: Any) -> Any:
+        dispatcher = dispatcher_of(op)
         pattern = self.patterns.get(op)
-        before, fell = found.hits(), []            # type: dict[str, int], list[str]
-        stop = subscribe(lambda e: fell.append(e.served_by) if isinstance(e, Fallback) and e.op == op else None)
+        before, fallbacks = dispatcher.hits(), []  # type: dict[str, int], list[str]
+        stop = subscribe(lambda e: fallbacks.append(e.served_by) if isinstance(e, Fallback) and e.op == op else None)
         try:
             if pattern is None:
-                out = found.public(**given)
+                out = dispatcher.public(**arguments)
             else:
-                self.asked[op] += 1
                 try:
-                    out = found.public(**given, backend=pattern)
+                    out = dispatcher.public(**arguments, backend=pattern)
                 except NamedKernelRefused as e:
                     self.refused.setdefault(op, "; ".join(dict.fromkeys(map(str, e.reasons))) or str(e))
-                    out = found.public(**given)
+                    out = dispatcher.public(**arguments)
         finally:
             stop()
-        chosen = next((k for k, n in found.hits().items() if n > before.get(k, 0)), "unknown")
-        self.kernel = fell[-1] if fell else chosen
+        chosen = next((k for k, n in dispatcher.hits().items() if n > before.get(k, 0)), "unknown")
+        self.kernel = fallbacks[-1] if fallbacks else chosen
         self.counts[op, self.kernel] += 1
         return out
 
     @property
     def served(self) -> int:
-        """How many calls what was named has served."""
+        """How many calls `named` has served."""
         return sum(n for (op, kernel), n in self.counts.items() if fnmatchcase(kernel, self.patterns.get(op, "")))
 
 
 def patterns_of(named: str) -> Mapping[str, str]:
-    """op -> pattern, for the ops of a decoder that have a kernel so named."""
+    """Returns op -> pattern for the ops of a decoder that have a kernel with this name."""
     if not named:
         return {}
     pattern = named if "." in named or "*" in named else f"{named}.*"
     kernels = worlds.current().catalog.kernels
-    found = {k.op.name: pattern for k in kernels if fnmatchcase(k.id, pattern)}
-    if not found:
+    by_op = {k.op.name: pattern for k in kernels if fnmatchcase(k.id, pattern)}
+    if not by_op:
         ids = sorted({*(k.id for k in kernels), *(k.backend for k in kernels)})
         raise ConfigError(f"no kernel matches {named!r}{suggest(named, ids)}; lz list shows them")
-    return {op: p for op, p in found.items() if op in DECODER_OPS}
+    return {op: p for op, p in by_op.items() if op in DECODER_OPS}
 
 
-def tables_of(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
+def rope_tables_of(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
     if c.positions != "rope":
         return None
     return rope_tables(c.head_dim, c.max_positions, c.rope_base, device=device)
 
 
 @contextmanager
-def without(kernels: Sequence[str]) -> Iterator[None]:
-    """These serve no call of the block."""
+def without_kernels(kernels: Sequence[str]) -> Iterator[None]:
+    """Denies these kernels within the block."""
     if not kernels:
         yield
         return

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....machine.faults import tells_of_memory
+from ....machine.faults import says_out_of_memory
 from ..definition import Definition
 
 WORKER = Path(__file__).with_name("reference_worker.py")
@@ -90,7 +90,7 @@ class References:
             return answer
         if not answer["ok"]:
             place = f" ({answer['place']})" if answer["place"] else ""
-            if answer["memory"] or tells_of_memory(answer["error"]):
+            if answer["memory"] or says_out_of_memory(answer["error"]):
                 return Ran(status="memory", why="its reference needs more memory than is here: "
                                                 f"{answer['error']}{place}")
             return Ran(status="failed", why=f"its reference failed: {answer['error']}{place}")

@@ -22,7 +22,7 @@ from ...verify.model.families import FAMILIES, Cell
 from .. import show
 from ..options import Json
 
-_ROOT = Path(__file__).resolve().parents[3]    # of a source checkout; an installed package has no docs/
+_ROOT = Path(__file__).resolve().parents[4]    # of a source checkout; an installed package has no docs/
 WAIVERS = "waivers.yaml"                       # beside the baselines
 
 

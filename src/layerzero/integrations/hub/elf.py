@@ -41,6 +41,10 @@ class Binary:
     undefined: frozenset[str]                  # symbols that others must define
 
 
+class NotElf(ValueError):
+    """The file is no 64-bit little-endian ELF file, or a damaged one."""
+
+
 class _BoundedFile(mmap.mmap):
     """A mapped file with a limit on the number of reads."""
 
@@ -50,56 +54,62 @@ class _BoundedFile(mmap.mmap):
         data = super().read(size)
         self.reads_left -= 1 + len(data) // _READ_SIZE
         if self.reads_left < 0:
-            raise ValueError("its tables repeat or overlap")
+            raise NotElf("its tables repeat or overlap")
         return data
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open an ELFFile; ValueError for what is no 64-bit little-endian ELF file, or a damaged one."""
+    """Open an ELFFile; NotElf if it cannot be read, here or in the `with` block."""
     try:
         from elftools.common.exceptions import ELFError
         from elftools.elf.elffile import ELFFile
     except ImportError as e:
         raise NotHere(f"{path.name} is a compiled file, which pyelftools reads; it is not installed ({e}): "
                       "pip install 'layerzero[hub]'") from e
-    with path.open("rb") as file, _BoundedFile(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError("not a 64-bit little-endian ELF file")
-        data.reads_left = min(_LEAST_READS + len(data), _MOST_READS)
-        try:
-            yield ELFFile(data)
-        except (ELFError, *_PARSE_ERRORS) as e:
-            raise ValueError(f"a damaged ELF file: {e}") from e
+    with path.open("rb") as file:
+        if file.read(6) != b"\x7fELF\x02\x01":
+            raise NotElf("not a 64-bit little-endian ELF file")
+        with _BoundedFile(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            data.reads_left = min(_LEAST_READS + len(data), _MOST_READS)
+            try:
+                yield ELFFile(data)
+            except (ELFError, *_PARSE_ERRORS) as e:
+                raise NotElf(f"a damaged ELF file: {e}") from e
 
 
 def read(path: Path) -> Binary:
-    """Read what a compiled file needs; ValueError if it is damaged or of another kind."""
+    """Read what a compiled file needs; NotElf if it is damaged or of another kind."""
     with _opened(path) as elf:
         machine = elf["e_machine"]
-        needed: dict[str, frozenset[str]] = {}
-        undefined: set[str] = set()
-        for section in elf.iter_sections():
-            if section["sh_type"] == "SHT_GNU_verneed":
-                for library, versions in section.iter_versions():
-                    needed[_checked(library.name)] = frozenset(_checked(version.name) for version in versions)
-            elif section["sh_type"] == "SHT_DYNSYM":
-                undefined.update(_checked(symbol.name) for symbol in section.iter_symbols()
-                                 if symbol["st_name"] and symbol["st_shndx"] == "SHN_UNDEF")
-        return Binary(_MACHINES.get(machine, f"machine {machine}"), needed, frozenset(undefined))
+        undefined = frozenset(
+            _checked(symbol.name) for section in elf.iter_sections("SHT_DYNSYM") for symbol in section.iter_symbols()
+            if symbol["st_name"] and symbol["st_shndx"] == "SHN_UNDEF")
+        return Binary(_MACHINES.get(machine, f"machine {machine}"), _needed_versions(elf), undefined)
+
+
+def read_needed_versions(path: Path) -> dict[str, frozenset[str]]:
+    """Read only the symbol versions, which takes a fraction of the time of the symbols."""
+    with _opened(path) as elf:
+        return _needed_versions(elf)
+
+
+def read_defined_versions(path: Path) -> frozenset[str]:
+    """Read the versions of the symbols that a library defines."""
+    with _opened(path) as elf:
+        return frozenset(_checked(next(names).name) for section in elf.iter_sections("SHT_GNU_verdef")
+                         for _, names in section.iter_versions())
+
+
+def _needed_versions(elf: Any) -> dict[str, frozenset[str]]:
+    return {_checked(library.name): frozenset(_checked(version.name) for version in versions)
+            for section in elf.iter_sections("SHT_GNU_verneed") for library, versions in section.iter_versions()}
 
 
 def _checked(name: str | None) -> str:
     if not name:                               # pyelftools returns "" where no string is
-        raise ValueError("a name is missing")
+        raise NotElf("a name is missing")
     return name
-
-
-def _defined_versions(path: Path) -> frozenset[str]:
-    """Return the versions of the symbols that a library defines."""
-    with _opened(path) as elf:
-        return frozenset(_checked(next(names).name) for section in elf.iter_sections("SHT_GNU_verdef")
-                         for _, names in section.iter_versions())
 
 
 def load_problems(path: Path) -> Iterator[str]:
@@ -110,7 +120,7 @@ def load_problems(path: Path) -> Iterator[str]:
         yield f"{path.name} was built for {tag[1]}, this Python loads {suffixes}"
     try:
         binary = read(path)
-    except ValueError as e:
+    except NotElf as e:
         yield f"{path.name} is {e}"
         return
     if binary.machine != platform.machine():
@@ -130,10 +140,10 @@ def portability_problem(path: Path) -> str:
     if "cpython-" in path.name:
         return f"{path.name} is for one version of Python, not for the stable ABI (abi3)"
     try:
-        binary = read(path)
-    except ValueError as e:
+        needed = read_needed_versions(path)
+    except NotElf as e:
         return f"{path.name} is {e}"
-    beyond = [name for versions in binary.needed_versions.values() for name in versions
+    beyond = [name for versions in needed.values() for name in versions
               if (match := _VERSION.fullmatch(name)) and match[1] in MANYLINUX_2_28
               and tuple(map(int, match[2].split("."))) > MANYLINUX_2_28[match[1]]]
     return f"{path.name} needs {', '.join(sorted(beyond))}, beyond manylinux_2_28" if beyond else ""
@@ -150,7 +160,7 @@ def _loaded_library_versions(library: str) -> frozenset[str] | None:
         name = line.split(maxsplit=5)[-1]
         if name.rpartition("/")[2] == library and name.startswith("/"):
             try:
-                return _defined_versions(Path(name)) or None
-            except (OSError, ValueError):
+                return read_defined_versions(Path(name)) or None
+            except (OSError, NotElf):
                 return None
     return None

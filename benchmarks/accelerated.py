@@ -185,10 +185,10 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
         ids = ids.to(args.device)
     else:
         from layerzero.integrations.gguf_model import packaged_model, read_gguf
-        from layerzero.integrations.llama_peer import as_transformers
+        from layerzero.integrations.llama_peer import build_llama
 
         name, found = "SmolLM2-135M", read_gguf(packaged_model())
-        ours = as_transformers(found.config, found.weights).to(args.device, dtype)
+        ours = build_llama(found.config, found.weights).to(args.device, dtype)
         ours.set_attn_implementation("sdpa")
         text = ("Once upon a time there was a little robot who wanted to learn about the sea, and so it went to the "
                 "shore. ")

@@ -184,11 +184,11 @@ def operations(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def generating(args: argparse.Namespace) -> dict[str, Any]:
     from layerzero.integrations.gguf_model import packaged_model, read_gguf
-    from layerzero.integrations.llama_peer import as_transformers
+    from layerzero.integrations.llama_peer import build_llama
     from layerzero.integrations.transformers.accelerate import accelerate
 
     found = read_gguf(packaged_model())
-    base = as_transformers(found.config, found.weights)
+    base = build_llama(found.config, found.weights)
     text = "Once upon a time there was a little robot who wanted to learn about the sea, and so it went to the shore. "
     ids = torch.tensor([found.tokenize(text * 40)[:args.context]])
     models, reports = {}, {}

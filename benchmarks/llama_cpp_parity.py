@@ -65,8 +65,8 @@ def compare(model: str, logits: str, against: str) -> int:
     run = Decoder(found.config, found.weights, do, rope_tables_of(found.config), fused=True)
     peer = None
     if against == "transformers":
-        from layerzero.integrations.llama_peer import as_transformers
-        peer = as_transformers(found.config, found.weights)
+        from layerzero.integrations.llama_peer import build_llama
+        peer = build_llama(found.config, found.weights)
     totals: dict[str, list[torch.Tensor]] = {"llama.cpp": [], "transformers": []}
     equal = {"llama.cpp": 0, "transformers": 0}
     largest = {"llama.cpp": 0.0, "transformers": 0.0}

@@ -367,7 +367,7 @@ def hub_metadata(content: bytes) -> None:
 def elf_file(content: bytes) -> None:
     """A compiled file of a repository of kernels, of which is read what it needs."""
     path = _file(content or b"\0", "build/kernel.so")
-    for problem in (*elf.obstacles(path), elf.not_portable(path)):
+    for problem in (*elf.load_problems(path), elf.portability_problem(path)):
         assert isinstance(problem, str)
-    if list(elf.obstacles(path)):
+    if list(elf.load_problems(path)):
         raise DataError("it cannot be loaded here")

@@ -8,7 +8,7 @@ import pytest
 from helpers import Fake, happened, register, world
 
 import layerzero as lz
-from layerzero.cli.commands.verify_levels import chosen_kernels, level_one
+from layerzero.cli.commands.verify_levels import level_one, match_kernels
 from layerzero.machine import hardware
 from layerzero.verify.kernel.certify import certify, certify_all
 from layerzero.world import certificates
@@ -109,7 +109,7 @@ def test_the_command_as_json(capsys):
     ({"backend": "torch", "kernel": "reference.*"}, "no kernel")])
 def test_a_name_that_fits_nothing_is_an_error(asked, word):
     with pytest.raises(lz.errors.ConfigError, match=word):
-        chosen_kernels(**asked)
+        match_kernels(**asked)
 
 
 def test_an_unknown_lane_is_an_error():

@@ -145,13 +145,13 @@ def test_text_to_text():
 def test_a_real_model_speaks_the_same_words():
     pytest.importorskip("gguf", reason="needs gguf: pip install 'layerzero[gguf]'")
     from layerzero.integrations.gguf_model import packaged_model, read_gguf
-    from layerzero.integrations.llama_peer import as_transformers
+    from layerzero.integrations.llama_peer import build_llama
 
     try:
         read = read_gguf(packaged_model())
     except ConfigError as e:
         pytest.skip(str(e))
-    model = as_transformers(read.config, read.weights)
+    model = build_llama(read.config, read.weights)
     given = {"input_ids": torch.tensor([read.tokenize("The capital of France is")])}
     want = generated(model, given, new=6)
     model.set_attn_implementation("layerzero")

@@ -135,8 +135,12 @@ def native_id(version: int) -> str:
     return f"_native_norm_cpu_{commit_of(str(version))[:7]}"
 
 
+PYELFTOOLS = "needs pyelftools: pip install 'layerzero[hub]'"
+
+
 def compile_versions(factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Compiled once per machine and torch; a few seconds."""
+    pytest.importorskip("elftools", reason=PYELFTOOLS)
     if not sys.platform.startswith("linux") or shutil.which("g++") is None:
         pytest.skip("needs Linux and g++")
     home = factory.getbasetemp().parent / f"lz-hub-{torch.__version__}-{commit_of(SOURCE)[:12]}"
@@ -169,6 +173,7 @@ def native_build(repository: Path, compiled: dict[int, Path], version: int, vari
 def plain_library(folder: Path, name: str = "plain.abi3.so", source: str = "int f(void) { return 1; }",
                   *options: str) -> Path:
     """A small C library, for what is read from the file alone."""
+    pytest.importorskip("elftools", reason=PYELFTOOLS)
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     folder.mkdir(parents=True, exist_ok=True)

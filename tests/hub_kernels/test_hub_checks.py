@@ -8,6 +8,7 @@ import os
 import py_compile
 import random
 import struct
+import sys
 from pathlib import Path
 
 import hub_repositories as repositories
@@ -152,9 +153,32 @@ def test_a_damaged_compiled_file_is_called_so(tmp_path):
         (tmp_path / "b.so").write_bytes(data[:draw.choice((len(data), draw.randrange(len(data))))])
         try:
             elf.read(tmp_path / "b.so")
-        except ValueError:
+        except elf.NotElf:
             damaged += 1
     assert 50 < damaged < 400
+
+
+@linux
+def test_tables_that_repeat_for_ever_end(tmp_path):
+    data = bytearray(repositories.plain_library(tmp_path, "a.so", ASKS_LIBC).read_bytes())
+    table, = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    header = next(at for at in range(table, table + size * count, size)
+                  if struct.unpack_from("<I", data, at + 4) == (0x6FFFFFFE,))          # SHT_GNU_verneed
+    record, = struct.unpack_from("<Q", data, header + 24)
+    struct.pack_into("<I", data, header + 44, 2**32 - 1)                               # so many records,
+    struct.pack_into("<I", data, record + 12, 0)                                       # and the next is the same
+    (tmp_path / "b.so").write_bytes(data)
+    with pytest.raises(elf.NotElf, match="a damaged ELF file: its tables repeat or overlap"):
+        elf.read(tmp_path / "b.so")
+
+
+@linux
+def test_without_pyelftools_the_error_says_what_to_install(tmp_path, monkeypatch):
+    path = repositories.plain_library(tmp_path, "a.so", ASKS_LIBC)
+    monkeypatch.setitem(sys.modules, "elftools.elf.elffile", None)
+    with pytest.raises(HubError, match=r"pip install 'layerzero\[hub\]'"):
+        list(elf.load_problems(path))
 
 
 @linux

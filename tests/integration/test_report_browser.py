@@ -18,7 +18,7 @@ import pytest
 from layerzero.cli.commands.report import gather
 from layerzero.perf.record import Measurement, Rates
 from layerzero.report import style
-from layerzero.report.overview import Overview, Refused, Why, kinds_of, read_regret
+from layerzero.report.overview import Overview, RejectedKernel, RejectReason, group_by_kind, read_regret
 from layerzero.report.page import render
 from layerzero.spec.call import Call
 from layerzero.tune import regret
@@ -68,9 +68,10 @@ def overview(folder: Path) -> Overview:
     written = folder / "regret.json"
     written.write_text(json.dumps(regret.Report(replayed, (), place).to_json()))
     here = gather("cpu")
-    kinds = kinds_of(rows, rates, frozenset({"torch.own"}))
-    return Overview(here.device, place, here.made_at, here.facts, kinds, rates,
-                    (*here.refused, Refused(LONG, HOSTILE, (Why("NOT_INSTALLED", HOSTILE, LONG),), LONG)),
+    kinds = group_by_kind(rows, rates, frozenset({"torch.own"}))
+    return Overview(here.device, place, here.created_at, here.facts, kinds, rates,
+                    (*here.rejected, RejectedKernel(
+                        LONG, HOSTILE, (RejectReason("NOT_INSTALLED", HOSTILE, LONG),), LONG)),
                     read_regret(written), here.ops)
 
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner  # noqa: E402
 
 from layerzero.cli.commands.generate import generate  # noqa: E402
 from layerzero.cli.commands.ladder import TEXT, ladder  # noqa: E402
-from layerzero.integrations.gguf_model import Generation, halves, packaged_model, pairs, read_gguf  # noqa: E402
-from layerzero.integrations.llama_peer import as_transformers, stages_of  # noqa: E402
+from layerzero.integrations.gguf_model import Generation, packaged_model, read_gguf, rows_to_halves  # noqa: E402
+from layerzero.integrations.llama_peer import build_llama, trace_stages  # noqa: E402
 from layerzero.machine.hardware import probe  # noqa: E402
 from layerzero.spec.errors import ConfigError, DataError  # noqa: E402
 from layerzero.verify.model.ladder import Model, climb  # noqa: E402
@@ -40,18 +40,23 @@ def model():
 def llama(model):
     """transformers' own, over the same numbers."""
     pytest.importorskip("transformers", reason="needs transformers: pip install 'layerzero[transformers]'")
-    return as_transformers(replace(model.config, max_positions=512), model.weights)
+    return build_llama(replace(model.config, max_positions=512), model.weights)
 
 
 @pytest.fixture(scope="module")
 def stages(model, llama):
-    return stages_of(llama, model.config, torch.tensor([model.tokenize(TEXT)]))
+    return trace_stages(llama, model.config, torch.tensor([model.tokenize(TEXT)]))
 
 
 def described(model, stages=None, **changes):
     config = replace(model.config, max_positions=512, **changes)
     against = {"truth": stages, "truth_name": "transformers in float32"} if stages else {}
     return Model("SmolLM2", config, model.weights, torch.tensor([model.tokenize(TEXT)]), **against)
+
+
+def rows_to_pairs(weight, heads):
+    """The order in which llama.cpp stores the rows of the query and key projections."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def test_what_the_file_says(model):
@@ -64,7 +69,8 @@ def test_what_the_file_says(model):
 
 def test_the_order_of_rotary_rows_goes_there_and_back(model):
     weight = model.weights["0.qkv"][:576]
-    assert torch.equal(halves(pairs(weight, 9), 9), weight) and not torch.equal(pairs(weight, 9), weight)
+    stored = rows_to_pairs(weight, 9)
+    assert torch.equal(rows_to_halves(stored, 9), weight) and not torch.equal(stored, weight)
 
 
 @pytest.mark.parametrize("level", (3, 4))
@@ -96,7 +102,7 @@ def test_the_rope_case_study_on_real_weights(model, stages):
     stored = dict(model.weights)
     for i in range(c.layers):
         q, k, v = stored[f"{i}.qkv"].split(rows)
-        stored[f"{i}.qkv"] = torch.cat((pairs(q, c.heads), pairs(k, c.kv_heads), v))
+        stored[f"{i}.qkv"] = torch.cat((rows_to_pairs(q, c.heads), rows_to_pairs(k, c.kv_heads), v))
     right = described(model, stages, rope_style="interleaved")._replace(weights=stored)
     [rung] = climb(4, model=right)
     assert [row.error for row in rung.rows if row.what == "top-1"] == [0, 0] and rung.passed, rung
@@ -129,7 +135,7 @@ def test_greedy_text_is_that_of_transformers(model, llama):
     with torch.no_grad():
         wanted = llama.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=12, do_sample=False,
                                 eos_token_id=2, pad_token_id=2)[0, len(ids):].tolist()
-    assert made == [t for t in wanted if t != 2] and run.made == len(made)
+    assert made == [t for t in wanted if t != 2] and run.generated == len(made)
     assert model.detokenize(made) == "The capital of France is Paris."
     assert {"prefill", "decode"} == run.kernels.keys()
     assert {op for op, _ in run.kernels["decode"]} == {

@@ -1,4 +1,4 @@
-"""The `lz` command: the library's own answers, printed. Needs the extra `layerzero[cli]`."""
+"""The `lz` command, which prints what the library answers. Needs the extra `layerzero[cli]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import streams
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 is yes, 1 is no, 2 is an error, which is one message and no traceback."""
-    with streams.escaped():
+    with streams.escape_output():
         _main(argv)
 
 
@@ -27,7 +27,7 @@ def _main(argv: Sequence[str] | None) -> None:
         print(f"lz needs {library}, which is not installed: pip install 'layerzero[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
     with warnings.catch_warnings():
-        warnings.showwarning = _one_line
+        warnings.showwarning = _print_warning
         try:
             app(args=argv, prog_name="lz")
         except LayerZeroError as e:
@@ -35,7 +35,7 @@ def _main(argv: Sequence[str] | None) -> None:
             raise SystemExit(2) from None
 
 
-def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int,
-              file: TextIO | None = None, line: str | None = None) -> None:
-    first, _, _ = str(message).strip().partition("\n")     # torch adds a stack of C++ to some
+def _print_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int,
+                   file: TextIO | None = None, line: str | None = None) -> None:
+    first, _, _ = str(message).strip().partition("\n")     # torch appends a C++ stack to some
     print(f"warning: {first}", file=sys.stderr)

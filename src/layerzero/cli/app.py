@@ -1,4 +1,4 @@
-"""The commands. Each asks the library one question and prints the answer; none decides anything itself."""
+"""The commands of `lz`: each asks the library one question and prints the answer; none decides anything."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from ..spec.reading import read_json
 from ..world import snapshot as worlds
 from . import show
 from .arguments import parse_call
-from .commands import bundle as bundling
-from .commands import demo as demonstration
-from .commands import gate as gating
-from .commands import generate as generation
-from .commands import hub as kernel_hub
-from .commands import perf, serve, workload
-from .commands import plan as planning
-from .commands import ready as readying
-from .commands import report as reporting
-from .commands import soak as soaking
-from .commands import tune as tuning
-from .commands import verify as verification
-from .commands import warmup as warming
+from .commands import hub, perf, workload
+from .commands.bundle import bundle
+from .commands.demo import run_demo
 from .commands.fit import SIZES
+from .commands.gate import gate
+from .commands.generate import generate
+from .commands.plan import diff, dry_run, lock, solve
+from .commands.ready import ready
+from .commands.report import report
+from .commands.serve import serve_metrics
+from .commands.soak import command as soak
+from .commands.tune import tune
+from .commands.verify import command as verify
+from .commands.warmup import warmup
 from .options import DeviceKind, Json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="LayerZero: which kernel serves a call on this machine, and why.")
 app.add_typer(perf.app, name="perf")
-app.add_typer(kernel_hub.app, name="hub")
+app.add_typer(hub.app, name="hub")
 
 OpName = Annotated[str, typer.Argument(metavar="OP", help="an operation, such as attention")]
 Words = Annotated[list[str], typer.Argument(metavar="SHAPE...", help="query=1x32x1x128 is_causal=true ...")]
@@ -63,15 +63,15 @@ def options(version: Annotated[bool, typer.Option("--version", help="print the v
 def doctor(deep: Annotated[bool, typer.Option("--deep", help="import each library in a process of its own")] = False,
            as_json: Json = False) -> None:
     """What is here, what is broken, and what to do. Exit code 1 if something is broken."""
-    found = inspection.doctor(deep)
+    diagnosis = inspection.doctor(deep)
     if as_json:
-        show.as_json(found.to_json())
+        show.as_json(diagnosis.to_json())
     else:
-        show.devices(found.devices)
-        show.heading(", ".join(f"{name} {version}" for name, version in found.versions.items()))
+        show.devices(diagnosis.devices)
+        show.heading(", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()))
         show.table(("", "check", "found", "hint"),
-                   [("ok" if c.ok else "!!", c.name, c.found, c.hint) for c in found.checks])
-    raise typer.Exit(0 if found.ok else 1)
+                   [("ok" if c.ok else "!!", c.name, c.found, c.hint) for c in diagnosis.checks])
+    raise typer.Exit(0 if diagnosis.ok else 1)
 
 
 @app.command("list")
@@ -101,8 +101,8 @@ def kernels(kernel: Annotated[str, typer.Argument(metavar="KERNEL_ID", help="suc
     if as_json:
         show.as_json(data)
         return
-    standing = "; ".join(map(str, info.reasons))
-    rows = [("op", declared.op.name), (f"status on {kind}", info.status + (f": {standing}" if standing else ""))]
+    reasons = "; ".join(map(str, info.reasons))
+    rows = [("op", declared.op.name), (f"status on {kind}", info.status + (f": {reasons}" if reasons else ""))]
     rows += [("requires", str(rule)) for rule in declared.requires]
     rows += [(name, str(data[name])) for name in (
         "package", "distribution", "version", "torch", "note", "workspace", "variants", "prior", "overhead_us")
@@ -144,21 +144,21 @@ def which(op: OpName, words: Words, dtype: Dtype = "bfloat16", device: DeviceKin
 @app.command()
 def config(as_json: Json = False) -> None:
     """Every setting with its value and where it comes from, and the rules in force."""
-    found = inspection.get_config()
+    values = inspection.get_config()
     if as_json:
-        show.as_json(found)
+        show.as_json(values)
         return
     show.table(("setting", "value", "from"),
-               [(name, json.dumps(value), found["source"][name]) for name, value in found["settings"].items()])
-    show.heading(f"policy {found['policy_hash']}, file: {found['policy_file'] or 'none'}")
-    show.table(("layer", "rule", "written in"), [(r["layer"], r["text"], r["origin"]) for r in found["rules"]])
+               [(name, json.dumps(value), values["source"][name]) for name, value in values["settings"].items()])
+    show.heading(f"policy {values['policy_hash']}, file: {values['policy_file'] or 'none'}")
+    show.table(("layer", "rule", "written in"), [(r["layer"], r["text"], r["origin"]) for r in values["rules"]])
 
 
 @app.command()
 def build(force: Annotated[bool, typer.Option("--force", help="compile even if it is built already")] = False) -> None:
     """Compile the native call path for this Python and this torch, and our own CPU kernels for this processor."""
-    with show.working("compiling (once)") as say:
-        path = native.build(force=force, say=say)
+    with show.spinner("compiling (once)") as print_line:
+        path = native.build(force=force, say=print_line)
     state = native.status()
     show.text(f"{path}\nnative fast path: {state.text}" + (f"\nhint: {state.hint}" if state.hint else ""))
     raise typer.Exit(0 if state.ok or not state.wanted else 1)
@@ -174,25 +174,25 @@ def demo(as_json: Json = False, device: DeviceKind = None,
         if device is not None:
             raise ConfigError(f"lz demo runs on {' or '.join(SIZES)}, got {device!r}")
         kind = "cpu"
-    raise typer.Exit(demonstration.run(kind, seconds, as_json))
+    raise typer.Exit(run_demo(kind, seconds, as_json))
 
 
 app.command(context_settings=workload.PASS_ON)(workload.record)
 app.command()(workload.regret)
-app.command()(tuning.tune)
-app.command()(planning.solve)
-app.command()(planning.lock)
-app.command()(planning.diff)
-app.command("dry-run")(planning.dry_run)
-app.command("verify")(verification.command)
-app.command()(gating.gate)
-app.command("soak")(soaking.command)
-app.command()(warming.warmup)
-app.command()(readying.ready)
-app.command("serve-metrics")(serve.serve_metrics)
-app.command()(bundling.bundle)
-app.command()(reporting.report)
-app.command()(generation.generate)
+app.command()(tune)
+app.command()(solve)
+app.command()(lock)
+app.command()(diff)
+app.command("dry-run")(dry_run)
+app.command("verify")(verify)
+app.command()(gate)
+app.command("soak")(soak)
+app.command()(warmup)
+app.command()(ready)
+app.command("serve-metrics")(serve_metrics)
+app.command()(bundle)
+app.command()(report)
+app.command()(generate)
 
 
 def show_plan(plan: Plan) -> None:
@@ -208,19 +208,17 @@ def show_plan(plan: Plan) -> None:
 
 
 def _plan(op: str, words: list[str], dtype: str, device: str | None, backend: str | None, on: Path | None) -> Plan:
-    found = inspection.dispatcher_of(op).op
+    declared = inspection.dispatcher_of(op).op
     ids = [kernel.id for kernel in worlds.current().kernels(op)]
     if backend is not None and not any(fnmatchcase(i, pattern) for i in ids for pattern in (backend, f"{backend}.*")):
         raise ConfigError(f"--backend: no kernel of {op} matches {backend!r}{suggest(backend, ids)}")
     machine = _device_file(on) if on is not None else hardware.probe(_kind(device))
-    return inspection.explain(op, backend=backend, on=machine, **parse_call(found, words, dtype))
+    return inspection.explain(op, backend=backend, on=machine, **parse_call(declared, words, dtype))
 
 
 def _kind(device: str | None) -> str:
-    """The kind asked for, if it is here; else an accelerator before the CPU."""
-    if device is not None:
-        return hardware.probe(device).type
-    return hardware.main_kind()
+    """Return the type of the named device, else of this machine's accelerator, else "cpu"."""
+    return hardware.probe(device).type if device is not None else hardware.main_kind()
 
 
 def _device_file(path: Path) -> Device:

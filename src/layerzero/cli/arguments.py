@@ -1,4 +1,4 @@
-"""From `query=1x32x1x128 is_causal=true` to the arguments of a call. Tensors are on "meta": nothing is allocated."""
+"""Parse `query=1x32x1x128 is_causal=true` into the arguments of a call, with tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _EXAMPLES = {"tensor": "a shape such as 1x32x1x128 or 5:int32", "bool": "true or
 
 
 def parse_call(op: Op, words: Iterable[str], dtype: str) -> dict[str, Any]:
-    """Keyword arguments of `op`. A name may be shortened as long as one parameter begins with it."""
-    floating = parse_dtype(dtype)
+    """Return keyword arguments of `op`; a name may be shortened to an unambiguous prefix."""
+    default_dtype = parse_dtype(dtype)
     call: dict[str, Any] = {}
     for word in words:
         name, sign, text = word.partition("=")
@@ -30,7 +30,7 @@ def parse_call(op: Op, words: Iterable[str], dtype: str) -> dict[str, Any]:
         param = _param(op, name.strip())
         if param.name in call:
             raise InvalidCall(f"lz {op.name}: {param.name} is given twice; give it once")
-        call[param.name] = _value(op, param, text.strip(), floating)
+        call[param.name] = _value(op, param, text.strip(), default_dtype)
     missing = [p.name for p in op.params if p.required and p.name not in call]
     if missing:
         raise InvalidCall(f"lz {op.name} needs {', '.join(missing)}; write it like {_example(op)}")
@@ -48,20 +48,20 @@ def parse_dtype(name: str) -> torch.dtype:
 def _param(op: Op, name: str) -> Param:
     if name in op.by_name:
         return op.by_name[name]
-    found = [p for p in op.params if name and p.name.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise InvalidCall(f"lz {op.name}: {name!r} may be {' or '.join(p.name for p in found)}; write one of them")
+    matches = [p for p in op.params if name and p.name.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise InvalidCall(f"lz {op.name}: {name!r} may be {' or '.join(p.name for p in matches)}; write one of them")
     raise InvalidCall(f"lz {op.name} has no parameter {name!r}{suggest(name, op.by_name)}")
 
 
-def _value(op: Op, param: Param, text: str, floating: torch.dtype) -> Any:
+def _value(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> Any:
     if param.optional and text.lower() in _NONE:
         return None
     try:
         if param.kind == "tensor":
-            return _tensor(op, param, text, floating)
+            return _tensor(op, param, text, default_dtype)
         if param.kind == "bool":
             return _BOOLS[text.lower()]
         return {"int": int, "float": float, "str": str}[param.kind](text)
@@ -72,22 +72,22 @@ def _value(op: Op, param: Param, text: str, floating: torch.dtype) -> Any:
         raise InvalidCall(f"lz {op.name}: {param.name} must be {_EXAMPLES[param.kind]}{end}, got {text!r}") from None
 
 
-def _tensor(op: Op, param: Param, text: str, floating: torch.dtype) -> torch.Tensor:
-    found = _SHAPE.fullmatch(text)
-    if found is None:
+def _tensor(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> torch.Tensor:
+    match = _SHAPE.fullmatch(text)
+    if match is None:
         raise ValueError(text)
-    sizes = [int(n) for n in re.findall(r"\d+", found["sizes"])]
-    dtype = parse_dtype(found["dtype"]) if found["dtype"] else _usual_dtype(op, param.name, floating)
+    sizes = [int(n) for n in re.findall(r"\d+", match["sizes"])]
+    dtype = parse_dtype(match["dtype"]) if match["dtype"] else _declared_dtype(op, param.name, default_dtype)
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def _usual_dtype(op: Op, name: str, floating: torch.dtype) -> torch.dtype:
-    """`floating`, unless the op's own cases make this tensor of another kind, such as int32 offsets."""
+def _declared_dtype(op: Op, name: str, default_dtype: torch.dtype) -> torch.dtype:
+    """Return `default_dtype`, unless the op's cases have integers or booleans there, such as int32 offsets."""
     for case in op.cases:
-        made = op.inputs(**case).get(name)
-        if made is not None:
-            return floating if made.dtype.is_floating_point else made.dtype
-    return floating
+        tensor = op.inputs(**case).get(name)
+        if tensor is not None:
+            return default_dtype if tensor.dtype.is_floating_point else tensor.dtype
+    return default_dtype
 
 
 def _example(op: Op) -> str:

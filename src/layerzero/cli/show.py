@@ -1,4 +1,4 @@
-"""How an answer is printed: a table on a terminal, aligned text when piped, or one JSON object."""
+"""Printing: a table on a terminal, aligned text when piped, or one JSON object."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +24,7 @@ _STYLES = {"!!": "bold red", "->": "bold green", "faster": "green", "slower": "y
 
 
 class _Console(Console):
-    """A console of rich whose own sequences are sent, and of what it is given only what can be seen."""
+    """A rich console that sends its own control sequences and escapes those in the text it prints."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -31,13 +32,13 @@ class _Console(Console):
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Of a stream, else of the stdout of this moment: tests and pipes replace it."""
+    """Return a console for `stream`, by default the current sys.stdout: tests and pipes replace it."""
     return _Console(file=raw(sys.stdout if stream is None else stream), highlight=False, soft_wrap=True,
                     markup=False, emoji=False)
 
 
 def as_json(data: Mapping[str, Any]) -> None:
-    """JSON that every parser takes: NaN and infinity, for which it has no number, are null."""
+    """Print strict JSON: NaN and infinity become null."""
     try:
         print(json.dumps(data, indent=2, default=str, allow_nan=False))
     except ValueError:
@@ -62,31 +63,42 @@ def text(line: str = "") -> None:
 
 
 def piece(part: str) -> None:
-    """Part of a text that a model makes, at once. A pipe gets it as it is, a terminal what can be seen of it."""
+    """Print a part of generated text at once; only a terminal gets control characters escaped."""
     out = sys.stdout if sys.stdout.isatty() else raw(sys.stdout)
     out.write(part)
     out.flush()
 
 
 @contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Around work that reports in lines; on a terminal with a clock below them that shows it goes on."""
+def spinner(description: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a line; on a terminal a spinner and a clock stay below the lines."""
     out = console()
     if not out.is_terminal:
         yield lambda line: print(line, flush=True)
         return
     with Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=out,
                   transient=True) as bar:
-        bar.add_task(printable(what), total=None)
+        bar.add_task(printable(description), total=None)
         yield lambda line: bar.console.print(Text(printable(line)))
 
 
+@contextmanager
+def progress(*columns: ProgressColumn, total: float | None = None) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on stderr if it is a terminal; yields Progress.update of its one task."""
+    err = console(sys.stderr)
+    if not err.is_terminal:
+        yield lambda **changes: None
+        return
+    with Progress(*columns, console=err, transient=True) as bar:
+        yield partial(bar.update, bar.add_task("", total=total))
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """`right` names the columns of numbers. Nothing is cut off when piped."""
+    """Print a table; `right` names the columns aligned right. Nothing is cut off when piped."""
     out = console()
     rows = [[printable(cell) for cell in row] for row in rows]     # before the columns are measured
     if not out.is_terminal:
-        _plain(columns, rows, right)
+        _print_aligned(columns, rows, right)
         return
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
     for name in columns:
@@ -97,16 +109,16 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
     out.print(grid, soft_wrap=False)
 
 
-def devices(found: Sequence[Device]) -> None:
+def devices(rows: Sequence[Device]) -> None:
     table(("device", "name", "cores", "memory", "instructions", "versions"), [(
         f"{d.type}:{d.index}", d.name, str(d.cores), f"{d.total_memory / 2**30:.0f} GiB",
         ", ".join(d.isa) or d.gpu_generation,
         ", ".join(f"{name} {v}" for name, v in (("torch", d.torch_version), ("driver", d.driver_version),
                                                ("runtime", d.runtime_version), ("cuDNN", d.cudnn_version),
-                                               ("triton", d.triton_version)) if v)) for d in found])
+                                               ("triton", d.triton_version)) if v)) for d in rows])
 
 
-def _plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
     lines = [columns, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:

@@ -1,7 +1,7 @@
-"""What `lz` writes to a terminal steers no terminal: names come from files, and files from anywhere.
+"""Output that cannot control the terminal: names come from files, and files from anywhere.
 
-For as long as a command runs, both streams are behind this one. What would move the cursor, change the title, hide or
-reorder text stands there as its escape, `\\x1b`; colours are put on by rich, behind it (see show.console).
+While a command runs, stdout and stderr are wrapped. A character that would move the cursor, change the
+title, hide or reorder text is printed as its escape, `\\x1b`; rich writes colours to the stream below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Escaped:
         shown = printable(text)
         try:
             self.raw.write(shown)
-        except UnicodeEncodeError:             # a terminal of ASCII alone
+        except UnicodeEncodeError:             # an ASCII-only terminal
             self.raw.write(shown.encode("ascii", "backslashreplace").decode("ascii"))
         return len(text)
 
@@ -37,12 +37,12 @@ class Escaped:
 
 
 @contextlib.contextmanager
-def escaped() -> Iterator[None]:
-    """In this block, sys.stdout and sys.stderr are `Escaped`."""
+def escape_output() -> Iterator[None]:
+    """Wrap sys.stdout and sys.stderr in `Escaped`."""
     with contextlib.redirect_stdout(Escaped(sys.stdout)), contextlib.redirect_stderr(Escaped(sys.stderr)):
         yield
 
 
 def raw(stream: TextIO) -> TextIO:
-    """The stream itself, for those who see to it that nothing harmful is written."""
+    """Return the stream below an `Escaped`, for writers that escape text themselves."""
     return stream.raw if isinstance(stream, Escaped) else stream

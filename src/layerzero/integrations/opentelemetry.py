@@ -3,11 +3,10 @@
     from layerzero.integrations import opentelemetry
     uninstall = opentelemetry.install()
 
-A choice is a span below the caller's; a call served by another kernel than the chosen one is an event
-on the caller's span. Calls that find their remembered choice make no span: they are counted by the
-cache anyway and read when metrics are collected. `install(dispatch=True)` makes a span for every call
-instead: each then takes the way of a miss, some microseconds more, so it is for looking, not for good.
-The time of a span is the host's: a kernel on a GPU goes on after it.
+A choice is a child span of the caller's; a call served by another kernel than the chosen one is an event
+on the caller's span. Cache hits make no span: the cache counts them anyway, and metrics read its counts.
+`install(dispatch=True)` makes a span for every call: each then takes the path of a miss, some microseconds
+more, so it is for debugging. A span has the host's time: a kernel on a GPU goes on after it.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from ..spec.op import Op
 from ..world import events, redaction
 from ..world.tables import describe_call
 
-# An observable instrument cannot be taken out of its meter, and asking for it again gives the same one
-# with its first callback. So each has a switch, which outlives what install() returned.
+# An observable instrument cannot be removed from its meter, and creating it again returns the same one
+# with its first callback. So each has a switch, which outlives the install.
 _switches: WeakKeyDictionary[Any, _Switch] = WeakKeyDictionary()
 
 
 def install(tracer_provider: Any = None, meter_provider: Any = None, *, dispatch: bool = False) -> Callable[[], None]:
-    """Report to these providers (by default the global ones); returns what stops it.
+    """Report to these providers (by default the global ones); returns a function that uninstalls.
 
-    `dispatch`: a span for every call too, not only for every choice.
+    `dispatch` also makes a span for every call, not only for every choice.
     """
     try:
         from opentelemetry import metrics, trace
@@ -42,24 +41,24 @@ def install(tracer_provider: Any = None, meter_provider: Any = None, *, dispatch
                           "install layerzero[telemetry]") from e
     tracer = trace.get_tracer("layerzero", tracer_provider=tracer_provider)
     meter = metrics.get_meter("layerzero", meter_provider=meter_provider)
-    fresh = _Switch(metrics.Observation)
-    calls = meter.create_observable_counter("layerzero.calls", [fresh.observe], "{call}",
-                                            "Calls, by the kernel chosen for them")
-    switch = _switches.setdefault(calls, fresh)
+    new_switch = _Switch(metrics.Observation)
+    counter = meter.create_observable_counter("layerzero.calls", [new_switch.observe], "{call}",
+                                              "Calls, by the kernel chosen for them")
+    switch = _switches.setdefault(counter, new_switch)
     if switch.on:
         raise ConfigError("LayerZero reports to this OpenTelemetry meter already; "
                           "call what install() returned before installing it again")
     switch.on = True
-    stop = events.subscribe(_Listener(trace, tracer, meter).hear)
-    calls_seen = _Calls(tracer)
+    stop = events.subscribe(_Listener(trace, tracer, meter).on_event)
+    recorder = _CallSpans(tracer)
     if dispatch:
-        recording.start(calls_seen)
+        recording.start(recorder)
 
     def uninstall() -> None:
         stop()
         switch.on = False
         if dispatch:
-            recording.stop(calls_seen)
+            recording.stop(recorder)
 
     return uninstall
 
@@ -75,8 +74,8 @@ class _Switch:
                 yield self.observation(n, {"layerzero.op": op, "layerzero.kernel": kernel})
 
 
-class _Calls:
-    """A span for every call, told of by the same means that records calls."""
+class _CallSpans:
+    """Makes a span for every call, as a recorder of calls."""
 
     def __init__(self, tracer: Any) -> None:
         self.tracer = tracer
@@ -92,13 +91,13 @@ class _Calls:
         span.end(max(ended, began))
 
     def traced(self, op: Op, facts: Mapping[str, Any], kernel: str, values: tuple[Any, ...]) -> None:
-        """What torch.compile traces runs later, as torch's own graph."""
+        """No span: what torch.compile traces runs later, as torch's own graph."""
 
     def flush(self) -> None:
-        """The exporter of the SDK keeps its own time."""
+        """Nothing to do: the SDK's exporter has its own schedule."""
 
     def after_fork(self) -> None:
-        """Whether spans go on in a child is the SDK's business."""
+        """Nothing to do: the SDK decides whether a child process has spans."""
 
 
 class _Listener:
@@ -113,26 +112,27 @@ class _Listener:
         self.health = meter.create_counter(
             "layerzero.health.changes", "{change}", "Changes of a circuit breaker's state")
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, Selected):
             self._selected(event)
         elif isinstance(event, Fallback):
             code = event.reason.code.value if event.reason else ""
-            about = {"layerzero.op": event.op, "layerzero.kernel": event.kernel, "layerzero.served_by": event.served_by,
-                     "layerzero.code": code}
-            self.fallbacks.add(1, about)
+            attributes = {"layerzero.op": event.op, "layerzero.kernel": event.kernel,
+                          "layerzero.served_by": event.served_by, "layerzero.code": code}
+            self.fallbacks.add(1, attributes)
             message = event.reason.message if event.reason else ""
-            self.trace.get_current_span().add_event("layerzero.fallback", {**about, "layerzero.reason": message})
+            self.trace.get_current_span().add_event(
+                "layerzero.fallback", {**attributes, "layerzero.reason": message})
         elif isinstance(event, HealthChanged):
             self.health.add(1, {"layerzero.kernel": event.kernel, "layerzero.state": event.state})
 
     def _selected(self, event: Selected) -> None:
-        about = {"layerzero.op": event.op, "layerzero.kernel": event.kernel}
-        self.selections.add(1, about)
+        attributes = {"layerzero.op": event.op, "layerzero.kernel": event.kernel}
+        self.selections.add(1, attributes)
         self.microseconds.record(event.microseconds, {"layerzero.op": event.op})
-        end = time.time_ns()                   # the choice is made already: the span is dated back
+        end = time.time_ns()                   # the choice is made already: the span begins in the past
         span = self.tracer.start_span("layerzero.select", start_time=end - int(event.microseconds * 1000), attributes={
-            **about, "layerzero.candidates": event.candidates, "layerzero.transforms": event.transforms,
+            **attributes, "layerzero.candidates": event.candidates, "layerzero.transforms": event.transforms,
             "layerzero.source": event.source, "layerzero.transform_cost_total": event.transform_cost_total,
             "layerzero.reasons": event.reasons})
         span.end(end)

@@ -3,12 +3,12 @@
     handle = tokenizer_for(model)              # a model, its config, its pipeline, its folder, a GGUF file
     patch_tokenizer(pipe)                      # pipe encodes a system prompt once, and its ids stay the same
 
-`tokenizer_for` never asks the network. A tokenizer with more ids than the model has embeddings is refused.
+`tokenizer_for` never uses the network. A tokenizer with more ids than the model has embeddings is refused.
 
-`patch_tokenizer` lets a fast tokenizer of transformers encode by lz.tokenize with its memory of prefixes. Each of them
-is known by a hash of all that decides its results, so two models never share tokens and any change of a tokenizer
-starts from nothing. What lz.tokenize does not do (pairs, words that were split before, overflow) the tokenizer does
-itself, as it does short texts.
+`patch_tokenizer` lets a fast tokenizer of transformers encode through lz.tokenize and its prefix cache. The
+cache key is a hash of everything that decides the result, so two models never share tokens and a changed
+tokenizer starts empty. What lz.tokenize does not do (pairs, pre-split words, overflow) the tokenizer does
+itself, and short texts too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
 from ..spec.reason import FOREIGN_ERRORS, Code, Reason, shown
 from .gguf_header import gguf_metadata
-from .gguf_model import GGUFModel, _vocabulary
+from .gguf_model import GGUFModel, tokenizer_json
 
-_STOCK = "_layerzero_stock"                    # of a class: the one it stands for
+_STOCK = "_layerzero_stock"                    # of a patched class: the original class
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# What a pre-tokenizer is called in a GGUF file -> (the pattern of its pieces, normalizer, whole words before merges).
+# Name of a pre-tokenizer in a GGUF file -> (pattern of its pieces, normalizer, ignore_merges).
 _PATTERNS: Mapping[str, tuple[str, Mapping[str, str] | None, bool]] = {
     "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _REST, None, True),
     "qwen2": (_WORDS + r"\p{N}" + _REST, {"type": "NFC"}, False)}
@@ -42,7 +42,7 @@ _PATTERNS: Mapping[str, tuple[str, Mapping[str, str] | None, bool]] = {
 # from a model
 
 def tokenizer_for(source: Any) -> TokenizerHandle:
-    """The tokenizer that belongs to a model, config, pipeline or tokenizer object, to a folder, or to a GGUF file."""
+    """Return the tokenizer of a model, config, pipeline or tokenizer object, of a folder, or of a GGUF file."""
     if isinstance(source, TokenizerHandle):
         return source
     if isinstance(source, GGUFModel):
@@ -75,17 +75,17 @@ def _from_path(path: str) -> TokenizerHandle:
         return load_tokenizer(path)
     files = sorted(Path(path).glob("*.gguf")) if os.path.isdir(path) else []
     if files and not any(Path(path, name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return gguf_tokenizer(files[0])        # the shards of one model all hold its tokenizer
+        return gguf_tokenizer(files[0])        # every shard of a model holds its tokenizer
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        return load_tokenizer(path)            # without transformers a folder's tokenizer.json says enough
+        return load_tokenizer(path)            # a tokenizer.json needs no transformers
     try:
         read = no_panic(AutoTokenizer.from_pretrained)
         return load_tokenizer(read(path, local_files_only=True, trust_remote_code=False))
     except LayerZeroError:
         raise
-    except FOREIGN_ERRORS as e:                       # transformers looks at nothing in a folder before it uses it
+    except FOREIGN_ERRORS as e:                       # transformers checks nothing before it uses it
         raise DataError(f"tokenizer_for: {path!r}: wanted a folder with a tokenizer, or a model that was downloaded "
                         f"before (nothing is downloaded here): {e}") from e
 
@@ -105,41 +105,41 @@ def _largest_id(handle: TokenizerHandle) -> int:
 # from a GGUF file
 
 def gguf_tokenizer(path: str | os.PathLike[str]) -> TokenizerHandle:
-    """The tokenizer in a GGUF file. Its weights are not read."""
-    found = Path(path)
-    facts = gguf_metadata(found)
+    """Return the tokenizer of a GGUF file, without reading its weights."""
+    file = Path(path)
+    facts = gguf_metadata(file)
     kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
     if not isinstance(kind, str) or not isinstance(cut, str):
         raise DataError(f"{path}: wanted the names of a tokenizer and its pre-tokenizer, got {shown(kind, most=80)} "
                         f"and {shown(cut, most=80)}")
     if kind != "gpt2":
-        return _by_transformers(found, f"{kind!r} with the pre-tokenizer {cut!r}")
+        return _convert_with_transformers(file, f"{kind!r} with the pre-tokenizer {cut!r}")
     if cut not in _PATTERNS:
         try:
-            made = _vocabulary(found, facts)
+            data = tokenizer_json(file, facts)
         except DataError:
-            return _by_transformers(found, f"{kind!r} with the pre-tokenizer {cut!r}")
+            return _convert_with_transformers(file, f"{kind!r} with the pre-tokenizer {cut!r}")
     else:
-        pattern, normalizer, whole = _PATTERNS[cut]
-        made = _vocabulary(found, {**facts, "tokenizer.ggml.pre": "default"})
-        made["normalizer"], made["model"]["ignore_merges"] = normalizer, whole
-        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        pattern, normalizer, ignore_merges = _PATTERNS[cut]
+        data = tokenizer_json(file, {**facts, "tokenizer.ggml.pre": "default"})
+        data["normalizer"], data["model"]["ignore_merges"] = normalizer, ignore_merges
+        data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-            {**made["decoder"], "use_regex": False}]}
-    _put_around(found, made, facts)
-    return from_json(json.dumps(made), str(found))
+            {**data["decoder"], "use_regex": False}]}
+    _add_post_processor(file, data, facts)
+    return from_json(json.dumps(data), str(file))
 
 
-def _put_around(path: Path, made: dict[str, Any], facts: Mapping[str, Any]) -> None:
-    """What the file says is added to each text."""
+def _add_post_processor(path: Path, data: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Add the bos and eos tokens that the file puts around each text."""
     tokens = facts["tokenizer.ggml.tokens"]
     ids = {side: facts.get(f"tokenizer.ggml.{side}_token_id") for side in ("bos", "eos")
            if facts.get(f"tokenizer.ggml.add_{side}_token")}
     ids = {side: i for side, i in ids.items() if i is not None}
-    strange = next((i for i in ids.values() if type(i) is not int or not 0 <= i < len(tokens)), None)
-    if strange is not None:
+    invalid = next((i for i in ids.values() if type(i) is not int or not 0 <= i < len(tokens)), None)
+    if invalid is not None:
         raise DataError(f"{path}: wanted a token that is added to each text by an id below {len(tokens)}, "
-                        f"got {shown(strange, most=80)}")
+                        f"got {shown(invalid, most=80)}")
     added = {side: tokens[i] for side, i in ids.items()}
     if added:
         single: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -147,12 +147,12 @@ def _put_around(path: Path, made: dict[str, Any], facts: Mapping[str, Any]) -> N
             single.insert(0, {"SpecialToken": {"id": added["bos"], "type_id": 0}})
         if "eos" in added:
             single.append({"SpecialToken": {"id": added["eos"], "type_id": 0}})
-        made["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {
+        data["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {
             t: {"id": t, "ids": [ids[side]], "tokens": [t]} for side, t in added.items()}}
 
 
-def _by_transformers(path: Path, what: str) -> TokenizerHandle:
-    """transformers knows how to convert more kinds, slowly."""
+def _convert_with_transformers(path: Path, kind: str) -> TokenizerHandle:
+    """Let transformers convert the tokenizer: it knows more kinds, and is slow."""
     try:
         from transformers import AutoTokenizer
         read = no_panic(AutoTokenizer.from_pretrained)
@@ -161,24 +161,24 @@ def _by_transformers(path: Path, what: str) -> TokenizerHandle:
     except LayerZeroError:
         raise
     except FOREIGN_ERRORS as e:
-        raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2), or one that transformers converts, got {what}: "
+        raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2), or one that transformers converts, got {kind}: "
                         f"{e}") from e
 
 
 # in pipelines
 
 def patch_tokenizer(target: Any) -> tuple[str, ...]:
-    """Let a tokenizer, or those of a pipeline, encode by lz.tokenize. Returns their names ("" for one on its own)."""
-    found = dict(_tokenizers(target, "patch_tokenizer"))
-    for tokenizer in found.values():
+    """Let the tokenizers of a pipeline, or a single one, encode through lz.tokenize; returns their names."""
+    tokenizers = dict(_tokenizers(target, "patch_tokenizer"))
+    for tokenizer in tokenizers.values():
         if not hasattr(type(tokenizer), _STOCK):
-            kind: Any = type(tokenizer)
-            tokenizer.__class__ = _serving(kind)
-    return tuple(found)
+            stock: Any = type(tokenizer)
+            tokenizer.__class__ = _served_class(stock)
+    return tuple(tokenizers)
 
 
 def unpatch_tokenizer(target: Any) -> None:
-    """As it was before patch_tokenizer."""
+    """Undo patch_tokenizer."""
     for _, tokenizer in _tokenizers(target, "unpatch_tokenizer"):
         tokenizer.__class__ = getattr(type(tokenizer), _STOCK, type(tokenizer))
 
@@ -187,7 +187,7 @@ def _tokenizers(target: Any, caller: str) -> Iterator[tuple[str, Any]]:
     parts = getattr(target, "components", None)
     if not isinstance(parts, Mapping):
         parts = {"": target} if _kind(target) else {"tokenizer": getattr(target, "tokenizer", None)}
-    fast = {name: part for name, part in parts.items() if _kind(part) == "transformers" and _encodes_as_all(part)}
+    fast = {name: part for name, part in parts.items() if _kind(part) == "transformers" and _has_stock_encode(part)}
     if not fast:
         raise ConfigError(f"{caller}: wanted a fast tokenizer of transformers 5 that encodes as they all do, or a "
                           f"pipeline with one, got {type(target).__name__}; call lz.tokenize with any other")
@@ -199,16 +199,16 @@ def _kind(tokenizer: Any) -> str | None:
     return kind_of(cls)
 
 
-def _encodes_as_all(tokenizer: Any) -> bool:
+def _has_stock_encode(tokenizer: Any) -> bool:
     from transformers import PreTrainedTokenizerFast
     stock = getattr(type(tokenizer), _STOCK, type(tokenizer))
-    ours = getattr(PreTrainedTokenizerFast, "_encode_plus", None)
-    return ours is not None and stock._encode_plus is ours and not hasattr(stock, "_batch_encode_plus")
+    encode = getattr(PreTrainedTokenizerFast, "_encode_plus", None)
+    return encode is not None and stock._encode_plus is encode and not hasattr(stock, "_batch_encode_plus")
 
 
 @functools.cache
-def _serving(stock: Any) -> Any:
-    """A subclass that asks lz.tokenize first. Its name stays, since transformers writes it into files."""
+def _served_class(stock: Any) -> Any:
+    """Return a subclass that tries lz.tokenize first, under the same name: transformers saves it."""
     from transformers import BatchEncoding
     from transformers.tokenization_utils_base import TruncationStrategy
     from transformers.utils.generic import PaddingStrategy
@@ -216,44 +216,46 @@ def _serving(stock: Any) -> Any:
     tokenize = dispatcher_of("tokenize").public
     pads = {PaddingStrategy.LONGEST: "longest", PaddingStrategy.MAX_LENGTH: "max_length"}
 
-    def served(self: Any, text: Any, given: Mapping[str, Any]) -> Any:
-        """None where only the tokenizer itself can do what is asked."""
+    def try_tokenize(self: Any, text: Any, options: Mapping[str, Any]) -> Any:
+        """Return None where only the tokenizer itself supports the options."""
         batched = isinstance(text, (list, tuple))
-        own = ("text_pair", "is_split_into_words", "stride", "return_overflowing_tokens", "return_special_tokens_mask",
-               "return_length")
-        types = given.get("return_token_type_ids")
+        unsupported = ("text_pair", "is_split_into_words", "stride", "return_overflowing_tokens",
+                       "return_special_tokens_mask", "return_length")
+        types = options.get("return_token_type_ids")
         texts = text if batched else [text]
-        if any(given.get(name) for name in own) or not all(isinstance(t, str) for t in texts) \
+        if any(options.get(name) for name in unsupported) or not all(isinstance(t, str) for t in texts) \
                 or (types or (types is None and "token_type_ids" in self.model_input_names)):
             return None
-        if max(map(len, texts), default=0) < MIN_CHARACTERS:     # too short to be remembered: nothing to gain
+        if max(map(len, texts), default=0) < MIN_CHARACTERS:     # too short for the prefix cache
             return None
-        padding = pads.get(given.get("padding_strategy", PaddingStrategy.DO_NOT_PAD), False)
-        cut = given.get("truncation_strategy", TruncationStrategy.DO_NOT_TRUNCATE) != TruncationStrategy.DO_NOT_TRUNCATE
-        longest = given.get("max_length")
-        if ((padding == "max_length" or cut) and longest is None) or (padding and self.pad_token_id is None):
+        padding = pads.get(options.get("padding_strategy", PaddingStrategy.DO_NOT_PAD), False)
+        untruncated = TruncationStrategy.DO_NOT_TRUNCATE
+        truncation = options.get("truncation_strategy", untruncated) != untruncated
+        longest = options.get("max_length")
+        if ((padding == "max_length" or truncation) and longest is None) or (padding and self.pad_token_id is None):
             return None
-        mask = given.get("return_attention_mask")
-        split = given.get("split_special_tokens")
+        mask = options.get("return_attention_mask")
+        split = options.get("split_special_tokens")
         tokens = tokenize(
-            list(text) if batched else text, self, add_special_tokens=given.get("add_special_tokens", True),
-            parse_special=not (self.split_special_tokens if split is None else split), truncation=cut, padding=padding,
-            max_length=longest, padding_side=given.get("padding_side"), pad_id=self.pad_token_id,
-            pad_to_multiple_of=given.get("pad_to_multiple_of"),
-            return_offsets=bool(given.get("return_offsets_mapping")),
+            list(text) if batched else text, self, add_special_tokens=options.get("add_special_tokens", True),
+            parse_special=not (self.split_special_tokens if split is None else split),
+            truncation=truncation, padding=padding, max_length=longest,
+            padding_side=options.get("padding_side"), pad_id=self.pad_token_id,
+            pad_to_multiple_of=options.get("pad_to_multiple_of"),
+            return_offsets=bool(options.get("return_offsets_mapping")),
             return_attention_mask="attention_mask" in self.model_input_names if mask is None else mask,
             cache_prefix=True)
         data = {"input_ids": tokens.ids, "attention_mask": tokens.attention_mask, "offset_mapping": tokens.offsets}
         data = {name: rows for name, rows in data.items() if rows is not None}
         for ids in tokens.ids if batched else [tokens.ids]:
-            self._eventual_warn_about_too_long_sequence(ids, longest, given.get("verbose", True))
-        tensors = given.get("return_tensors")
-        again = _Encodings(lambda: stock._encode_plus(self, text, **{**given, "return_tensors": None}).encodings)
-        return BatchEncoding(data, again, tensors, tensors is not None and not batched, n_sequences=1)
+            self._eventual_warn_about_too_long_sequence(ids, longest, options.get("verbose", True))
+        tensors = options.get("return_tensors")
+        encodings = _Encodings(lambda: stock._encode_plus(self, text, **{**options, "return_tensors": None}).encodings)
+        return BatchEncoding(data, encodings, tensors, tensors is not None and not batched, n_sequences=1)
 
     def encode_plus(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
-        found = None if args else served(self, text, kwargs)
-        return stock._encode_plus(self, text, *args, **kwargs) if found is None else found
+        encoding = None if args else try_tokenize(self, text, kwargs)
+        return stock._encode_plus(self, text, *args, **kwargs) if encoding is None else encoding
 
     return type(stock.__name__, (stock,), {
         "_encode_plus": encode_plus, _STOCK: stock, "__module__": stock.__module__, "__qualname__": stock.__qualname__,
@@ -261,15 +263,15 @@ def _serving(stock: Any) -> Any:
 
 
 class _Encodings(Sequence[Any]):
-    """For .tokens(), .char_to_token() and the like of a result: encoded by the tokenizer itself, when first asked."""
+    """The encodings behind .tokens(), .char_to_token() and the like, made by the tokenizer on first use."""
 
     def __init__(self, encode: Callable[[], Sequence[Any]]) -> None:
-        self._encode, self._made = encode, None
+        self._encode, self._encodings = encode, None
 
     def _all(self) -> Any:
-        if self._made is None:
-            self._made = self._encode()  # type: ignore[assignment]
-        return self._made
+        if self._encodings is None:
+            self._encodings = self._encode()  # type: ignore[assignment]
+        return self._encodings
 
     def __getitem__(self, i: Any) -> Any:
         return self._all()[i]
@@ -282,5 +284,5 @@ class _Encodings(Sequence[Any]):
 
 
 def _blank(stock: Any) -> Any:
-    served = _serving(stock)
-    return served.__new__(served)
+    cls = _served_class(stock)
+    return cls.__new__(cls)

@@ -3,9 +3,9 @@
     from layerzero.integrations import prometheus
     uninstall = prometheus.install()
 
-A call that finds its remembered choice costs nothing more: calls are counted by the cache anyway and
-read when Prometheus asks. `layerzero_calls_total` counts by the kernel that was chosen; a call that
-another one had to serve is also in `layerzero_fallbacks_total`.
+A cache hit costs nothing more: the cache counts calls anyway, and a scrape reads its counts.
+`layerzero_calls_total` counts by the chosen kernel; a call that another kernel served is also in
+`layerzero_fallbacks_total`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-
 
 
 def install(registry: Any = None) -> Callable[[], None]:
-    """Expose LayerZero in `registry` (prometheus_client's default one); returns what takes it out again."""
+    """Expose LayerZero in `registry` (by default the global one); returns a function that uninstalls."""
     try:
         import prometheus_client.core
     except ImportError as e:
@@ -37,7 +37,7 @@ def install(registry: Any = None) -> Callable[[], None]:
     except ValueError as e:
         raise ConfigError("LayerZero is in this Prometheus registry already; "
                           "call what install() returned before installing it again") from e
-    stop = events.subscribe(collector.hear, reasons=False)
+    stop = events.subscribe(collector.on_event, reasons=False)
 
     def uninstall() -> None:
         nonlocal collector
@@ -50,7 +50,7 @@ def install(registry: Any = None) -> Callable[[], None]:
 
 
 class _Collector:
-    """One collector for all: it is in a registry as a whole or not at all."""
+    """All metrics in one collector, so that a registry has either all of them or none."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -66,7 +66,7 @@ class _Collector:
             "layerzero_selection_seconds", "Time to make a choice, loading included", ("op",), buckets=SECONDS,
             registry=None)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, Selected):
             self.selections.labels(event.op, event.kernel).inc()
             self.seconds.labels(event.op).observe(event.microseconds / 1e6)
@@ -89,7 +89,7 @@ class _Collector:
             for kernel, n in kernels.items():
                 calls.add_metric((op, kernel), n)
         world = worlds.current()
-        # What a fault counts against: a library, or for torch's own the kernel alone.
+        # A breaker is per library; torch's own kernels have one each.
         for group in sorted({kernel.health for kernel in world.catalog.kernels} | world.health.keys()):
             health = world.health.get(group)
             breakers.add_metric((group,), BREAKER_STATES[health.state if health else "closed"])
@@ -97,7 +97,7 @@ class _Collector:
         yield from (calls, breakers, epoch)
 
     def _empty(self) -> tuple[Any, Any, Any]:
-        """The families that are read when asked for, without samples."""
+        """Return the families that are read on a scrape, without samples."""
         states = ", ".join(f"{n} {state}" for state, n in BREAKER_STATES.items())
         counter, gauge = self.client.core.CounterMetricFamily, self.client.core.GaugeMetricFamily
         return (counter("layerzero_calls", "Calls, by the kernel chosen for them", labels=("op", "kernel")),

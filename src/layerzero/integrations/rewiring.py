@@ -1,6 +1,6 @@
-"""Functions that call torch's attention, made to call lz.attention instead: a copy of the function with other globals.
+"""Copies of functions that call torch's attention, with globals under which they call lz.attention instead.
 
-The function itself, its module and everyone else who calls it stay as they are.
+The original function, its module and its other callers stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..world import catalog
 SDPA = "scaled_dot_product_attention"
 
 
-def public(op: str) -> Any:
-    """lz.<op>, also for torch.compile."""
-    declared = catalog.builtin_op(op)
-    found = dispatch.function(declared)
-    torch_face.define(declared)
-    return found
+def public(name: str) -> Any:
+    """Return lz.<name>, defined for torch.compile too."""
+    op = catalog.builtin_op(name)
+    function = dispatch.function(op)
+    torch_face.define(op)
+    return function
 
 
 _attention = public("attention")
 
 
-def attended(
+def attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, return_lse: bool, layout: str,
 ) -> Any:
@@ -46,12 +46,12 @@ def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:
-    """What scaled_dot_product_attention means in a function that was rewired."""
+    """Serve scaled_dot_product_attention in a rewired function."""
     if not query.dim() == key.dim() == value.dim() == 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
         return nn.functional.scaled_dot_product_attention(     # torch broadcasts
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    enable_gqa = enable_gqa or key.shape[1] == value.shape[1] == 1     # one head for all, also by broadcasting
-    return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, "bhsd")
+    enable_gqa = enable_gqa or key.shape[1] == value.shape[1] == 1     # torch broadcasts a single head
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, "bhsd")
 
 
 def mentions(code: CodeType, name: str) -> bool:
@@ -59,43 +59,44 @@ def mentions(code: CodeType, name: str) -> bool:
 
 
 def sdpa_aliases(fn: FunctionType) -> dict[str, Any]:
-    """The globals by which a function gets at torch's attention, and what they become; nothing for another function."""
+    """Map the globals through which a function reaches torch's attention to their replacements."""
     if not mentions(fn.__code__, SDPA):
         return {}
-    ours = {id(nn.functional): _functional(), id(nn.functional.scaled_dot_product_attention): sdpa}
+    replacements = {id(nn.functional): _functional(), id(nn.functional.scaled_dot_product_attention): sdpa}
     if mentions(fn.__code__, "functional"):
-        ours |= {id(nn): _nn, id(torch): _torch}
-    return {name: ours[id(value)] for name, value in fn.__globals__.items()
-            if id(value) in ours and mentions(fn.__code__, name)}
+        replacements |= {id(nn): _nn, id(torch): _torch}
+    return {name: replacements[id(value)] for name, value in fn.__globals__.items()
+            if id(value) in replacements and mentions(fn.__code__, name)}
 
 
 def rewired(fn: FunctionType, aliases: Mapping[str, Any]) -> FunctionType:
+    """Return a copy of a function in which `aliases` replace globals."""
     scope = {**fn.__globals__, **aliases}
-    scope.pop("__name__", None)                # with it, torch.compile would read the module's globals, not these
-    made = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
-    made.__kwdefaults__, made.__doc__, made.__qualname__ = fn.__kwdefaults__, fn.__doc__, fn.__qualname__
-    made.__annotations__ = fn.__annotations__
-    return made
+    scope.pop("__name__", None)                # with it, torch.compile would read the module's globals
+    copy = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__, copy.__doc__, copy.__qualname__ = fn.__kwdefaults__, fn.__doc__, fn.__qualname__
+    copy.__annotations__ = fn.__annotations__
+    return copy
 
 
 @functools.cache
 def _functional() -> ModuleType:
-    """torch.nn.functional with our attention."""
-    made = ModuleType(nn.functional.__name__)
-    vars(made).update(vars(nn.functional))
-    setattr(made, SDPA, sdpa)
-    return made
+    """Return a copy of torch.nn.functional with our attention."""
+    module = ModuleType(nn.functional.__name__)
+    vars(module).update(vars(nn.functional))
+    setattr(module, SDPA, sdpa)
+    return module
 
 
-class _Instead:
-    """A module, but for one name."""
+class _ModuleProxy:
+    """A module with one name replaced."""
 
-    def __init__(self, module: ModuleType, name: str, make: Any) -> None:
-        self._module, self._name, self._make = module, name, make
+    def __init__(self, module: ModuleType, name: str, replacement: Any) -> None:
+        self._module, self._name, self._replacement = module, name, replacement
 
     def __getattr__(self, name: str) -> Any:
-        return self._make() if name == self._name else getattr(self._module, name)
+        return self._replacement() if name == self._name else getattr(self._module, name)
 
 
-_nn = _Instead(nn, "functional", _functional)
-_torch = _Instead(torch, "nn", lambda: _nn)
+_nn = _ModuleProxy(nn, "functional", _functional)
+_torch = _ModuleProxy(torch, "nn", lambda: _nn)

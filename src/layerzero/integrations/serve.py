@@ -2,9 +2,9 @@
 
     server = lz.serve_metrics(9400)            # a daemon thread; server.close() ends it
 
-A probe never waits for a check: a thread of its own makes the report again every few seconds, and /ready
-answers with the last one (200 or 503). Only the standard library listens: GET and HEAD, no body, short
-requests, a deadline for each connection and a bound on how many there are; by default on loopback only.
+A probe never waits for a check: a background thread repeats the readiness check, and /ready answers with
+the last report (200 or 503). The standard library's server takes GET and HEAD without a body, with a limit
+on the size of a request, the time of a connection and the number of connections; by default on loopback.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..world import events, redaction
 from . import prometheus
 
 LOOPBACK = "127.0.0.1"
-EVERY = 5.0                                    # seconds between two reports
-STALE = 60.0                                   # seconds after which a report says nothing any more: its check hangs
+EVERY = 5.0                                    # seconds between two checks
+STALE = 60.0                                   # seconds after which a check counts as hanging
 MOST_CONNECTIONS = 32                          # at once; more are closed unanswered
 MOST_HEADER_BYTES = 1 << 14                    # of a whole request
-CONNECTION_SECONDS = 10.0                      # for all of a request and its answer
+CONNECTION_SECONDS = 10.0                      # for a request and its response
 JSON, PLAIN = "application/json; charset=utf-8", "text/plain; charset=utf-8"
 
-Answer = tuple[int, str, bytes]                # status, content type, body
+Response = tuple[int, str, bytes]              # status, content type, body
 Check = Callable[[], readiness.Readiness]
 
 
@@ -47,32 +47,33 @@ def serve_metrics(port: int = 0, host: str = LOOPBACK, *, calls: Calls = (), dev
 
     `calls`, `device`, `table` and `lock` are what /ready checks, as for lz.readiness_check.
     """
-    asked = load_calls(calls)
-    return Server(host, port, lambda: readiness_check(asked, device, table=table, lock=lock), every)
+    workload = load_calls(calls)
+    return Server(host, port, lambda: readiness_check(workload, device, table=table, lock=lock), every)
 
 
 class Reports:
-    """The last report, made again by a thread of its own."""
+    """Keeps the last readiness report, which a background thread renews."""
 
     def __init__(self, check: Check, every: float) -> None:
         self._check, self._every = check, every
         self._last: tuple[float, bool, dict[str, Any]] | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="layerzero-ready", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="layerzero-ready", daemon=True)
         self._thread.start()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 report = self._check()
                 self._last = time.monotonic(), report.ok, readiness.redacted(report)
-            except Exception as e:             # whatever a check dies of, the next one is tried, and /ready says it
-                why = redaction.text(f"{type(e).__name__}: {e}")
-                events.log.warning("the readiness check failed: %s", why)
-                self._last = time.monotonic(), False, {"ready": False, "problem": f"the check itself failed: {why}"}
+            except Exception as e:             # /ready reports it, and the next check is tried
+                error = redaction.text(f"{type(e).__name__}: {e}")
+                events.log.warning("the readiness check failed: %s", error)
+                self._last = time.monotonic(), False, {"ready": False, "problem": f"the check itself failed: {error}"}
             self._stop.wait(self._every)
 
-    def answer(self) -> tuple[bool, dict[str, Any]]:
+    def latest(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether the machine is ready, and the report."""
         last = self._last
         if last is None:
             return False, {"ready": False, "problem": "the first check is not done yet"}
@@ -87,7 +88,7 @@ class Reports:
 
 
 class Server:
-    """What serve_metrics returns. Close it, or use it in a `with`."""
+    """The HTTP server of serve_metrics; close it, or use it in a `with`."""
 
     def __init__(self, host: str, port: int, check: Check, every: float = EVERY) -> None:
         if not 0 <= port < 65536:
@@ -98,7 +99,7 @@ class Server:
             self._http = _Http((host, port), self)
         except OSError as e:
             raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror or e}; choose another port or host") from e
-        self._metrics, self._uninstall = _registry()
+        self._metrics, self._uninstall = _metrics_page()
         self.reports = Reports(check, every)
         self.host, self.port = host, int(self._http.server_address[1])
         self._closing = threading.Lock()
@@ -113,23 +114,23 @@ class Server:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
-    def answer(self, path: str, accept: str = "") -> Answer:
+    def respond(self, path: str, accept: str = "") -> Response:
         if path == "/live":
             return 200, JSON, b'{"live": true}\n'
         if path == "/ready":
-            ok, data = self.reports.answer()
+            ok, data = self.reports.latest()
             return 200 if ok else 503, JSON, json.dumps(data, indent=1, default=str).encode() + b"\n"
         if path == "/metrics":
             if self._metrics is None:
                 return 501, PLAIN, b"prometheus_client is not installed; install layerzero[telemetry]\n"
             try:
-                return self._metrics(accept, self.reports.answer()[0])
+                return self._metrics(accept, self.reports.latest()[0])
             except LayerZeroError as e:        # such as a policy that cannot be read
                 return 503, PLAIN, redaction.text(f"{e}\n").encode()
         return 404, PLAIN, b"there is /metrics, /ready and /live\n"
 
     def close(self) -> None:
-        """Stop listening; what is being answered is answered."""
+        """Stop listening; requests in progress are completed."""
         with self._closing:
             if self._closed:
                 return
@@ -141,7 +142,7 @@ class Server:
         self._uninstall()
 
     def wait(self, stop: threading.Event) -> None:
-        """Until `stop` is set."""
+        """Wait until `stop` is set."""
         while not stop.wait(0.5):
             pass
 
@@ -153,8 +154,8 @@ class Server:
         self.close()
 
 
-def _registry() -> tuple[Callable[[str, bool], Answer] | None, Callable[[], None]]:
-    """What writes the page of metrics, and what ends it; None where prometheus_client is not installed."""
+def _metrics_page() -> tuple[Callable[[str, bool], Response] | None, Callable[[], None]]:
+    """Return functions that write the metrics and that uninstall; None without prometheus_client."""
     try:
         import prometheus_client
         from prometheus_client.exposition import choose_encoder
@@ -165,7 +166,7 @@ def _registry() -> tuple[Callable[[str, bool], Answer] | None, Callable[[], None
     gauge = prometheus_client.Gauge("layerzero_ready", "1 where the last readiness check found nothing missing",
                                     registry=registry)
 
-    def page(accept: str, ready: bool) -> Answer:
+    def page(accept: str, ready: bool) -> Response:
         gauge.set(float(ready))
         encode, kind = choose_encoder(accept)
         return 200, kind, encode(registry)
@@ -188,7 +189,7 @@ class _Http(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Without the lookup of the host's name, which may take long and is used for nothing."""
+        """Bind without looking up the host's name, which may be slow and is not used."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -207,16 +208,16 @@ class _Http(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called several times a second: a client that sends a byte now and then does not keep its thread."""
+        """Close overdue connections; called several times a second, so a slow client keeps no thread."""
         end = time.monotonic() - CONNECTION_SECONDS
         with self._guard:
             late = [request for request, since in self._open.items() if since < end]
         for request in late:
-            with suppress(OSError):            # it is gone already
+            with suppress(OSError):            # already closed
                 request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is nobody's trouble; the standard one prints a traceback to stderr."""
+        """Log a client that disconnects; the default prints a traceback to stderr."""
         events.log.debug("a connection to /metrics ended early", exc_info=True)
 
 
@@ -234,41 +235,41 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server_version             # no version of Python
 
     def do_GET(self) -> None:
-        self._answer(True)
+        self._respond(True)
 
     def do_HEAD(self) -> None:
-        self._answer(False)
+        self._respond(False)
 
-    def _answer(self, with_body: bool) -> None:
+    def _respond(self, with_body: bool) -> None:
         if self.headers.get("Content-Length", "0").strip() != "0" or self.headers.get("Transfer-Encoding"):
             self.send_error(413)
             return
-        status, kind, body = self.server.owner.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
+        status, kind, body = self.server.owner.respond(self.path.partition("?")[0], self.headers.get("Accept", ""))
         self._send(status, kind, body, with_body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """One line instead of a page that repeats what the client sent. A method that is not served is 405."""
+        """Send one line, not a page that echoes the request. An unsupported method is 405."""
         code = 405 if code == 501 else int(code)
         self.close_connection = True
-        more = {"Allow": "GET, HEAD"} if code == 405 else {}
-        self._send(code, PLAIN, f"{code} {self.responses.get(code, ('error',))[0]}\n".encode(), True, more)
+        headers = {"Allow": "GET, HEAD"} if code == 405 else {}
+        self._send(code, PLAIN, f"{code} {self.responses.get(code, ('error',))[0]}\n".encode(), True, headers)
 
-    def _send(self, status: int, kind: str, body: bytes, with_body: bool, more: Mapping[str, str] | None = None
-              ) -> None:
+    def _send(self, status: int, kind: str, body: bytes, with_body: bool,
+              headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store",
-                            "X-Content-Type-Options": "nosniff", **(more or {})}.items():
+                            "X-Content-Type-Options": "nosniff", **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         if with_body and self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        events.log.debug("http: %r", format % args)     # as text: a client may send escape sequences
+        events.log.debug("http: %r", format % args)     # %r: a client may send escape sequences
 
 
 class _Bounded:
-    """A request that may have so many bytes; after that it reads as ended."""
+    """A request stream that ends after `limit` bytes."""
 
     def __init__(self, file: Any, limit: int) -> None:
         self._file, self._left = file, limit
@@ -290,7 +291,7 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In the child: the threads are gone, and the port is the parent's."""
+    """Close the servers in the child: their threads are gone, and the port is the parent's."""
     for server in list(_servers):
         server._closed = True
         server._http.socket.close()

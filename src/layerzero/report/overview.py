@@ -1,11 +1,12 @@
-"""What is known of one place, ready to be shown: kinds of call with their candidates, ceilings, regret, refusals.
+"""What the report shows of one place: kinds of call with their candidates, ceilings, regret, rejected kernels.
 
-Plain data. `lz report` fills it from the world; `page.render` makes HTML of it.
+Plain data. `lz report` fills it from the world; `page.render` turns it into HTML.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..tune.harness import MARGIN
 
 FIRST_LOOK = 3                                 # samples
 
+
 @dataclass(frozen=True)
 class Candidate:
     """One kernel in one kind of call."""
@@ -27,13 +29,13 @@ class Candidate:
     spread: float                              # relative
     trust: float                               # 0 to 1
     samples: int
-    sizes: str                                 # those that were timed
+    sizes: str                                 # of the timed call
     baseline: bool = False                     # what torch itself would run
     compile_us: float = 0.0
 
     @property
     def first_look(self) -> bool:
-        """It was so far behind that tuning went on without it."""
+        """Whether the kernel was so far behind that tuning stopped timing it."""
         return self.samples <= FIRST_LOOK
 
     @property
@@ -43,14 +45,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of call and everyone who was timed for it, fastest first."""
+    """One kind of call and the kernels timed for it, fastest first."""
 
     op: str
     family: str                                # dtype and switches
     candidates: tuple[Candidate, ...]
-    flops: float = 0.0                         # of the winner's timed call, by the contract
+    flops: float = 0.0                         # of the winner's timed call, by the op's cost
     bytes: float = 0.0
-    roofline_us: float | None = None           # None where no ceiling was measured, or none can be told
+    roofline_us: float | None = None           # None without measured ceilings, or without a known cost
 
     @property
     def winner(self) -> Candidate:
@@ -66,59 +68,116 @@ class Kind:
 
     @property
     def tied(self) -> tuple[Candidate, ...]:
-        """Others that are as fast, as far as tuning tells kernels apart."""
+        """Other candidates that tuning cannot tell from the winner."""
         return tuple(c for c in self.candidates[1:] if c.us <= self.winner.us * (1.0 + MARGIN))
 
     @property
     def baseline(self) -> Candidate | None:
-        """The fastest of torch's own."""
+        """The fastest of torch's own kernels."""
         return next((c for c in self.candidates if c.baseline), None)
 
     @property
     def gain(self) -> float | None:
-        """How many times faster than torch's own the winner is."""
+        """How many times faster the winner is than torch's own kernel."""
         return self.baseline.us / self.winner.us if self.baseline else None
 
     @property
     def roofline(self) -> float | None:
-        """Share of the best this device can do that the winner reaches."""
+        """The share of the device's ceiling that the winner reaches."""
         return self.roofline_us / self.winner.us if self.roofline_us is not None else None
 
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.flops / self.winner.us * 1e6
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bytes / self.winner.us * 1e6
+
+    def candidate(self, kernel: str) -> Candidate | None:
+        """Return the timing of one kernel; None if it was not timed."""
+        return next((c for c in self.candidates if c.kernel == kernel), None)
+
     def ratio(self, kernel: str) -> float | None:
-        """How many times as long as the winner it takes; None where it was not timed."""
-        return next((c.us / self.winner.us for c in self.candidates if c.kernel == kernel), None)
+        """Return how many times as long as the winner a kernel takes; None if it was not timed."""
+        candidate = self.candidate(kernel)
+        return None if candidate is None else candidate.us / self.winner.us
+
+    def sizes_besides(self, shared: Iterable[str]) -> dict[str, str]:
+        return {name: size for name, size in parse_sizes(self.sizes).items() if name not in shared}
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Over torch's own kernels, for several kinds of call."""
+    """The gain over torch's own kernels, for several kinds of call."""
 
     mean: float                                # geometric
     low: float
     high: float
-    kinds: int                                 # those where torch's own was timed too
+    kinds: int                                 # those for which torch's own kernel was timed too
 
 
 @dataclass(frozen=True)
-class Why:
+class MeasuredOp:
+    """The measured kinds of call of one operation."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+
+    @property
+    def gain(self) -> Gain | None:
+        return summarize_gain(self.kinds)
+
+    @property
+    def wins(self) -> list[tuple[str, int]]:
+        """Each winner with the number of kinds it wins, most wins first."""
+        return Counter(kind.winner.kernel for kind in self.kinds).most_common()
+
+    @property
+    def kernels(self) -> list[str]:
+        """Every kernel timed, most wins first."""
+        wins = dict(self.wins)
+        names = {c.kernel for kind in self.kinds for c in kind.candidates}
+        return sorted(names, key=lambda name: (-wins.get(name, 0), name))
+
+    @property
+    def shared_sizes(self) -> dict[str, str]:
+        """Sizes that every kind has in common; none for a single kind."""
+        if len(self.kinds) < 2:
+            return {}
+        rows = [parse_sizes(kind.sizes) for kind in self.kinds]
+        return {n: v for n, v in rows[0].items() if all(row.get(n) == v for row in rows)}
+
+
+@dataclass(frozen=True)
+class RejectReason:
     code: str
     message: str
     advice: str = ""
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A kernel that serves no call on this device, or none unasked."""
+class RejectedKernel:
+    """A kernel that serves no call on this device, or none unless it is named."""
 
     kernel: str
     op: str
-    why: tuple[Why, ...]
+    reasons: tuple[RejectReason, ...]
     note: str = ""
+
+    @property
+    def advice(self) -> list[str]:
+        return list(dict.fromkeys(reason.advice for reason in self.reasons if reason.advice))
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """One call of `lz regret`."""
+class RegretCall:
+    """One replayed call of `lz regret`."""
 
     label: str
     chosen: str
@@ -128,13 +187,13 @@ class Replayed:
     chosen_us: float
     best_us: float
     gain: float | None = None
-    flip: tuple[str, ...] = ()                 # the winners of the two halves of the rounds, where they differ
-    failed: Mapping[str, str] = field(default_factory=dict)
+    flip: tuple[str, ...] = ()                 # winners of the two halves of the rounds, if they differ
+    failed: Mapping[str, str] = field(default_factory=dict)            # kernel -> error
 
 
 @dataclass(frozen=True)
-class Regret:
-    """What `lz regret --json` says."""
+class RegretSummary:
+    """The content of `lz regret --json`."""
 
     median: float
     p95: float
@@ -144,96 +203,117 @@ class Regret:
     flips: int
     flips_that_matter: int
     place: str
-    rows: tuple[Replayed, ...] = ()            # greatest regret first
-    skipped: tuple[tuple[str, str], ...] = ()  # operation, why
+    calls: tuple[RegretCall, ...] = ()         # greatest regret first
+    skipped: tuple[tuple[str, str], ...] = ()  # operation, reason
     problems: tuple[str, ...] = ()
+
+    @property
+    def failures(self) -> list[tuple[str, str]]:
+        """Kernel and error, once each."""
+        return sorted({failure for call in self.calls for failure in call.failed.items()})
 
 
 @dataclass(frozen=True)
 class Overview:
     device: str
     place: str
-    made_at: str                               # date and time, as text
+    created_at: str                            # date and time, as text
     facts: Mapping[str, str] = field(default_factory=dict)             # of the header: name -> text
     kinds: tuple[Kind, ...] = ()
     rates: Rates | None = None
-    refused: tuple[Refused, ...] = ()
-    regret: Regret | None = None
-    ops: int = 0                               # operations there are
-    measured: str = ""                         # from when to when
-    elsewhere: int = 0                         # measurements of other devices and numbers of threads, not shown
+    rejected: tuple[RejectedKernel, ...] = ()
+    regret: RegretSummary | None = None
+    ops: int = 0                               # number of operations the library has
+    measured_at: str = ""                      # the time span of the measurements, as text
+    hidden: int = 0                            # measurements of other devices or numbers of threads
 
     @property
     def measurements(self) -> int:
         return sum(len(kind.candidates) for kind in self.kinds)
 
-    def by_op(self) -> dict[str, tuple[Kind, ...]]:
-        found: dict[str, list[Kind]] = {}
+    @property
+    def gain(self) -> Gain | None:
+        return summarize_gain(self.kinds)
+
+    @property
+    def measured_ops(self) -> list[MeasuredOp]:
+        groups: dict[str, list[Kind]] = {}
         for kind in self.kinds:
-            found.setdefault(kind.op, []).append(kind)
-        return {op: tuple(kinds) for op, kinds in found.items()}
+            groups.setdefault(kind.op, []).append(kind)
+        return [MeasuredOp(op, tuple(kinds)) for op, kinds in groups.items()]
+
+    @property
+    def rejected_by_code(self) -> list[tuple[str, list[RejectedKernel]]]:
+        """Rejected kernels by the code of their first reason, the largest group first."""
+        groups: dict[str, list[RejectedKernel]] = {}
+        for kernel in self.rejected:
+            groups.setdefault(kernel.reasons[0].code, []).append(kernel)
+        return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 
 
-def gain_of(kinds: Iterable[Kind]) -> Gain | None:
-    found = [kind.gain for kind in kinds if kind.gain is not None]
-    if not found:
+def summarize_gain(kinds: Iterable[Kind]) -> Gain | None:
+    """Summarize the kinds for which torch's own kernel was timed; None if there are none."""
+    gains = [kind.gain for kind in kinds if kind.gain is not None]
+    if not gains:
         return None
-    return Gain(math.exp(math.fsum(map(math.log, found)) / len(found)), min(found), max(found), len(found))
+    mean = math.exp(math.fsum(map(math.log, gains)) / len(gains))
+    return Gain(mean, min(gains), max(gains), len(gains))
 
 
-def kinds_of(measurements: Iterable[Measurement], rates: Rates | None, baselines: frozenset[str]) -> tuple[Kind, ...]:
-    """The measurements of one place by kind of call."""
+def group_by_kind(measurements: Iterable[Measurement], rates: Rates | None,
+                  baselines: frozenset[str]) -> tuple[Kind, ...]:
+    """Group the measurements of one place by kind of call; `baselines` are torch's own kernels."""
     groups: dict[tuple[str, str], list[Measurement]] = {}
     for m in measurements:
         groups.setdefault((m.op, m.bucket), []).append(m)
     kinds = []
     for (op, _), rows in groups.items():
         rows.sort(key=lambda m: (m.median_us, m.kernel))
-        first = rows[0]
-        known = rates is not None and (first.flops or first.bytes) and "grad" not in first.family.split()
-        kinds.append(Kind(
-            op, first.family, tuple(Candidate(m.kernel, m.median_us, m.spread, m.trust, m.samples, m.sizes,
-                                              m.kernel in baselines, m.compile_us) for m in rows),
-            first.flops, first.bytes,          # the contract counts the way forward only: none for gradients
-            rates.roofline_us(first.flops, first.bytes) if rates is not None and known else None))
-    return tuple(sorted(kinds, key=lambda k: (k.op, k.family, _numbers(k.sizes))))
+        candidates = tuple(Candidate(m.kernel, m.median_us, m.spread, m.trust, m.samples, m.sizes,
+                                     m.kernel in baselines, m.compile_us) for m in rows)
+        fastest = rows[0]
+        roofline_us = None
+        # The op's cost counts the forward pass only: gradients have no roofline.
+        if rates is not None and (fastest.flops or fastest.bytes) and "grad" not in fastest.family.split():
+            roofline_us = rates.roofline_us(fastest.flops, fastest.bytes)
+        kinds.append(Kind(op, fastest.family, candidates, fastest.flops, fastest.bytes, roofline_us))
+    return tuple(sorted(kinds, key=lambda k: (k.op, k.family, _size_order(k.sizes))))
 
 
-def sizes_of(text: str) -> dict[str, str]:
-    """"batch=1 seq_k=4096" by name."""
+def parse_sizes(text: str) -> dict[str, str]:
+    """Parse "batch=1 seq_k=4096" into sizes by name."""
     return {name: value for name, _, value in (part.partition("=") for part in text.split())}
 
 
-def _numbers(text: str) -> list[tuple[str, int, str]]:
-    return [(n, int(v) if v.lstrip("-").isdecimal() else 0, v) for n, v in sizes_of(text).items()]
+def _size_order(text: str) -> list[tuple[str, int, str]]:
+    """Return a sort key that orders sizes as numbers."""
+    return [(n, int(v) if v.lstrip("-").isdecimal() else 0, v) for n, v in parse_sizes(text).items()]
 
 
-# a file of lz regret
-
-def read_regret(path: Path) -> Regret:
-    """What `lz regret --json` wrote; DataError for anything else."""
+def read_regret(path: Path) -> RegretSummary:
+    """Read a file written by `lz regret --json`; DataError for anything else."""
     data: Any = read_json(path, "what lz regret --json prints", nan=True)
     try:
         return _regret(data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-        said = f"no {e}" if isinstance(e, KeyError) else str(e)
-        raise DataError(f"{path}: wanted what lz regret --json prints, got something else: {said}") from e
+        problem = f"no {e}" if isinstance(e, KeyError) else str(e)
+        raise DataError(f"{path}: wanted what lz regret --json prints, got something else: {problem}") from e
 
 
-def _regret(data: Mapping[str, Any]) -> Regret:
-    rows = sorted(map(_replayed, data["rows"]), key=lambda row: row.regret, reverse=True)
+def _regret(data: Mapping[str, Any]) -> RegretSummary:
+    calls = sorted(map(_regret_call, data["rows"]), key=lambda call: call.regret, reverse=True)
     n = {name: _number(data[name]) for name in (
         "median_regret", "p95_regret", "lost", "worse_than_torch", "gain_over_torch", "flips", "flips_that_matter")}
-    return Regret(
+    return RegretSummary(
         n["median_regret"], n["p95_regret"], n["lost"], n["worse_than_torch"], n["gain_over_torch"], int(n["flips"]),
         int(n["flips_that_matter"]), str(data["place"]),
-        tuple(rows), tuple((str(s["call"]["op"]), str(s["why"])) for s in data.get("skipped_calls", ())),
+        tuple(calls), tuple((str(s["call"]["op"]), str(s["why"])) for s in data.get("skipped_calls", ())),
         tuple(map(str, data.get("problems", ()))))
 
 
-def _replayed(row: Mapping[str, Any]) -> Replayed:
+def _regret_call(row: Mapping[str, Any]) -> RegretCall:
     us, chosen, best = row["microseconds"], str(row["chosen"]), str(row["best"])
-    return Replayed(
+    return RegretCall(
         str(row["label"]), chosen, best, _number(row["regret"]), int(_number(row["count"])), _number(us[chosen]),
         _number(us[best]), None if row["gain"] is None else _number(row["gain"]), tuple(map(str, row["flip"] or ())),
         {str(kernel): str(text) for kernel, text in row["failed"].items()})

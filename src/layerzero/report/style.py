@@ -1,11 +1,11 @@
-"""The look of the report: colours for light and dark, and the style sheet made of them."""
+"""Colours of the report for light and dark, and its style sheet."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# How many times the time of the fastest: up to here it has this step of the heat map. One hue whose lightness only
-# ever falls or rises, so it reads the same without colour vision; the number stands in each cell besides.
+# The limits of the heat map's steps, as a multiple of the fastest time. One hue whose lightness only
+# falls or only rises reads the same without colour vision; each cell has its number besides.
 STEPS = (1.02, 1.10, 1.25, 1.5, 2.0, 4.0)
 HEAT: Mapping[str, tuple[tuple[str, str], ...]] = {    # (background, text), the fastest first
     "light": (("#08519c", "#ffffff"), ("#2068ae", "#ffffff"), ("#6baed6", "#00172e"), ("#9ecae1", "#00172e"),
@@ -21,11 +21,12 @@ COLOURS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def step_of(ratio: float) -> int:
+def heat_step(ratio: float) -> int:
+    """Return the heat map step, 0 for the fastest, of a time relative to the fastest."""
     return next((i for i, limit in enumerate(STEPS) if ratio <= limit), len(STEPS))
 
 
-def style() -> str:
+def style_sheet() -> str:
     dark = "".join(f"  {line}\n" for line in _variables("dark").splitlines())
     heat = "\n".join(f".h{i} {{ background: var(--h{i}); color: var(--t{i}); }}" for i in range(len(STEPS) + 1))
     return f"{_variables('light')}\n@media (prefers-color-scheme: dark) {{\n{dark}}}\n{_RULES}\n{heat}\n"

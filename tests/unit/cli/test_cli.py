@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.cli import _one_line, main
+from layerzero.cli import _print_warning, main
 from layerzero.cli.arguments import parse_call
 from layerzero.cli.commands.fit import SIZES, Pace, Sizes, fit
 from layerzero.cli.commands.styles import STYLES, Layer
@@ -247,7 +247,7 @@ def test_a_warning_is_one_line_beside_the_answer(run):
 
 
 def test_of_a_warning_with_a_stack_the_first_line_is_shown(capsys):
-    _one_line(UserWarning("mkldnn_matmul failed\nframe #0: c10::Error\n"), UserWarning, "x.py", 1)
+    _print_warning(UserWarning("mkldnn_matmul failed\nframe #0: c10::Error\n"), UserWarning, "x.py", 1)
     assert capsys.readouterr().err == "warning: mkldnn_matmul failed\n"
 
 
@@ -340,7 +340,7 @@ def test_a_pass_has_as_many_multiplications_as_the_block_makes():
     from torch.utils.flop_counter import FlopCounterMode
 
     for step in (sizes := SIZES["cpu"][-1]).steps:
-        run = Layer(sizes, torch.float32, "cpu").stepping(step, STYLES["model code"])
+        run = Layer(sizes, torch.float32, "cpu").bind_step(step, STYLES["model code"])
         with FlopCounterMode(display=False) as counter:
             run()
         products = counter.get_total_flops() / 2           # torch does not count the attention of a CPU

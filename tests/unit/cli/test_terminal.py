@@ -53,7 +53,7 @@ def sent(action: Callable[[], object]) -> str:
 def safely(action: Callable[[], object]) -> str:
     """The same while a command runs."""
     def run() -> None:
-        with streams.escaped():
+        with streams.escape_output():
             action()
 
     return sent(run)
@@ -95,7 +95,7 @@ def test_every_way_to_a_terminal_is_safe(way, name):
 @pytest.mark.parametrize("text", MARKUP)
 def test_markup_in_a_name_is_text(text):
     def work() -> None:
-        with show.working(text) as say:
+        with show.spinner(text) as say:
             say(text)
 
     found = safely(lambda: (show.table(("kernel", "why"), [(text, text)]), show.heading(text), work()))
@@ -104,7 +104,7 @@ def test_markup_in_a_name_is_text(text):
 
 def test_a_line_of_work_and_its_name_are_safe():
     def work() -> None:
-        with show.working("\x1b]0;owned\x07") as say:
+        with show.spinner("\x1b]0;owned\x07") as say:
             say("\x1b]0;owned\x07")
 
     text = safely(work)
@@ -113,7 +113,7 @@ def test_a_line_of_work_and_its_name_are_safe():
 
 def test_a_pipe_gets_a_models_text_as_it_is():
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), streams.escaped():
+    with contextlib.redirect_stdout(out), streams.escape_output():
         show.piece("a\u200fb")
     assert out.getvalue() == "a\u200fb"
 
@@ -121,7 +121,7 @@ def test_a_pipe_gets_a_models_text_as_it_is():
 def test_a_terminal_of_ascii_alone_is_written_to():
     buffer = io.BytesIO()
     stream = io.TextIOWrapper(buffer, encoding="ascii")
-    with contextlib.redirect_stdout(stream), streams.escaped():
+    with contextlib.redirect_stdout(stream), streams.escape_output():
         show.text("日本 \ud800")
     stream.flush()
     assert buffer.getvalue() == b"\\u65e5\\u672c \\ud800\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,9 +16,18 @@ from layerzero.cli.commands.report import gather, report
 from layerzero.operate import inspection
 from layerzero.perf.record import Measurement, PerfView, Rates
 from layerzero.report import roofline, style
-from layerzero.report.markup import Html, el, join
-from layerzero.report.overview import Kind, Overview, Refused, Why, gain_of, kinds_of, read_regret
-from layerzero.report.page import NOTHING, ratio_text, render, time_text
+from layerzero.report.formats import format_ratio, format_time
+from layerzero.report.markup import Markup, element, join
+from layerzero.report.overview import (
+    Kind,
+    Overview,
+    RejectedKernel,
+    RejectReason,
+    group_by_kind,
+    read_regret,
+    summarize_gain,
+)
+from layerzero.report.page import render
 from layerzero.spec.call import Call
 from layerzero.spec.errors import ConfigError, DataError
 from layerzero.tune import regret
@@ -40,8 +50,8 @@ BASELINES = frozenset({"torch.own"})
 
 
 def overview(rows=ROWS, rates=RATES, **more):
-    return Overview("A machine", "here-2t", "2026-01-02 03:04", kinds=kinds_of(rows, rates, BASELINES), rates=rates,
-                    ops=9, **more)
+    return Overview("A machine", "here-2t", "2026-01-02 03:04", rates=rates, ops=9,
+                    kinds=group_by_kind(rows, rates, BASELINES), **more)
 
 
 class Reader(HTMLParser):
@@ -81,7 +91,7 @@ class Reader(HTMLParser):
 # the numbers
 
 def test_winner_tie_gain_and_roofline_of_a_kind():
-    grad, small, large = kinds_of(reversed(ROWS), RATES, BASELINES)[2], *kinds_of(ROWS, RATES, BASELINES)[:2]
+    grad, small, large = group_by_kind(reversed(ROWS), RATES, BASELINES)[2], *group_by_kind(ROWS, RATES, BASELINES)[:2]
     assert [c.kernel for c in small.candidates] == ["fast.one", "torch.own", "slow.one"]
     assert (small.winner.kernel, small.tied, small.gain) == ("fast.one", (), 2.0)
     assert small.roofline == pytest.approx(20.0 / 50.0)                # 2e6 FLOP at 1e5 a microsecond
@@ -93,32 +103,32 @@ def test_winner_tie_gain_and_roofline_of_a_kind():
 
 def test_kinds_are_in_the_order_of_their_sizes_and_not_of_their_letters():
     rows = [measured("k.k", 1.0, rows=n) for n in (1024, 8, 64)]
-    assert [k.sizes.split()[0] for k in kinds_of(rows, None, frozenset())] == ["rows=8", "rows=64", "rows=1024"]
+    assert [k.sizes.split()[0] for k in group_by_kind(rows, None, frozenset())] == ["rows=8", "rows=64", "rows=1024"]
 
 
-def test_the_gain_of_an_op_is_the_geometric_mean_of_what_could_be_compared():
+def test_the_summarize_gain_an_op_is_the_geometric_mean_of_what_could_be_compared():
     rows = [measured("torch.own", 80.0, rows=1), measured("fast.one", 10.0, rows=1), measured("fast.one", 1.0, rows=3),
             measured("torch.own", 20.0, rows=2), measured("fast.one", 10.0, rows=2)]
-    gain = gain_of(kinds_of(rows, None, BASELINES))
+    gain = summarize_gain(group_by_kind(rows, None, BASELINES))
     assert (gain.low, gain.high, gain.kinds) == (2.0, 8.0, 2)
     assert gain.mean == pytest.approx(4.0)
-    assert gain_of(kinds_of(rows[2:3], None, BASELINES)) is None
+    assert summarize_gain(group_by_kind(rows[2:3], None, BASELINES)) is None
 
 
 def test_without_measured_rates_there_is_no_percentage():
     page = Reader(render(overview(rates=None)))
-    assert all(kind.roofline is None for kind in kinds_of(ROWS, None, BASELINES))
+    assert all(kind.roofline is None for kind in group_by_kind(ROWS, None, BASELINES))
     assert "The ceilings of this device are not measured" in page.text
 
 
 @pytest.mark.parametrize(("us", "text"), [(0.5, "0.5 µs"), (12.34, "12.3 µs"), (1234.0, "1.23 ms"), (2.5e6, "2.5 s")])
 def test_times_are_written_in_a_unit_that_fits(us, text):
-    assert time_text(us).replace("\N{NO-BREAK SPACE}", " ") == text
+    assert format_time(us).replace("\N{NO-BREAK SPACE}", " ") == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.0, "1.00x"), (12.34, "12.3x"), (1234.5, "1234x")])
 def test_ratios_are_written_with_as_many_digits_as_say_something(value, text):
-    assert ratio_text(value) == text
+    assert format_ratio(value) == text
 
 
 # the page
@@ -135,8 +145,9 @@ def test_each_cell_of_the_heat_map_has_its_number_and_the_winner_its_star():
 
 
 def test_the_parts_of_the_page_are_there_and_every_tag_is_closed():
-    page = Reader(render(overview(refused=(Refused("gpu.only", "linear", (
-        Why("PLATFORM_MISMATCH", "runs on cuda, the tensors are on cpu", "use a GPU"),), "a note"),), elsewhere=7)))
+    page = Reader(render(overview(rejected=(RejectedKernel("gpu.only", "linear", (
+        RejectReason("PLATFORM_MISMATCH", "runs on cuda, the tensors are on cpu", "use a GPU"),), "a note"),),
+        hidden=7)))
     for text in ("A machine", "here-2t", "2026-01-02 03:04", "6measurements", "1 of 9operations", "No regret was given",
                  "7 measurements of other", "runs on cuda, the tensors are on cpu", "use a GPU", "a note",
                  "compute 100 GFLOP/s", "memory 10 GB/s"):
@@ -157,7 +168,7 @@ def test_the_gain_per_operation_is_a_row_of_its_table():
 def test_an_empty_page_says_what_to_do():
     page = Reader(render(overview(())))
     assert page.text.count("Nothing is measured yet: run lz tune") == 3
-    assert "lz tune" in NOTHING and "svg" not in page.tags
+    assert "svg" not in page.tags
 
 
 def test_what_a_plugin_says_is_text_and_nothing_else():
@@ -165,10 +176,10 @@ def test_what_a_plugin_says_is_text_and_nothing_else():
                                                                                              family=HOSTILE)]
     row = regret.Replayed(Call("linear"), HOSTILE, HOSTILE, "", {HOSTILE: [2.0] * 8, "b.b": [1.0] * 8},
                           failed={"c.c": HOSTILE})
-    said = overview(rows, refused=(Refused(HOSTILE, HOSTILE, (Why(HOSTILE, HOSTILE, HOSTILE),), HOSTILE),),
-                    facts={HOSTILE: HOSTILE}, measured=HOSTILE, regret=_written(regret.Report(
-                        (row,), (regret.Skipped(Call("linear"), HOSTILE),), HOSTILE)))
-    page = Reader(render(said))
+    rejected = RejectedKernel(HOSTILE, HOSTILE, (RejectReason(HOSTILE, HOSTILE, HOSTILE),), HOSTILE)
+    page = Reader(render(overview(
+        rows, rejected=(rejected,), facts={HOSTILE: HOSTILE}, measured_at=HOSTILE, regret=_written(regret.Report(
+            (row,), (regret.Skipped(Call("linear"), HOSTILE),), HOSTILE)))))
     assert page.text.count(HOSTILE) > 15
     _harmless(page)
 
@@ -185,15 +196,23 @@ def _harmless(page):
 
 def test_the_page_may_load_nothing():
     page = render(overview())
-    _harmless(Reader(page))
+    reader = Reader(page)
+    _harmless(reader)
     assert "url(" not in page and "@import" not in page and "http:" not in page and "https:" not in page
-    assert "default-src &#x27;none&#x27;" in page
+    policy = next(value for _, name, value in reader.attributes if name == "content")
+    assert policy.startswith("default-src 'none'; ")
 
 
 def test_text_is_escaped_and_markup_is_not_escaped_twice():
-    found = el("p", "<b>", el("b", "x & y"), None, 3, class_="a\"b")
-    assert found == '<p class="a&quot;b">&lt;b&gt;<b>x &amp; y</b>3</p>'
-    assert join("<", Html("<br>"), between="&") == "&lt;&amp;<br>"
+    made = element("p", "<b>", element("b", "x & y"), 3, class_="a\"b")
+    assert made == '<p class="a&quot;b">&lt;b&gt;<b>x &amp; y</b>3</p>'
+    assert join("<", Markup("<br>")) == "&lt;<br>"
+
+
+def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"pip install 'layerzero\[cli\]'"):
+        render(overview())
 
 
 # colours
@@ -231,7 +250,7 @@ def test_the_steps_of_the_heat_map_differ_in_lightness_so_that_they_read_without
 
 @pytest.mark.parametrize(("ratio", "step"), [(1.0, 0), (1.02, 0), (1.03, 1), (1.5, 3), (2.01, 5), (4.0, 5), (99.0, 6)])
 def test_the_step_of_a_ratio(ratio, step):
-    assert style.step_of(ratio) == step
+    assert style.heat_step(ratio) == step
 
 
 # the roofline
@@ -243,7 +262,7 @@ def _points(svg):
 def test_a_winner_at_the_roof_lies_on_the_line():
     at_peak = measured("k.k", 1000.0, rows=1, flops=1e8, bytes=1e4)    # 1e4 FLOP a byte: compute bound
     at_band = measured("k.k", 100.0, rows=2, flops=1e4, bytes=1e6)     # 0.01 FLOP a byte: memory bound
-    kinds = kinds_of((at_peak, at_band), RATES, frozenset())
+    kinds = group_by_kind((at_peak, at_band), RATES, frozenset())
     assert [kind.roofline for kind in kinds] == [1.0, 1.0]
     svg = roofline.plot(kinds, RATES, {"linear": "A"})
     line = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', svg)[1].split()]
@@ -258,7 +277,7 @@ def test_a_winner_at_the_roof_lies_on_the_line():
     (1.0, 1.0, 1e-6, Rates(1e-3, 1e6)), (1e18, 1.0, 1e9, Rates(1e12, 1e-3)), (1.0, 1e15, 1e12, RATES),
     (2e6, 1e5, 50.0, RATES)])
 def test_every_point_and_the_roof_are_inside_the_picture(flops, moved, us, rates):
-    kinds = kinds_of([measured("k.k", us, flops=flops, bytes=moved)], rates, frozenset())
+    kinds = group_by_kind([measured("k.k", us, flops=flops, bytes=moved)], rates, frozenset())
     svg = roofline.plot(kinds, rates, {"linear": "A"})
     corners = re.search(r'points="([^"]+)"', svg)[1].split()
     for x, y in (*_points(svg), *(map(float, corner.split(",")) for corner in corners)):
@@ -294,7 +313,7 @@ def test_what_lz_regret_writes_is_shown():
     found = regret.Report((replayed("torch.own", {"torch.own": 10.0, "fast.one": 5.0}, count=3),
                            replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})), place="here-2t")
     read = _written(found)
-    assert [row.regret for row in read.rows] == pytest.approx([1.0, 0.0])
+    assert [row.regret for row in read.calls] == pytest.approx([1.0, 0.0])
     assert (read.median, read.p95) == (found.regret(0.5), found.regret(0.95))
     assert (read.flips, read.gain, read.lost) == (0, found.gain(), found.lost)
     page = Reader(render(overview(regret=read)))
@@ -349,7 +368,7 @@ def test_the_page_holds_what_was_measured_on_this_device(known, tmp_path, capsys
     page = Reader((tmp_path / "page.html").read_text("utf-8"))
     found = gather("cpu")
     assert isinstance(found.kinds[0], Kind) and len(found.kinds) == 1
-    assert (found.kinds[0].winner.kernel, found.kinds[0].winner.us, found.elsewhere) == ("torch.rms_norm", 30.0, 1)
+    assert (found.kinds[0].winner.kernel, found.kinds[0].winner.us, found.hidden) == ("torch.rms_norm", 30.0, 1)
     assert [c.baseline for c in found.kinds[0].candidates] == [
         worlds.current().catalog.by_id[i].baseline for i in ("torch.rms_norm", "reference.rms_norm")]
     assert "★ torch.rms_norm" in page.text and "2023-11-1" in page.text
@@ -382,6 +401,7 @@ def test_a_page_that_cannot_be_written_is_one_message(world, tmp_path):
 
 def test_a_note_that_is_no_proper_text_does_not_stop_the_page(world, tmp_path, monkeypatch):
     from layerzero.cli.commands import report as command
-    monkeypatch.setattr(command, "_refused", lambda kind: [Refused("a.b", "linear", (Why("X", "half \ud800 pair"),))])
+    rejected = RejectedKernel("a.b", "linear", (RejectReason("X", "half \ud800 pair"),))
+    monkeypatch.setattr(command, "_rejected_kernels", lambda device: [rejected])
     report(tmp_path / "page.html", None, "cpu")
     assert "half &#55296; pair" in (tmp_path / "page.html").read_text("utf-8")

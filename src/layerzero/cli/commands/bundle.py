@@ -1,4 +1,4 @@
-"""`lz bundle`: what someone elsewhere needs to look into this machine, as one archive."""
+"""`lz bundle`: what a remote developer needs to debug this machine, as one archive."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def bundle(
     if as_json:
         show.as_json({"path": str(out), **manifest})
         return
-    show.table(("file", "bytes", "sha256"), [(name, str(about["bytes"]), about["sha256"][:16])
-                                             for name, about in manifest["files"].items()], right=("bytes",))
-    for name, why in manifest["left_out"].items():
-        show.text(f"left out: {name}: {why}")
+    show.table(("file", "bytes", "sha256"), [(name, str(file["bytes"]), file["sha256"][:16])
+                                             for name, file in manifest["files"].items()], right=("bytes",))
+    for name, reason in manifest["left_out"].items():
+        show.text(f"left out: {name}: {reason}")
     show.text(f"\n{out}: {'ready' if manifest['ready'] else 'not ready'}, "
               f"hidden: {', '.join(manifest['redacted']) or 'secrets only'}")

@@ -1,20 +1,19 @@
-"""`lz demo`: one decoder block, three steps, two dtypes. Who serves each call and why, is it equal, what is gained.
+"""`lz demo`: one decoder block, three steps, two dtypes: which kernel serves each call and why, and the gain.
 
-Sizes are those that fit the machine; what does not fit into the time is left out, and said.
+The sizes are the largest that fit the machine; rows that do not fit into the time are listed as left out.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...models.decoder import Trace
 from ...operate import inspection
@@ -22,20 +21,20 @@ from ...spec.plan import Plan
 from ...tune.harness import Timings, in_turns
 from .. import show
 from .fit import SIZES, Fit, LeftOut, Sizes, Step, fit, probe
-from .styles import OPS, STYLE_NOTES, STYLES, Layer, Style
+from .styles import OPS, STYLE_NOTES, STYLES, Layer
 
 DTYPES = ("float32", "bfloat16")
-TIMES_TORCH = 2.0                              # how much larger than torch's our error may be
+TIMES_TORCH = 2.0                              # our error may be this many times torch's
 MOST_SECONDS = 0.8                             # for one measurement; twice that for the block
-OF_SHARE = 0.1                                 # for one measurement, of the time there is for its row
+MEASUREMENT_SHARE = 0.1                        # of the time of a row, for one measurement
 
 
 @dataclass(frozen=True)
 class Served:
-    """One operation of one step: what was planned, and what the counters say ran."""
+    """One operation of one step: its plan, and the kernels that ran by the counters."""
 
     plan: Plan
-    by: tuple[str, ...]
+    kernels: tuple[str, ...]
     timings: Timings
 
 
@@ -59,15 +58,15 @@ class Row:
         return {
             "dtype": self.dtype, "step": self.step.name, "equal": self.equal, "torch_error": self.torch_error,
             "lz_error": self.lz_error,
-            "ops": {name: {"served_by": list(s.by), "plan": s.plan.to_json()} for name, s in self.ops.items()},
+            "ops": {name: {"served_by": list(s.kernels), "plan": s.plan.to_json()} for name, s in self.ops.items()},
             "timings": {name: {
                 "microseconds": {style: t.median(style) for style in STYLES},
                 "rounds": len(t.rounds["lz"]),
                 "gain": {style: t.gain(style, "lz").to_json() for style in STYLE_NOTES}} for name, t in timed.items()}}
 
 
-def run(device: str, seconds: float, as_json: bool) -> int:
-    """Print the demonstration; 1 if a result was not equal."""
+def run_demo(device: str, seconds: float, as_json: bool) -> int:
+    """Print the demonstration; returns the exit code, 1 if a result was not equal."""
     began = time.perf_counter()
     end = began + seconds
     diagnosis = inspection.doctor()
@@ -78,8 +77,11 @@ def run(device: str, seconds: float, as_json: bool) -> int:
         chosen = fit(SIZES[device], paces, end - time.perf_counter())
         if not as_json:
             _introduce(diagnosis, chosen.sizes, device)
-        with _progress(len(chosen.rows) * (len(OPS) + 1)) as advance:
-            rows, stopped = _rows(chosen, device, end, advance)
+        columns = (TextColumn("{task.description:<40}", markup=False), BarColumn(), TimeElapsedColumn(),
+                   TimeRemainingColumn())
+        with show.progress(*columns, total=len(chosen.rows) * (len(OPS) + 1)) as update:
+            rows, stopped = _measure_rows(
+                chosen, device, end, lambda description: update(description=description, advance=1))
     left_out = (*chosen.left_out, *stopped)
     equal = all(row.equal for row in rows)
     if as_json:
@@ -100,8 +102,9 @@ def run(device: str, seconds: float, as_json: bool) -> int:
 
 # measuring
 
-def _rows(chosen: Fit, device: str, end: float, advance: Callable[[str], None]) -> tuple[list[Row], list[LeftOut]]:
-    """Each row has an equal share of what is left until `end`; one that does not come to its end in it is left out."""
+def _measure_rows(chosen: Fit, device: str, end: float,
+                  advance: Callable[[str], None]) -> tuple[list[Row], list[LeftOut]]:
+    """Give each row an equal share of the time until `end`; a row that needs more is left out."""
     rows: list[Row] = []
     left_out: list[LeftOut] = []
     block, exact = None, None
@@ -111,7 +114,7 @@ def _rows(chosen: Fit, device: str, end: float, advance: Callable[[str], None]) 
             exact = block.to(torch.float64)
         share = (end - time.perf_counter()) / (len(chosen.rows) - i)
         try:
-            rows.append(_row(block, exact, dtype, step, time.perf_counter() + share, advance))
+            rows.append(_measure_row(block, exact, dtype, step, time.perf_counter() + share, advance))
         except _OutOfTime:
             left_out.append(LeftOut(dtype, step.name, f"its {max(share, 0.0):.1f} s were over before it was measured"))
     return rows, left_out
@@ -121,68 +124,44 @@ class _OutOfTime(Exception):
     pass
 
 
-def _row(block: Layer, exact: Layer, dtype: str, step: Step, deadline: float, advance: Callable[[str], None]) -> Row:
-    seconds = min(MOST_SECONDS, OF_SHARE * (deadline - time.perf_counter()))
+def _measure_row(block: Layer, exact: Layer, dtype: str, step: Step, deadline: float,
+                 advance: Callable[[str], None]) -> Row:
+    seconds = min(MOST_SECONDS, MEASUREMENT_SHARE * (deadline - time.perf_counter()))
 
-    def timed(ways: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
-        found = in_turns(ways, seconds, block.device, deadline)
-        if found.rounds.keys() != ways.keys():
+    def timed(functions: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
+        timings = in_turns(functions, seconds, block.device, deadline)
+        if timings.rounds.keys() != functions.keys():
             raise _OutOfTime
-        return found
+        return timings
 
     trace: Trace = {}
-    noted = block.stepping(step, STYLES["lz"], trace)
+    traced_step = block.bind_step(step, STYLES["lz"], trace)
     before = inspection.stats().calls
     for _ in range(3):                         # the first call chooses, the others are counted
         if time.perf_counter() >= deadline:
             raise _OutOfTime
-        ours = noted()
+        output = traced_step()
     after = inspection.stats().calls
     ops = {}
     calls = {note.op: note.arguments for note in trace.values() if note.op in OPS and note.arguments}
-    for name, given in calls.items():
+    for name, arguments in calls.items():
         advance(f"{dtype}, {step.name}: {name}")
-        ran = {k: n - before.get(name, {}).get(k, 0) for k, n in after[name].items()}
-        ways = {style: _bound(do, name, given) for style, do in STYLES.items()}
-        ops[name] = Served(inspection.explain(name, **given), tuple(k for k, n in ran.items() if n),
-                           timed(ways, seconds))
+        counts = {k: n - before.get(name, {}).get(k, 0) for k, n in after[name].items()}
+        functions = {style: partial(do.own[name], **arguments) for style, do in STYLES.items()}
+        ops[name] = Served(inspection.explain(name, **arguments), tuple(k for k, n in counts.items() if n),
+                           timed(functions, seconds))
     advance(f"{dtype}, {step.name}: block")
-    whole = {style: block.stepping(step, do) for style, do in STYLES.items()}
-    timings = timed(whole, 2 * seconds)
-    truth, theirs = exact.stepping(step, STYLES["torch"])(), whole["torch"]()
-    return Row(dtype, step, ops, timings, _distance(theirs, truth), _distance(ours, truth))
+    blocks = {style: block.bind_step(step, do) for style, do in STYLES.items()}
+    timings = timed(blocks, 2 * seconds)
+    truth = exact.bind_step(step, STYLES["torch"])()
+    return Row(dtype, step, ops, timings, _relative_error(blocks["torch"](), truth), _relative_error(output, truth))
 
 
-def _bound(do: Style, name: str, given: Mapping[str, Any]) -> Callable[[], Any]:
-    run = do.own[name]
-    return lambda: run(**given)
-
-
-def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float(((found.to(truth.dtype) - truth).norm() / truth.norm()).item())
+def _relative_error(output: torch.Tensor, truth: torch.Tensor) -> float:
+    return float(((output.to(truth.dtype) - truth).norm() / truth.norm()).item())
 
 
 # printing
-
-def _progress(total: int) -> AbstractContextManager[Callable[[str], None]]:
-    err = show.console(sys.stderr)
-    if not err.is_terminal:
-        return nullcontext(lambda what: None)
-    return _Bar(Progress(TextColumn("{task.description:<40}", markup=False), BarColumn(), TimeElapsedColumn(),
-                         TimeRemainingColumn(), console=err, transient=True), total)
-
-
-class _Bar(AbstractContextManager[Callable[[str], None]]):
-    def __init__(self, progress: Progress, total: int) -> None:
-        self.progress, self.task = progress, progress.add_task("", total=total)
-
-    def __enter__(self) -> Callable[[str], None]:
-        self.progress.start()
-        return lambda what: self.progress.update(self.task, description=what, advance=1)
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
 
 def _introduce(diagnosis: inspection.Diagnosis, sizes: Sizes, device: str) -> None:
     show.heading("This machine")
@@ -228,23 +207,23 @@ def _report(rows: Sequence[Row]) -> None:
 def _gains(row: Row) -> list[tuple[str, ...]]:
     lines = []
     for name, timings in (*((op, s.timings) for op, s in row.ops.items()), ("whole block", row.block)):
-        by = ", then ".join(row.ops[name].by) if name in row.ops else ""
+        by = ", then ".join(row.ops[name].kernels) if name in row.ops else ""
         lines.append((name, by, *(f"{timings.median(s):.1f}" for s in ("lz", *STYLE_NOTES)),
                       *(str(timings.gain(s, "lz")) for s in STYLE_NOTES), timings.gain("torch", "lz").verdict))
     return lines
 
 
 class _Standing:
-    """How one kernel stands in all plans of an op."""
+    """The places of one kernel in all plans of an op."""
 
     def __init__(self, dtypes: Sequence[str]) -> None:
         self.rank = 99
         self.places: dict[str, list[str]] = {dtype: [] for dtype in dtypes}
-        self.times: list[float] = []           # expected, as a multiple of the chosen one's
+        self.times: list[float] = []           # expected, as a multiple of the chosen kernel's
         self.sources: set[str] = set()
         self.reasons: list[str] = []
 
-    def why(self) -> str:
+    def reason(self) -> str:
         low, high = f"{min(self.times, default=0):.1f}", f"{max(self.times, default=0):.1f}"
         span = low if low == high else f"{low}-{high}"
         expected = [f"expected to take {span}x as long ({', '.join(sorted(self.sources))})"] if self.times else []
@@ -252,18 +231,18 @@ class _Standing:
 
 
 def _verdicts(dtypes: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, ...]]:
-    """One line per kernel: its place in each plan, and what speaks against it."""
-    found: dict[str, _Standing] = defaultdict(lambda: _Standing(dtypes))
+    """Return one line per kernel: its place in each plan, and why it is not chosen."""
+    standings: dict[str, _Standing] = defaultdict(lambda: _Standing(dtypes))
     for dtype, plan in plans:
         for place, step in enumerate(plan.steps, 1):
-            standing = found[step.kernel]
+            standing = standings[step.kernel]
             standing.places[dtype].append(str(place))
             standing.rank = min(standing.rank, place)
             if place > 1:
                 standing.times.append(step.score.total_us / plan.steps[0].score.total_us)
                 standing.sources.add(step.score.source)
         for rejected in plan.rejected:
-            found[rejected.kernel].places[dtype].append("-")
-            found[rejected.kernel].reasons.append(rejected.reasons[0].message)
-    return [(kernel, *(" ".join(places) for places in standing.places.values()), standing.why())
-            for kernel, standing in sorted(found.items(), key=lambda item: (item[1].rank, item[0]))]
+            standings[rejected.kernel].places[dtype].append("-")
+            standings[rejected.kernel].reasons.append(rejected.reasons[0].message)
+    return [(kernel, *(" ".join(places) for places in standing.places.values()), standing.reason())
+            for kernel, standing in sorted(standings.items(), key=lambda item: (item[1].rank, item[0]))]

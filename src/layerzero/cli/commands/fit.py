@@ -1,4 +1,4 @@
-"""What of the demonstration fits this machine and the time there is, by a quick probe.
+"""Which sizes and dtypes of `lz demo` fit this machine and its time budget, by a quick probe.
 
 Not every CPU multiplies in every dtype: without bfloat16 arithmetic torch takes a hundred times as
 long as in float32.
@@ -16,17 +16,17 @@ import torch.nn.functional as F
 
 from ...models.decoder import DecoderConfig
 
-WIDTH = 1024                                   # of the products that are probed
+WIDTH = 1024                                   # of the probed matrix products
 ROWS = (1, 4, 16, 64, 256)
-LENGTHS = (16, 64, 256)                        # of the attention that is probed: 4 heads of 64
-ENOUGH = 0.01                                  # seconds: after such a call no larger one is made
-CALLS = 20                                     # of the block in one row, with what checks them
-SAFETY = 2.0                                   # what is large leaves the caches
+LENGTHS = (16, 64, 256)                        # of the probed attention: 4 heads of 64
+ENOUGH = 0.01                                  # seconds: a call this long ends the probe
+CALLS = 20                                     # of the block in one row, checks included
+SAFETY = 2.0                                   # larger calls no longer fit the caches
 
 
 @dataclass(frozen=True)
 class Step:
-    """`tokens` new ones after `past` that are in the KV cache."""
+    """One step: `tokens` new tokens after `past` tokens in the KV cache."""
 
     name: str
     tokens: int
@@ -51,7 +51,7 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Of the matrices: so many multiplications a token takes beside attention."""
+        """Elements of the matrices, which is the multiplications per token outside attention."""
         return self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.ffn)
 
     @property
@@ -60,7 +60,7 @@ class Sizes:
                              head_dim=self.head_dim, inner=self.ffn, max_positions=self.context)
 
 
-# The largest that fits the machine is taken. That of cuda is Llama 3 8B.
+# The largest that fits is taken; the first of cuda is Llama 3 8B.
 SIZES = {
     "cpu": (Sizes(1024, 16, 4, 64, 2816), Sizes(512, 8, 2, 64, 1408, prompt=256, context=2048),
             Sizes(256, 4, 1, 64, 704, prompt=64, context=1024),
@@ -71,14 +71,14 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds per multiplication that torch itself needs in one dtype."""
+    """Seconds per multiplication of plain torch in one dtype."""
 
     one_row: float
     rows: float
     attention: float
 
     def seconds(self, sizes: Sizes, step: Step) -> float:
-        """One call of the block, as far as can be told."""
+        """Estimate one call of the block."""
         products = step.tokens * sizes.parameters
         attended = 2 * sizes.heads * sizes.head_dim * step.tokens * (step.past + step.tokens)
         per_product = self.one_row if step.tokens == 1 else self.rows
@@ -87,7 +87,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What is not shown, and why."""
+    """A row that is not shown, and the reason."""
 
     dtype: str
     step: str
@@ -105,26 +105,26 @@ class Fit:
 
 
 def probe(device: str, dtype: torch.dtype) -> Pace:
-    """A tenth of a second or so, growing only while it is quick."""
+    """Time growing products and attention for about a tenth of a second."""
     weight = torch.ones(WIDTH, WIDTH, dtype=dtype, device=device)
     products = []
     for rows in ROWS:
-        took = _took(F.linear, torch.ones(rows, WIDTH, dtype=dtype, device=device), weight)
-        products.append(took / (rows * WIDTH * WIDTH))
-        if took > ENOUGH:
+        seconds = _seconds(F.linear, torch.ones(rows, WIDTH, dtype=dtype, device=device), weight)
+        products.append(seconds / (rows * WIDTH * WIDTH))
+        if seconds > ENOUGH:
             break
     attention = 0.0
     for length in LENGTHS:
         heads = torch.ones(1, 4, length, 64, dtype=dtype, device=device)
-        took = _took(F.scaled_dot_product_attention, heads, heads, heads)
-        attention = took / (2 * 4 * length * length * 64)
-        if took > ENOUGH:
+        seconds = _seconds(F.scaled_dot_product_attention, heads, heads, heads)
+        attention = seconds / (2 * 4 * length * length * 64)
+        if seconds > ENOUGH:
             break
     return Pace(products[0], products[-1], attention)
 
 
-def _took(call: Any, *inputs: torch.Tensor) -> float:
-    """Seconds of the second call: the first loads code and starts threads."""
+def _seconds(call: Any, *inputs: torch.Tensor) -> float:
+    """Time the second call: the first loads code and starts threads."""
     wait = torch.cuda.synchronize if inputs[0].is_cuda else lambda: None
     call(*inputs)
     wait()
@@ -135,8 +135,8 @@ def _took(call: Any, *inputs: torch.Tensor) -> float:
 
 
 def fit(candidates: Sequence[Sizes], paces: Mapping[str, Pace], seconds: float) -> Fit:
-    """The largest sizes of which every step in the first dtype fits into its share of the time,
-    else the smallest; and of the other dtypes what fits."""
+    """Choose the largest sizes whose every step fits its share of the time in the first dtype, else the
+    smallest; of the other dtypes, the steps that fit."""
     first = next(iter(paces))
 
     def needs(dtype: str, sizes: Sizes, step: Step) -> float:
@@ -151,10 +151,10 @@ def fit(candidates: Sequence[Sizes], paces: Mapping[str, Pace], seconds: float) 
             if needs(dtype, sizes, step) <= share:
                 rows.append((dtype, step))
                 continue
-            one, slower = pace.seconds(sizes, step), pace.rows / paces[first].rows
-            why = f"one pass is expected to take {one:.2g} s, and {CALLS} do not fit"
-            if slower >= 2:
-                why += (f"; torch's products take {slower:.0f} times as long as in {first} "
-                        "on this machine")
-            left_out.append(LeftOut(dtype, step.name, why))
+            expected, slowdown = pace.seconds(sizes, step), pace.rows / paces[first].rows
+            reason = f"one pass is expected to take {expected:.2g} s, and {CALLS} do not fit"
+            if slowdown >= 2:
+                reason += (f"; torch's products take {slowdown:.0f} times as long as in {first} "
+                           "on this machine")
+            left_out.append(LeftOut(dtype, step.name, reason))
     return Fit(sizes, tuple(rows), tuple(left_out))

@@ -1,4 +1,4 @@
-"""`lz gate`: may this be released? Declarations, models, contracts, files, speed, a soak, readiness: one verdict."""
+"""`lz gate`: one verdict on a release, from declarations, models, contracts, files, speed, a soak and readiness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...verify.model.families import FAMILIES, Cell
 from .. import show
 from ..options import Json
 
-_ROOT = Path(__file__).resolve().parents[3]    # of a source checkout; elsewhere there is no docs/ in it
+_ROOT = Path(__file__).resolve().parents[4]    # of a source checkout; an installed package has no docs/
 WAIVERS = "waivers.yaml"                       # beside the baselines
 
 
@@ -70,17 +70,17 @@ def gate(
     options = GateOptions(chosen, kind, lane, _ROOT, baseline, tuple(family or ()), backend, soak_minutes * 60)
     if write_baseline or write_schemas:
         raise typer.Exit(_write_records(options, write_baseline, write_schemas))
-    raise typer.Exit(run(options, stages_of(words), _read(waivers), out, as_json))
+    raise typer.Exit(run(options, stages_of(words), _load_waivers(waivers), out, as_json))
 
 
 def run(options: GateOptions, stages: Sequence[str] = tuple(STAGES), waivers: Sequence[Waiver] = (),
         out: Path | None = None, as_json: bool = False) -> int:
-    """The command as a function: prints, writes, and gives the exit code."""
+    """Run the gate, print and write its report; returns the exit code."""
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out: wanted a folder, {out} is a file")
     lines: list[str] = []
     cells: list[Cell] = []
-    begun: list[str] = []
+    started: list[str] = []
 
     def write(text: str) -> None:
         lines.append(text)
@@ -88,18 +88,18 @@ def run(options: GateOptions, stages: Sequence[str] = tuple(STAGES), waivers: Se
             print(text, flush=True)
 
     def say(stage: str, check: Checked) -> None:
-        if stage not in begun:
-            begun.append(stage)
+        if stage not in started:
+            started.append(stage)
             write(f"{stage}: {STAGES[stage].says if stage in STAGES else 'what may be passed until when'}")
         if isinstance(check, ModelChecked) and check.cell is not None:
             cells.append(check.cell)
-        write(_told(check))
+        write(_check_text(check))
 
     write(f"lz gate for {options.target} on {options.device}, torch {torch.__version__}")
     options = GateOptions(**{**options.__dict__, "say": write})
     report = run_gate(options, stages, waivers, say=say)
     if cells:
-        write(_kernels(cells))
+        write(_kernels_text(cells))
     for name, waiver in report["waived"].items():
         write(f"waived until {waiver['expires']}: {name}: {waiver['reason']}")
     left_out = [name for name in STAGES if name not in stages]
@@ -113,9 +113,9 @@ def run(options: GateOptions, stages: Sequence[str] = tuple(STAGES), waivers: Se
     return 0 if report["passed"] else 1
 
 
-def _read(path: Path | None) -> tuple[Waiver, ...]:
-    found = path or _ROOT / "benchmarks" / "baselines" / WAIVERS
-    return read_waivers(found) if path is not None or found.is_file() else ()
+def _load_waivers(path: Path | None) -> tuple[Waiver, ...]:
+    file = path or _ROOT / "benchmarks" / "baselines" / WAIVERS
+    return read_waivers(file) if path is not None or file.is_file() else ()
 
 
 def _write_records(options: GateOptions, baseline: bool, structures: bool) -> int:
@@ -126,11 +126,11 @@ def _write_records(options: GateOptions, baseline: bool, structures: bool) -> in
         show.text(f"wrote {options.baselines / schemas.RECORD}")
     if baseline:
         path = options.baseline or options.baselines / f"{options.target}.json"
-        made = performance.make_baseline(options.target, options.device)
-        made.save(path)
+        measured = performance.make_baseline(options.target, options.device)
+        measured.save(path)
         show.table(("call", "lz", "torch", "ratio", "95 % of"), [
             (name, f"{t.lz_us:.1f} us", f"{t.torch_us:.1f} us", f"{t.ratio:.2f}x", f"{t.low:.2f} to {t.high:.2f}")
-            for name, t in made.calls.items()], right=("lz", "torch", "ratio"))
+            for name, t in measured.calls.items()], right=("lz", "torch", "ratio"))
         show.text(f"wrote {path}")
     return 0
 
@@ -138,27 +138,27 @@ def _write_records(options: GateOptions, baseline: bool, structures: bool) -> in
 def _combine(paths: Sequence[Path], required: Sequence[str], as_json: bool) -> int:
     if not paths:
         raise ConfigError("--require goes with --combine GATE.JSON, the report of a target; got none")
-    found = combine(paths, required)
+    verdict = combine(paths, required)
     if as_json:
-        show.as_json(found)
+        show.as_json(verdict)
     else:
         show.table(("", "target", "report", "lane", "not asked"), [
             ("ok" if row["counts"] else "--" if row["passed"] else "!!", row["target"], row["file"], str(row["lane"]),
-             ", ".join(row["left_out"])) for row in found["reports"]])
-        for name in found["missing"]:
+             ", ".join(row["left_out"])) for row in verdict["reports"]])
+        for name in verdict["missing"]:
             show.text(f"!!  {name}: no report that passed every stage; run lz gate --out DIR on such a machine")
-        show.text("accepted" if found["accepted"] else "NOT accepted")
-    return 0 if found["accepted"] else 1
+        show.text("accepted" if verdict["accepted"] else "NOT accepted")
+    return 0 if verdict["accepted"] else 1
 
 
-def _told(check: Checked) -> str:
+def _check_text(check: Checked) -> str:
     mark = "!!" if not check.passed else "--" if check.note else "ok"
     head = f"{mark}  {check.name}: {check.says} ({check.note or f'{check.asked} asked'}, {check.seconds:.1f} s)"
     return "\n".join([head, *(f"      {finding}" for finding in check.findings)])
 
 
-def _kernels(cells: list[Cell]) -> str:
-    """Who served: a matrix in which one kernel did everything says little."""
+def _kernels_text(cells: list[Cell]) -> str:
+    """List the kernels that served: a matrix in which one kernel did everything proves little."""
     served: Counter[tuple[str, str]] = Counter()
     for cell in cells:
         served.update(cell.kernels)
@@ -173,7 +173,7 @@ def _write(folder: Path, report: dict[str, Any], lines: list[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (folder / "gate.html").write_text(render(report), encoding="utf-8")
         (folder / "gate.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / "gate.html").write_text(render(report), encoding="utf-8")    # last: it needs Jinja2
     except OSError as e:
         raise DataError(f"--out {folder}: cannot be written: {e.strerror}; give a folder that can") from e

@@ -1,4 +1,4 @@
-"""`lz generate`: a real model from a GGUF file, every operation an lz call, the text as it comes."""
+"""`lz generate`: text from a GGUF model, every operation an lz call, printed as it comes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def generate(
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     kind = hardware.probe(device).type
-    found = read_gguf(model or packaged_model())
-    ids = found.tokenize(prompt if raw or not found.template else found.chat(("user", prompt)))
-    run = Generation(found, ids, max_tokens, temperature, top_p, seed, getattr(torch, dtype), kind, watch=explain)
+    loaded = read_gguf(model or packaged_model())
+    ids = loaded.tokenize(prompt if raw or not loaded.template else loaded.chat(("user", prompt)))
+    run = Generation(loaded, ids, max_tokens, temperature, top_p, seed, getattr(torch, dtype), kind, watch=explain)
     began, pieces = time.perf_counter(), []
     for piece in run.pieces():
         pieces.append(piece)
@@ -47,12 +47,12 @@ def generate(
     kernels = [{"phase": phase, "op": op, "kernel": kernel, "calls": n}
                for phase, counts in run.kernels.items() for (op, kernel), n in counts.items()]
     if as_json:
-        show.as_json({"model": found.name, "text": "".join(pieces), "prompt_tokens": len(ids), "tokens": run.made,
+        show.as_json({"model": loaded.name, "text": "".join(pieces), "prompt_tokens": len(ids), "tokens": run.generated,
                       "seconds": round(seconds, 3), "kernels": kernels})
         return
     show.text()
     if explain:
-        show.heading(f"{found.name}: {found.config}, {dtype} on {kind}; {len(ids)} tokens of prompt, {run.made} made, "
-                     f"{seconds:.1f} s with the watching")
+        show.heading(f"{loaded.name}: {loaded.config}, {dtype} on {kind}; {len(ids)} tokens of prompt, "
+                     f"{run.generated} made, {seconds:.1f} s with the watching")
         show.table(("phase", "op", "kernel", "calls"), [
             (str(k["phase"]), str(k["op"]), str(k["kernel"]), str(k["calls"])) for k in kernels], right=("calls",))

@@ -1,4 +1,4 @@
-"""lz hub: what is in the cache, whether it would be loaded here and why, pin it, check it against the pins."""
+"""`lz hub`: list the cached repositories, explain whether they would load here, pin them, verify the pins."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ Signed = Annotated[bool, typer.Option("--signed", help="demand a valid signature
 def list_cached(cache: Cache = None, as_json: Json = False) -> None:
     """The versions in the cache, and the build that fits this machine."""
     hub = Hub(cache=cache, allow=("*",))
-    found = [(name, version, commit, hub.explain(name, version=int(version)))
-             for name, version, commit in cached(hub.cache_folder)]
+    rows = [(name, version, commit, hub.explain(name, version=int(version)))
+            for name, version, commit in cached(hub.cache_folder)]
     if as_json:
-        rows = [{"commit": commit, **explained.to_json()} for _, _, commit, explained in found]
-        show.as_json({"cache": str(hub.cache_folder), "kernels": rows})
+        kernels = [{"commit": commit, **explanation.to_json()} for _, _, commit, explanation in rows]
+        show.as_json({"cache": str(hub.cache_folder), "kernels": kernels})
         return
-    show.heading(f"{hub.cache_folder}: {len(found)} versions")
+    show.heading(f"{hub.cache_folder}: {len(rows)} versions")
     show.table(("name", "version", "commit", "build"),
-               [(n, v, c[:12], e.variant if e.ok else str(e.errors[0]).splitlines()[0]) for n, v, c, e in found])
+               [(n, v, c[:12], e.variant if e.ok else str(e.errors[0]).splitlines()[0]) for n, v, c, e in rows])
 
 
 @app.command()
 def explain(name: Name, folder: Folders = None, allow: Allow = None, lock: LockFile = None, cache: Cache = None,
             portable: Portable = False, signed: Signed = False, as_json: Json = False) -> None:
     """Every check and every build with its verdict. Runs nothing of it. Exit code 1 if it would be refused."""
-    found = _explain(_hub(folder, allow, lock, cache, portable, signed), name)
-    show.as_json(found.to_json()) if as_json else show.text(str(found))
-    raise typer.Exit(0 if found.ok else 1)
+    explanation = _explain(_hub(folder, allow, lock, cache, portable, signed), name)
+    show.as_json(explanation.to_json()) if as_json else show.text(str(explanation))
+    raise typer.Exit(0 if explanation.ok else 1)
 
 
 @app.command()
@@ -78,13 +78,14 @@ def verify(lock: Annotated[Path, typer.Argument(metavar="[LOCK]")] = Path("hub.l
     """Is everything that a lockfile pins here, and unchanged? Exit code 1 if not."""
     hub = _hub(folder, None, lock, cache)
     assert hub.locked is not None
-    found = [_explain(hub, key) for key in hub.locked.pins]
+    explanations = [_explain(hub, key) for key in hub.locked.pins]
+    ok = all(e.ok for e in explanations)
     if as_json:
-        show.as_json({"ok": all(e.ok for e in found), "kernels": [e.to_json() for e in found]})
+        show.as_json({"ok": ok, "kernels": [e.to_json() for e in explanations]})
     else:
         show.table(("", "name", "version", "found"), [
-            ("ok" if e.ok else "!!", e.name, e.version, e.variant if e.ok else str(e.errors[0])) for e in found])
-    raise typer.Exit(0 if all(e.ok for e in found) else 1)
+            ("ok" if e.ok else "!!", e.name, e.version, e.variant if e.ok else str(e.errors[0])) for e in explanations])
+    raise typer.Exit(0 if ok else 1)
 
 
 def _hub(folder: list[str] | None, allow: list[str] | None, lock: Path | None, cache: Path | None,
@@ -97,7 +98,7 @@ def _hub(folder: list[str] | None, allow: list[str] | None, lock: Path | None, c
 
 
 def _version(name: str) -> dict[str, Any]:
-    """From the end of name@1 or name@branch."""
+    """Parse the end of name@1 or name@branch."""
     text = name.partition("@")[2]
     return {} if not text else {"version": int(text)} if text.isdigit() and len(text) < 40 else {"revision": text}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ...integrations.gguf_model import packaged_model, read_gguf
+from ...integrations.llama_peer import build_llama, trace_stages
 from ...models.decoder import parse_config
 from ...spec.errors import ConfigError
 from ...verify.model.ladder import Model, Rung, climb
@@ -23,7 +24,7 @@ _MARKS = {"passed": "ok", "failed": "!!", "not served": "--"}
 def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str = "", configs: Sequence[str] = (),
            dtypes: Sequence[str] = (), device: str = "cpu", seed: int = 0, steps: int = 0, model: str = "",
            text: str = TEXT, against: str = "plain", verbose: bool = False, as_json: bool = False) -> int:
-    """Climb one level and print it. 1 if something failed, or if what was named served nothing.
+    """Climb one level and print it; returns 1 if something failed, or if the named kernel served nothing.
 
     model: a GGUF file for levels 3 and 4; "" is SmolLM2 where it is installed, "none" random weights.
     """
@@ -51,25 +52,24 @@ def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str 
 
 
 def _model(name: str, text: str, against: str) -> tuple[Model | None, str]:
-    """The real model, or why there is none."""
+    """Return the real model, or None and the reason."""
     if against not in ("plain", "transformers"):
         raise ConfigError(f"--against must be plain or transformers, got {against!r}")
     if name == "none":
         return None, ""
     try:
-        found = read_gguf(Path(name) if name else packaged_model())
+        loaded = read_gguf(Path(name) if name else packaged_model())
     except ConfigError as e:
         if name or against != "plain":
             raise
         return None, f"random weights, for no real model is here: {e}"
-    tokens = torch.tensor([found.tokenize(text)])
-    config = dataclasses.replace(found.config, max_positions=min(found.config.max_positions, tokens.shape[1] + 64))
-    made = Model(found.name, config, found.weights, tokens)
+    tokens = torch.tensor([loaded.tokenize(text)])
+    config = dataclasses.replace(loaded.config, max_positions=min(loaded.config.max_positions, tokens.shape[1] + 64))
+    model = Model(loaded.name, config, loaded.weights, tokens)
     if against == "transformers":
-        from ...integrations.llama_peer import as_transformers, stages_of
-        truth = stages_of(as_transformers(config, found.weights), config, tokens)
-        made = made._replace(truth=truth, truth_name="transformers in float32")
-    return made, f"{found.name}: {config}; {tokens.shape[1]} tokens"
+        truth = trace_stages(build_llama(config, loaded.weights), config, tokens)
+        model = model._replace(truth=truth, truth_name="transformers in float32")
+    return model, f"{loaded.name}: {config}; {tokens.shape[1]} tokens"
 
 
 def show_rung(rung: Rung, verbose: bool = False) -> None:

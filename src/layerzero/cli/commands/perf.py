@@ -1,4 +1,4 @@
-"""lz perf: look at what was measured, tidy it up, carry it from one machine to another."""
+"""`lz perf`: show, prune, export and import the measurements."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def show_rows(kernel: Kernels = "*", op: Annotated[str, typer.Option(help="only 
         rows, environments, rates = list(store.rows(kernel=kernel, op=op)), store.environments(), store.rates()
         name = store.name
     standing = measurements.RowStatus(environments)
-    told = [(m, standing.of(m)) for m in rows]
-    counts = Counter(s for _, s in told)
-    shown = [(m, s) for m, s in told if everything or s == "in use"]
+    judged = [(m, standing.of(m)) for m in rows]
+    counts = Counter(s for _, s in judged)
+    shown = [(m, s) for m, s in judged if everything or s == "in use"]
     shown.sort(key=lambda x: (x[0].op, x[0].bucket, x[0].place, x[0].median_us))
     if as_json:
         show.as_json({"store": name, "counts": dict(counts), "rates": {p: r._asdict() for p, r in rates.items()},
@@ -94,7 +94,7 @@ def import_rows(paths: Annotated[list[Path], typer.Argument(help="files of lz pe
 
 def _is_database(path: Path) -> bool:
     try:
-        if not path.is_file():  # a FIFO would be waited for; the reader of lines says what it is
+        if not path.is_file():  # opening a FIFO would block; read_lines reports it
             return False
         with path.open("rb") as file:
             return file.read(len(SQLITE)) == SQLITE

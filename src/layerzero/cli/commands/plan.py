@@ -1,4 +1,4 @@
-"""`lz solve`, `lz lock`, `lz diff`, `lz dry-run`: choices made ahead of time, pinned, compared and listed."""
+"""`lz solve`, `lz lock`, `lz diff`, `lz dry-run`: choose kernels ahead of time, pin, compare and list them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...spec.call import Call
 from ...spec.errors import ConfigError, DataError, InvalidCall
 from ...tune.workload import calls_for
 from .. import show
-from ..options import CallsFile, DeviceKind, Json, Model, OpCases
+from ..options import CallsFile, DeviceKind, Json, Model, OpCases, check_calls_file
 
 Program = Annotated[str | None, typer.Option(
     "--program", help="module:function, which gives a model and its example arguments as one tuple")]
@@ -35,7 +35,7 @@ def solve(
     as_json: Json = False,
 ) -> None:
     """Decide calls now and write a dispatch table: ranges of sizes and the kernel for each."""
-    table = solve_calls(_given(calls, model, op, program, dtype), path=out, device=device, fill=fill)
+    table = solve_calls(_read_source(calls, model, op, program, dtype), path=out, device=device, fill=fill)
     if python is not None:
         try:
             python.write_text(lower(table))
@@ -69,15 +69,15 @@ def lock(
         else:
             show.text(f"this machine holds to {path}")
         raise typer.Exit(1 if violations else 0)
-    made = Table.load(table) if table is not None else solve_calls(
-        _given(calls, model, op, program, dtype), device=device)
-    found = lockfile.write_lockfile(made, path)
+    choices = Table.load(table) if table is not None else solve_calls(
+        _read_source(calls, model, op, program, dtype), device=device)
+    written = lockfile.write_lockfile(choices, path)
     if as_json:
-        show.as_json({"path": str(path), "id": found.id, **found.to_json()})
+        show.as_json({"path": str(path), "id": written.id, **written.to_json()})
         return
     show.table(("kernel", "package", "version", "build", "certificate"),
-               [(p.kernel, p.package, p.version, p.build, p.certificate) for p in found.pins])
-    show.text(f"\n{len(found.rows)} ranges of calls, written to {path}")
+               [(p.kernel, p.package, p.version, p.build, p.certificate) for p in written.pins])
+    show.text(f"\n{len(written.rows)} ranges of calls, written to {path}")
 
 
 def diff(
@@ -86,15 +86,15 @@ def diff(
     everything: Annotated[bool, typer.Option("--all", help="also what is the same")] = False, as_json: Json = False,
 ) -> None:
     """Where two machines choose differently. Exit code 1 if they do anywhere."""
-    found = lockfile.compare(lockfile.load_choices(a), lockfile.load_choices(b))
-    differ = [d for d in found if d.verdict != "same"]
+    ranges = lockfile.compare(lockfile.load_choices(a), lockfile.load_choices(b))
+    differences = [d for d in ranges if d.verdict != "same"]
+    shown = ranges if everything else differences
     if as_json:
-        show.as_json({"same": not differ, "differences": [d.to_json() for d in found if everything or d in differ]})
+        show.as_json({"same": not differences, "differences": [d.to_json() for d in shown]})
     else:
-        shown = found if everything else differ
         show.table(("", "A", "B", "calls"), [(d.verdict, d.a or "-", d.b or "-", d.calls) for d in shown])
-        show.text(f"\n{len(found) - len(differ)} ranges are the same, {len(differ)} are not")
-    raise typer.Exit(1 if differ else 0)
+        show.text(f"\n{len(ranges) - len(differences)} ranges are the same, {len(differences)} are not")
+    raise typer.Exit(1 if differences else 0)
 
 
 def dry_run(
@@ -104,44 +104,45 @@ def dry_run(
 ) -> None:
     """Which kernel would serve each call, without running any. Exit code 1 if nothing can serve one of them."""
     if program is not None and (calls, model, op) == (None, None, None):
-        found = dryrun.dry_run(*_program(program))
+        choices = dryrun.dry_run(*_load_program(program))
     else:
-        found = dryrun.choices_for(_given(calls, model, op, program, dtype), device)
+        choices = dryrun.choices_for(_read_source(calls, model, op, program, dtype), device)
     if as_json:
-        show.as_json(found.to_json())
+        show.as_json(choices.to_json())
     else:
         show.table(("times", "op", "kernel", "expected", "from", "call", ""), [(
             str(row.call.count), row.call.op, row.kernel or "no kernel", f"{row.expected_us:.2f} us", row.source,
-            row.shapes, row.note) for row in found.rows], right=("times", "expected"))
-    raise typer.Exit(0 if all(row.kernel for row in found.rows) else 1)
+            row.shapes, row.note) for row in choices.rows], right=("times", "expected"))
+    raise typer.Exit(0 if all(row.kernel for row in choices.rows) else 1)
 
 
-def _given(calls: Path | None, model: str | None, op: str | None, program: str | None, dtype: str) -> tuple[Call, ...]:
-    given = [source for source in (calls, model, op, program) if source is not None]
-    if len(given) != 1:
+def _read_source(calls: Path | None, model: str | None, op: str | None, program: str | None,
+                 dtype: str) -> tuple[Call, ...]:
+    """Return the calls of the one source that was named."""
+    sources = [source for source in (calls, model, op, program) if source is not None]
+    if len(sources) != 1:
         raise ConfigError("give one of --calls, --model, --op and --program, got "
-                          + (" and ".join(map(str, given)) or "none"))
+                          + (" and ".join(map(str, sources)) or "none"))
     if program is not None:
-        return dryrun.dry_run(*_program(program)).calls
-    if calls is not None and not calls.is_file():
-        raise ConfigError(f"--calls {calls}: there is no such file; lz record -- python app.py writes one")
+        return dryrun.dry_run(*_load_program(program)).calls
+    check_calls_file(calls)
     if op is not None:
-        inspection.dispatcher_of(op)
-    return tuple(calls_for(given[0], dtype=dtype))
+        inspection.dispatcher_of(op)           # raises for an unknown op
+    return tuple(calls_for(sources[0], dtype=dtype))
 
 
-def _program(name: str) -> tuple[Any, ...]:
-    """The model and its arguments, from the function that makes them."""
+def _load_program(name: str) -> tuple[Any, ...]:
+    """Call module:function, which returns a model and its arguments."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ConfigError(f"--program wants module:function, got {name!r}")
-    sys.path.insert(0, "")                     # as python -m does: what lies in this folder can be named
+    sys.path.insert(0, "")                     # as python -m does, so that modules of this folder are found
     try:
-        made = getattr(importlib.import_module(module), function)()
+        program = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as e:
         raise ConfigError(f"--program {name}: {e}") from e
     finally:
         sys.path.remove("")
-    if not isinstance(made, tuple) or not made or not callable(made[0]):
-        raise InvalidCall(f"--program {name} must give (model, *arguments), got {type(made).__name__}")
-    return made
+    if not isinstance(program, tuple) or not program or not callable(program[0]):
+        raise InvalidCall(f"--program {name} must give (model, *arguments), got {type(program).__name__}")
+    return program

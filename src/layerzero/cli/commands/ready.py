@@ -1,4 +1,4 @@
-"""`lz ready`: one question for an orchestrator, answered by the exit code and by a report that says what to do."""
+"""`lz ready`: whether this machine may serve, as an exit code for an orchestrator and a report for people."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...operate import readiness as base
-from ...operate.readiness import OK, Check, Readiness
+from ...operate.readiness import OK, Check, Readiness, current_world
 from ...plan.readiness import readiness_check
 from ...spec.call import Call
 from ...spec.errors import ConfigError
@@ -38,22 +37,22 @@ def ready(
 def check(calls: Path | None, model: str | None, table: Path | None, lock: Path | None,
           capabilities: Path | None, device: str | None, dtype: str = "bfloat16", batch: int = 1, prompt: int = 512,
           context: int = 4096) -> Readiness:
-    """The report, for the commands that show it."""
+    """Return the readiness report of `lz ready` and `lz serve-metrics`."""
     if calls is not None and model is not None:
         raise ConfigError("give --calls or --model, got both")
     check_calls_file(calls)
-    world = base.current_world()
-    if isinstance(world, Readiness):           # the policy is broken: that is the answer
+    world = current_world()
+    if isinstance(world, Readiness):           # the policy cannot be loaded
         return world
     source = calls or model
-    found: tuple[Call, ...] = calls_for(source, dtype=dtype, batch=batch, prompt=prompt, context=context) \
+    workload: tuple[Call, ...] = calls_for(source, dtype=dtype, batch=batch, prompt=prompt, context=context) \
         if source is not None else ()
-    return readiness_check(found, device, table=table, lock=lock, capabilities=capabilities)
+    return readiness_check(workload, device, table=table, lock=lock, capabilities=capabilities)
 
 
 def _show(report: Readiness) -> None:
     show.table(("", "check", "found", "do"), [
-        (_MARKS[c.state], c.name, _wanted(c), c.hint) for c in report.checks])
+        (_MARKS[c.state], c.name, _result_text(c), c.hint) for c in report.checks])
     for c in report.checks:
         if c.details:
             show.heading(c.name)
@@ -62,5 +61,5 @@ def _show(report: Readiness) -> None:
     show.heading(str(report).splitlines()[0])
 
 
-def _wanted(c: Check) -> str:
+def _result_text(c: Check) -> str:
     return c.got if c.state == OK else f"{c.got} (wanted: {c.want})"

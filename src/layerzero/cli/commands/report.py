@@ -14,7 +14,14 @@ from ... import __version__
 from ...machine import hardware
 from ...operate import inspection
 from ...perf.record import Measurement
-from ...report.overview import Overview, Refused, Regret, Why, kinds_of, read_regret
+from ...report.overview import (
+    Overview,
+    RegretSummary,
+    RejectedKernel,
+    RejectReason,
+    group_by_kind,
+    read_regret,
+)
 from ...report.page import render
 from ...spec.device import Device
 from ...spec.errors import ConfigError
@@ -22,8 +29,8 @@ from ...spec.reason import Category, Reason
 from ...world import snapshot as worlds
 from .. import show
 
-UNTESTED = Why("UNTESTED", "written for hardware it was not run on yet; never chosen unasked",
-               "ask for it by name with backend=, and compare it with the reference")
+UNTESTED = RejectReason("UNTESTED", "written for hardware it was not run on yet; never chosen unasked",
+                        "ask for it by name with backend=, and compare it with the reference")
 
 
 def report(
@@ -35,28 +42,31 @@ def report(
     """Write one HTML page: winners, gain over torch, roofline, regret, and the kernels that cannot run here."""
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first")
-    found = gather(device, read_regret(regret) if regret is not None else None)
+    overview = gather(device, read_regret(regret) if regret is not None else None)
     try:                                       # a lone surrogate in a plugin's note is no reason to fail
-        out.write_text(render(found), "utf-8", errors="xmlcharrefreplace")
+        out.write_text(render(overview), "utf-8", errors="xmlcharrefreplace")
     except OSError as e:
         raise ConfigError(f"--out {out}: cannot write the page: {e.strerror}; name another file") from e
-    show.text(f"{out}: {found.measurements} measurements of {len(found.kinds)} kinds of call on {found.device}")
-    if not found.kinds:
+    show.text(f"{out}: {overview.measurements} measurements of {len(overview.kinds)} kinds of call on "
+              f"{overview.device}")
+    if not overview.kinds:
         show.text("nothing is measured yet: run lz tune, then lz report again")
 
 
-def gather(device: str | None = None, regret: Regret | None = None) -> Overview:
-    """All there is to show of one device of this machine, as it is chosen by now."""
+def gather(device: str | None = None, regret: RegretSummary | None = None) -> Overview:
+    """Return what the report shows of one device of this machine."""
     kind = hardware.probe(device).type if device else hardware.main_kind()
     world = worlds.current()
-    place, rows = world.place(kind), list(world.perf)
-    here = [m for m in rows if m.place == place]
-    machine = world.device(kind)
+    place, machine = world.place(kind), world.device(kind)
+    measurements = [m for m in world.perf if m.place == place]
+    rates = world.perf.rates.get(place)
+    baselines = frozenset(kernel.id for kernel in world.catalog.kernels if kernel.baseline)
     return Overview(
-        machine.name or machine.type, place, datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        _facts(machine), kinds_of(here, world.perf.rates.get(place), frozenset(
-            k.id for k in world.catalog.kernels if k.baseline)), world.perf.rates.get(place),
-        tuple(_refused(kind)), regret, len(world.catalog.ops), _span(here), len(rows) - len(here))
+        machine.name or machine.type, place,
+        created_at=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"), facts=_facts(machine),
+        kinds=group_by_kind(measurements, rates, baselines), rates=rates,
+        rejected=tuple(_rejected_kernels(kind)), regret=regret, ops=len(world.catalog.ops),
+        measured_at=_time_span(measurements), hidden=len(world.perf) - len(measurements))
 
 
 def _facts(device: Device) -> dict[str, str]:
@@ -68,21 +78,21 @@ def _facts(device: Device) -> dict[str, str]:
             "System": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"}
 
 
-def _span(rows: list[Measurement]) -> str:
+def _time_span(rows: list[Measurement]) -> str:
     times = [datetime.fromtimestamp(m.at).astimezone().strftime("%Y-%m-%d %H:%M") for m in rows if m.at]
     return "" if not times else min(times) if min(times) == max(times) else f"{min(times)} to {max(times)}"
 
 
-def _refused(kind: str) -> list[Refused]:
-    found = []
-    for row in inspection.list_kernels(None, kind):
+def _rejected_kernels(device: str) -> list[RejectedKernel]:
+    kernels = []
+    for row in inspection.list_kernels(None, device):
         if row.reasons:
-            found.append(Refused(row.id, row.op, tuple(map(_why, row.reasons)), row.note))
+            kernels.append(RejectedKernel(row.id, row.op, tuple(map(_reject_reason, row.reasons)), row.note))
         elif row.status.startswith("untested"):
-            found.append(Refused(row.id, row.op, (UNTESTED,), row.note))
-    return found
+            kernels.append(RejectedKernel(row.id, row.op, (UNTESTED,), row.note))
+    return kernels
 
 
-def _why(reason: Reason) -> Why:
+def _reject_reason(reason: Reason) -> RejectReason:
     hardware_only = "nothing: it is made for other hardware" if reason.code.category is Category.HARDWARE else ""
-    return Why(reason.code.value, reason.message, reason.code.advice or hardware_only)
+    return RejectReason(reason.code.value, reason.message, reason.code.advice or hardware_only)

@@ -1,4 +1,4 @@
-"""`lz serve-metrics`: /metrics, /ready and /live of this machine, until it is told to stop."""
+"""`lz serve-metrics`: serve /metrics, /ready and /live of this machine until a signal."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def serve_metrics(
     check_calls_file(calls)
     stop = threading.Event()
 
-    def end(number: int, frame: Any) -> None:
+    def on_signal(number: int, frame: Any) -> None:
         stop.set()
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with Server(host, port, lambda: check(calls, model, table, lock, capabilities, device), every) as server:
             show.text(f"serving {server.url}/metrics, /ready and /live")
@@ -43,7 +43,7 @@ def serve_metrics(
                 show.text(f"{host} is not loopback: everyone who reaches this port can read them")
             server.wait(stop)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
     show.text("stopped")
 

@@ -1,4 +1,4 @@
-"""`lz soak`: hours of everything at once; does an answer go wrong, does memory grow, does a call get slower?"""
+"""`lz soak`: hours of mixed calls under faults; fails on wrong answers, growing memory or growing latency."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .. import show
 from ..options import DeviceKind, Json
 
 INTERRUPTED = 130
-LINE_SECONDS = 30.0                            # between lines where there is no terminal
+LINE_SECONDS = 30.0                            # between lines without a terminal
 
 
 def command(
@@ -43,20 +43,20 @@ def command(
 
     Exit code 1 if an answer was wrong, a call raised, or memory or latency grow; 130 if interrupted and good so far.
     """
-    given = hours * 3600 + minutes * 60
+    requested = hours * 3600 + minutes * 60
     report = Report.load(resume) if resume is not None else None
-    seconds = given or (report.target_seconds - report.seconds if report is not None else 0.0)
-    if report is None and not given:
+    seconds = requested or (report.target_seconds - report.seconds if report is not None else 0.0)
+    if report is None and not requested:
         raise ConfigError("lz soak wants --hours or --minutes, or --resume FILE; got none of them")
     if report is None:
         report = Report(seconds)
-    elif given:
-        report.target_seconds = max(report.target_seconds, report.seconds + given)
+    elif requested:
+        report.target_seconds = max(report.target_seconds, report.seconds + requested)
     path = out or resume or Path("soak.json")
     if path.is_dir():
         raise ConfigError(f"--out: wanted a file, {path} is a folder")
-    if seconds > 1:                            # else the report is complete and is only shown
-        with _terminated_like_interrupted():
+    if seconds > 1:                            # else the report is complete, and only shown
+        with _sigterm_as_interrupt():
             _run(report, seconds, path, as_json, device=device or hardware.main_kind(), threads=threads, rate=faults,
                  forks=forks, ops=tuple(op or ()), seed=len(report.parts))
     if as_json:
@@ -64,12 +64,12 @@ def command(
     else:
         show_report(report)
         show.text(f"report: {path}" + ("" if report.complete else f"; lz soak --resume {path} goes on"))
-    broken_off = bool(report.parts) and report.parts[-1].interrupted
-    raise typer.Exit(1 if not report.passed else INTERRUPTED if broken_off else 0)
+    interrupted = bool(report.parts) and report.parts[-1].interrupted
+    raise typer.Exit(1 if not report.passed else INTERRUPTED if interrupted else 0)
 
 
-def _run(report: Report, seconds: float, path: Path, quiet: bool, **how: Any) -> None:
-    out, said = show.console(), [0.0]
+def _run(report: Report, seconds: float, path: Path, quiet: bool, **options: Any) -> None:
+    out, last_line = show.console(), [0.0]
 
     def wrong(tally: Tally) -> int:
         return sum(tally.counts[kind] for kind in WRONG)
@@ -80,35 +80,35 @@ def _run(report: Report, seconds: float, path: Path, quiet: bool, **how: Any) ->
 
     if quiet or not out.is_terminal:
         def say(sample: Sample, tally: Tally) -> None:
-            if not quiet and (sample.at - said[0] >= LINE_SECONDS or sample.at >= seconds):
-                said[0] = sample.at
+            if not quiet and (sample.at - last_line[0] >= LINE_SECONDS or sample.at >= seconds):
+                last_line[0] = sample.at
                 print(f"{sample.at / 60:6.1f} min  {line(sample, tally)}", flush=True)
 
-        soak(seconds, report=report, out=path, say=say, **how)
+        soak(seconds, report=report, out=path, say=say, **options)
         return
     with Progress(TextColumn("soak"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=out,
                   transient=True) as bar:
         task = bar.add_task("", total=seconds)
-        soak(seconds, report=report, out=path, **how, say=lambda sample, tally: bar.update(
+        soak(seconds, report=report, out=path, **options, say=lambda sample, tally: bar.update(
             task, completed=sample.at, description=line(sample, tally)))
 
 
 def show_report(report: Report) -> None:
-    """The counts, then each series with its slope and its bound, then what went wrong."""
+    """Print the counts, each series with its slope and its bound, and the failures."""
     counts = report.counts
     show.text(f"{report.seconds / 60:.1f} of {report.target_seconds / 60:.1f} minutes in {len(report.parts)} parts: "
               + ", ".join(f"{n} {name}" for name, n in counts.items() if not name.startswith("event ")))
-    told = ", ".join(f"{n} {name[6:]}" for name, n in sorted(counts.items()) if name.startswith("event "))
-    show.text(f"events: {told or 'none'}")
+    events = ", ".join(f"{n} {name[6:]}" for name, n in sorted(counts.items()) if name.startswith("event "))
+    show.text(f"events: {events or 'none'}")
     for note in dict.fromkeys(note for part in report.parts for note in part.notes):
         show.text(note)
     rows = []
     for s in report.series:
         slope = f"{s.trend.per_hour:+.3g}" if s.trend is not None else "-"
-        between = f"{s.trend.low:+.3g} to {s.trend.high:+.3g}" if s.trend is not None else "-"
-        named = f"{s.name} ({s.unit})" if s.unit else s.name
-        rows.append(("!!" if not s.passed else "ok" if s.judged else "--", named,
-                     f"{s.first:.4g}", f"{s.last:.4g}", slope, between, f"{s.most:.3g}",
+        interval = f"{s.trend.low:+.3g} to {s.trend.high:+.3g}" if s.trend is not None else "-"
+        label = f"{s.name} ({s.unit})" if s.unit else s.name
+        rows.append(("!!" if not s.passed else "ok" if s.judged else "--", label,
+                     f"{s.first:.4g}", f"{s.last:.4g}", slope, interval, f"{s.most:.3g}",
                      "" if s.judged else "too short to judge a slope"))
     show.table(("", "series", "first", "last", "per hour", "95 % of", "at most", ""), rows,
                right=("first", "last", "per hour", "at most"))
@@ -118,13 +118,13 @@ def show_report(report: Report) -> None:
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """A soak that is told to end (SIGTERM) writes its report as on Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():          # only there Python hears signals
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end the soak as Ctrl-C does, with its report written."""
+    if threading.current_thread() is not threading.main_thread():          # Python handles signals only there
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -1,4 +1,4 @@
-"""For `lz demo`: one layer of a decoder in three styles, by lz, by torch and as libraries write it."""
+"""One decoder layer of `lz demo` in three styles: through lz, in torch, and as model libraries write it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OPS = ("rms_norm", "attention", "add_rms_norm")        # what the styles do diff
 
 @dataclass
 class Style:
-    """As `do` of a decoder: three operations in its own way, the others in plain torch."""
+    """The `do` of a Decoder: runs its own version of three operations, and plain torch for the others."""
 
     own: Mapping[str, Callable[..., Any]]
     kernel: str = ""
 
-    def __call__(self, op: str, /, **given: Any) -> Any:
+    def __call__(self, op: str, /, **arguments: Any) -> Any:
         run = self.own.get(op)
-        return _plain(op, **given) if run is None else run(**given)
+        return _plain(op, **arguments) if run is None else run(**arguments)
 
 
 _plain = PlainTorch()
@@ -86,9 +86,9 @@ STYLE_NOTES = {
 
 
 class _Context:
-    """As `memory` of a decoder: keys and values of a context as (batch, kv_heads, seq, head_dim).
+    """The `memory` of a Decoder: keys and values of a context as (batch, kv_heads, seq, head_dim).
 
-    A step writes its own at the same place every time, so that each call of it is the same.
+    A step writes to the same place every time, so that each call of it does the same work.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, length: int = 0) -> None:
@@ -98,7 +98,7 @@ class _Context:
         end = self.length + q.shape[1]
         self.keys[:, :, self.length:end] = k.transpose(1, 2)
         self.values[:, :, self.length:end] = v.transpose(1, 2)
-        causal = q.shape[1] > 1                # a single token sees all before it
+        causal = q.shape[1] > 1                # a single token attends to the whole context
         out: Tensor = do("attention", query=q.transpose(1, 2), key=self.keys[:, :, :end],
                          value=self.values[:, :, :end], is_causal=causal)
         return out.transpose(1, 2)
@@ -118,17 +118,17 @@ class Layer:
         self.inputs: dict[str, Tensor] = cast(inputs, dtype, device)
 
     def to(self, dtype: torch.dtype) -> Layer:
-        """The same numbers in another dtype."""
+        """Return the same layer in another dtype."""
         twin = object.__new__(Layer)
         twin.sizes, twin.dtype, twin.device = self.sizes, dtype, self.device
         twin.weights, twin.inputs = cast(self.weights, dtype), cast(self.inputs, dtype)
         return twin
 
-    def stepping(self, step: Step, do: Style, trace: Trace | None = None) -> Callable[[], Tensor]:
-        """A function that computes the step in one of the styles; `trace` notes every stage."""
-        given = self.inputs
-        tables = given["cos"], given["sin"]
-        run = Decoder(self.sizes.config, self.weights, do, tables, fused=True, trace=trace)
-        context = _Context(given["keys"], given["values"], step.past)
-        x, positions = given["x"][:, :step.tokens], run.positions(step.tokens, context)
-        return lambda: run.layer(0, x, positions, context)
+    def bind_step(self, step: Step, do: Style, trace: Trace | None = None) -> Callable[[], Tensor]:
+        """Return a function that computes the step in one style; `trace` records every stage."""
+        inputs = self.inputs
+        tables = inputs["cos"], inputs["sin"]
+        decoder = Decoder(self.sizes.config, self.weights, do, tables, fused=True, trace=trace)
+        context = _Context(inputs["keys"], inputs["values"], step.past)
+        x, positions = inputs["x"][:, :step.tokens], decoder.positions(step.tokens, context)
+        return lambda: decoder.layer(0, x, positions, context)

@@ -1,21 +1,11 @@
-"""`lz tune`: time the kernels that may serve, and let the measurements decide from then on."""
+"""`lz tune`: time the kernels that may serve; selection uses the measurements from then on."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...machine import hardware
 from ...operate.inspection import dispatcher_of
@@ -57,18 +47,24 @@ def tune(
 
     Without any of OP, --calls and --model: the standard workload. Exit code 1 if nothing could be tuned.
     """
-    asked = [name for name, given in (("OP", op), ("--calls", calls), ("--model", model)) if given is not None]
-    if len(asked) > 1:
-        raise ConfigError(f"lz tune takes one of OP, --calls and --model, got {' and '.join(asked)}")
+    sources = [name for name, value in (("OP", op), ("--calls", calls), ("--model", model)) if value is not None]
+    if len(sources) > 1:
+        raise ConfigError(f"lz tune takes one of OP, --calls and --model, got {' and '.join(sources)}")
     check_calls_file(calls)
     if dtype == "auto":
         dtype = "bfloat16" if hardware.probe(device or hardware.main_kind()).supports_bf16 else "float32"
     if op is not None and words:
-        found = _written(op, words, dtype)
+        workload = _parse_calls(op, words, dtype)
     else:
-        found = calls_for(op or calls or model or "standard", dtype=dtype, batch=batch, prompt=prompt, context=context)
-    with _progress() as progress:
-        report = tuner.tune(found, device=device, seconds=seconds, rounds=rounds, again=again, mode=mode, cold=cold,
+        workload = calls_for(op or calls or model or "standard", dtype=dtype, batch=batch, prompt=prompt,
+                             context=context)
+    columns = (TextColumn("{task.description:<50.50}", markup=False), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn(), TimeRemainingColumn())
+    with show.progress(*columns) as update:
+        def progress(done: int, total: int, description: str) -> None:
+            update(completed=done, total=total, description=description)
+
+        report = tuner.tune(workload, device=device, seconds=seconds, rounds=rounds, again=again, mode=mode, cold=cold,
                             compile=compiling, progress=progress)
     show.as_json(report.to_json()) if as_json else _show(report)
     if report.stopped == "interrupted":
@@ -76,8 +72,8 @@ def tune(
     raise typer.Exit(0 if report.tuned or report.already or report.left else 1)
 
 
-def _written(op: str, words: list[str], dtype: str) -> tuple[Call, ...]:
-    """The calls on the command line, with `and` between them."""
+def _parse_calls(op: str, words: list[str], dtype: str) -> tuple[Call, ...]:
+    """Parse the calls on the command line, with `and` between them."""
     groups: list[list[str]] = [[]]
     for word in words:
         groups[-1].append(word) if word != AND else groups.append([])
@@ -89,8 +85,7 @@ def _show(report: TuneReport) -> None:
     if report.tuned:
         show.table(("kernel", "us", "over torch", "roofline", "how sure", "before", "call"),
                    [_row(t) for t in report.tuned], right=("us", "over torch", "roofline"))
-    over = [t for t in report.tuned if t.roofline is not None and t.roofline > 1.0]
-    if over:
+    if any(t.roofline is not None and t.roofline > 1.0 for t in report.tuned):
         show.text("A roofline above 100% is that of memory, for data that came from a cache.")
     for t in report.tuned:
         for kernel, reason in t.failed.items():
@@ -117,17 +112,3 @@ def _row(t: Tuned) -> tuple[str, ...]:
     return (t.best, f"{t.winner.summary.median:.2f}", gain, "" if t.roofline is None else f"{t.roofline:.0%}",
             "tie" if t.tied else t.certainty, "same" if t.before == t.chosen else t.before or "none",
             f"{t.call.op} {t.family} {t.sizes}")
-
-
-@contextmanager
-def _progress() -> Iterator[tuner.Progress | None]:
-    """A bar with the time that is left, on a terminal."""
-    err = show.console(sys.stderr)
-    if not err.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description:<50.50}", markup=False), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

@@ -1,6 +1,6 @@
-"""`lz verify`: are the answers right? By the ladder (--level), or by definitions in the FlashInfer-Trace schema.
+"""`lz verify`: check results by the ladder (--level), or by definitions in the FlashInfer-Trace schema.
 
-Each mode is a function that prints its answer and gives the exit code; `command` looks which one was asked for.
+Each mode is a function that prints its result and returns the exit code; `command` picks the mode.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...verify.trace.definition import Definition
 from ...verify.trace.inputs import SIZES
 from ...verify.trace.run import Report, verify
 from ...verify.trace.traces import write
+from ...verify.trace.write_tests import write_tests as write_test_files
 from .. import show
 from ..options import Json
 from .ladder import TEXT, ladder
@@ -67,12 +68,12 @@ def command(
     as_json: Json = False,
 ) -> None:
     """lz against references and independent libraries. Exit code 1 if something disagrees."""
-    lanes = [name for name, given in (("quick", quick), ("full", full), ("stress", stress)) if given]
+    lanes = [name for name, chosen in (("quick", quick), ("full", full), ("stress", stress)) if chosen]
     if len(lanes) > 1:
         raise ConfigError(f"lz verify takes one of --quick, --full, --stress, got {' and '.join(lanes)}")
     lane = lanes[0] if lanes else "quick"
-    asked = {"--level": level, "--definition": definition, "--op-type": op_type, "--all": everything}
-    modes = [name for name, value in asked.items() if value is not None]
+    options = {"--level": level, "--definition": definition, "--op-type": op_type, "--all": everything}
+    modes = [name for name, value in options.items() if value is not None]
     if len(modes) != 1:
         raise ConfigError("lz verify wants one of --level, --definition, --op-type, --all; "
                           f"got {' and '.join(modes) or 'none'}")
@@ -87,22 +88,22 @@ def command(
     unknown = [s for s in size or () if s not in SIZES]
     if unknown:
         raise ConfigError(f"--size must be one of {', '.join(SIZES)}, got {unknown[0]!r}")
-    found = find_definitions(everything or folder, definition or "", op_type or "")
-    options: dict[str, Any] = {"device": device, "seed": seed, "tolerance": tolerance, "as_is": as_is}
+    definitions = find_definitions(everything or folder, definition or "", op_type or "")
+    settings: dict[str, Any] = {"device": device, "seed": seed, "tolerance": tolerance, "as_is": as_is}
     with References(trust or (), timeout) as references:
         if write_tests is not None:
-            raise typer.Exit(_write_tests(write_tests, found, references, options, as_json))
-        reports = _run(found, references, tuple(size or ("small",)), workloads, options, not as_json)
+            raise typer.Exit(_write_tests(write_tests, definitions, references, settings, as_json))
+        reports = _verify_all(definitions, references, tuple(size or ("small",)), workloads, settings, not as_json)
     written = write(traces, reports, device) if traces is not None else []
-    raise typer.Exit(_answer(reports, written, as_json))
+    raise typer.Exit(_show_result(reports, written, as_json))
 
 
-def _write_tests(folder: Path, found: Sequence[Definition], references: References, options: dict[str, Any],
-                 as_json: bool) -> int:
-    """A reference that may be run decides between the readings of a definition; else it is the likeliest."""
-    from ...verify.trace.write_tests import write_tests
-    trusted = [d for d in found if not references.refusal(d)]
-    paths = write_tests(folder, found, {d.name: verify(d, references, **options).reading for d in trusted})
+def _write_tests(folder: Path, definitions: Sequence[Definition], references: References,
+                 settings: dict[str, Any], as_json: bool) -> int:
+    """Write a test file per definition, in the reading that its trusted reference confirms, else the likeliest."""
+    trusted = [d for d in definitions if not references.refusal(d)]
+    readings = {d.name: verify(d, references, **settings).reading for d in trusted}
+    paths = write_test_files(folder, definitions, readings)
     if as_json:
         show.as_json({"written": [str(p) for p in paths]})
     else:
@@ -110,36 +111,37 @@ def _write_tests(folder: Path, found: Sequence[Definition], references: Referenc
     return 0
 
 
-def _run(found: Sequence[Definition], references: References, sizes: Sequence[str], workloads: int,
-         options: dict[str, Any], say: bool) -> list[Report]:
-    """Reports are printed as they come: a whole dataset takes a while."""
+def _verify_all(definitions: Sequence[Definition], references: References, sizes: Sequence[str],
+                workloads: int, settings: dict[str, Any], verbose: bool) -> list[Report]:
+    """Verify every definition; with `verbose` each report is printed as it comes."""
     reports: list[Report] = []
-    for definition in found:
+    for definition in definitions:
         cases: list[dict[str, Any]] = [{"size": s} for s in sizes]
         cases += [{"workload": w} for w in find_workloads(definition)[:workloads]] if workloads else []
         for case in cases:
-            report = verify(definition, references, **case, **options)
+            report = verify(definition, references, **case, **settings)
             reports.append(report)
-            if say:
-                show.text(f"{_MARKS.get(report.status, '!!')}  {_line(report, case)}")
+            if verbose:
+                show.text(f"{_MARKS.get(report.status, '!!')}  {_report_text(report, case)}")
             if report.status == "unmapped":
                 break
     return reports
 
 
-def _line(report: Report, case: dict[str, Any]) -> str:
+def _report_text(report: Report, case: dict[str, Any]) -> str:
     if report.status != "passed":
         return str(report)
     against = [c.want for c in report.comparisons if c.got == "lz"]
     smaller = ", made smaller" if report.scaled else ""
     workload = case.get("workload")
     size = f"workload {workload.uuid}" if workload else case["size"]
-    missing = "".join(f"\n      not against {who}: {why}" for who, why in report.absent.items() if who == "reference")
+    missing = "".join(f"\n      not against {name}: {reason}"
+                      for name, reason in report.absent.items() if name == "reference")
     return (f"{report.definition.name} ({size}{smaller}): {report.answer} by {', '.join(report.kernels)}, equal to "
             f"{', '.join(dict.fromkeys(against))}{missing}")
 
 
-def _answer(reports: Sequence[Report], written: Sequence[Path], as_json: bool) -> int:
+def _show_result(reports: Sequence[Report], written: Sequence[Path], as_json: bool) -> int:
     counts = Counter(report.status for report in reports)
     if as_json:
         show.as_json({"counts": dict(counts), "reports": [r.to_json() for r in reports],

@@ -24,25 +24,25 @@ SHOWN = 4                                      # failing cases of a kernel that 
 
 def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "", device: str = "cpu",
               seeds: Sequence[int] = (), as_json: bool = False, isolated: bool = False) -> int:
-    """Certify, print as it goes, and give the exit code: 1 if a kernel fails or none could be asked.
+    """Certify kernels and print each verdict; returns 1 if a kernel fails or none could be tested.
 
-    It may be interrupted: what passed until then is certified.
+    An interrupt keeps the certificates of those that passed until then.
     """
     if lane not in LANES:
         raise ConfigError(f"the lanes of lz verify are {', '.join(LANES)}, got {lane!r}")
-    chosen = chosen_kernels(backend, kernel, op)
-    condemned = probe_unknown(chosen, device) if isolated else {}
-    for name, reason in condemned.items():
+    kernels = match_kernels(backend, kernel, op)
+    crashed = probe_unknown(kernels, device) if isolated else {}
+    for name, reason in crashed.items():
         if not as_json:
             show.text(f"!!  {name}, in a process of its own: {reason.message}")
-    chosen = [k for k in chosen if k.id not in condemned]
+    kernels = [k for k in kernels if k.id not in crashed]
     verdicts: list[Verdict] = []
     interrupted = False
     try:
-        for verdict in certify_all(chosen, device, lane, tuple(seeds) or None):
+        for verdict in certify_all(kernels, device, lane, tuple(seeds) or None):
             verdicts.append(verdict)
             if not as_json:
-                show.text(_line(verdict, len(verdicts), len(chosen)))
+                show.text(_verdict_text(verdict, len(verdicts), len(kernels)))
     except KeyboardInterrupt:
         interrupted = True
     publish()
@@ -50,28 +50,28 @@ def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: s
     if as_json:
         show.as_json({"level": 1, "lane": lane, "device": device, "interrupted": interrupted, "counts": dict(counts),
                       "certificates": str(certificates.folder(hardware.probe(device))),
-                      "condemned": {name: reason.to_json() for name, reason in condemned.items()},
+                      "condemned": {name: reason.to_json() for name, reason in crashed.items()},
                       "kernels": [v.to_json() for v in verdicts]})
     else:
-        _summary(verdicts, counts, len(chosen), device, interrupted)
-    return 130 if interrupted else 1 if condemned or counts["failed"] or not counts["passed"] else 0
+        _show_summary(verdicts, counts, len(kernels), device, interrupted)
+    return 130 if interrupted else 1 if crashed or counts["failed"] or not counts["passed"] else 0
 
 
-def chosen_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:
-    """Of the catalog, by library, by id (with * and ?), by operation. A name that fits nothing is an error."""
-    every = worlds.current().catalog.kernels
-    for option, given, known in (("--backend", backend, {k.backend for k in every}), ("--op", op, {
-            k.op.name for k in every}), ("--kernel", kernel, {k.id for k in every})):
-        if given and not any(fnmatchcase(name, given) for name in known):
-            raise ConfigError(f"{option}: there is no {given!r}{suggest(given, known)}")
-    found = [k for k in every if fnmatchcase(k.backend, backend or "*") and fnmatchcase(k.id, kernel or "*")
-             and fnmatchcase(k.op.name, op or "*")]
-    if not found:
+def match_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:
+    """Return kernels by library, id (with * and ?) and operation; a pattern that matches none is an error."""
+    catalog = worlds.current().catalog.kernels
+    for option, pattern, known in (("--backend", backend, {k.backend for k in catalog}), ("--op", op, {
+            k.op.name for k in catalog}), ("--kernel", kernel, {k.id for k in catalog})):
+        if pattern and not any(fnmatchcase(name, pattern) for name in known):
+            raise ConfigError(f"{option}: there is no {pattern!r}{suggest(pattern, known)}")
+    kernels = [k for k in catalog if fnmatchcase(k.backend, backend or "*") and fnmatchcase(k.id, kernel or "*")
+               and fnmatchcase(k.op.name, op or "*")]
+    if not kernels:
         raise ConfigError(f"no kernel is of library {backend or '*'}, id {kernel or '*'} and operation {op or '*'}")
-    return found
+    return kernels
 
 
-def _line(v: Verdict, number: int, total: int) -> str:
+def _verdict_text(v: Verdict, number: int, total: int) -> str:
     head = f"{_MARKS[v.status]}  {number}/{total} {v.kernel}"
     if v.status == "skipped":
         return f"{head}: {v.refusal or 'nothing of it could be asked here'}"
@@ -79,15 +79,15 @@ def _line(v: Verdict, number: int, total: int) -> str:
     text = f"{head}: {v.ran} cases ({refused} refused by its rules), {v.seconds:.1f} s"
     if v.status == "passed":
         return f"{text}, worst {v.worst:.2f} of what is allowed"
-    return "\n".join([f"{text}, {len(v.failures)} FAILED", *(f"      {line}" for line in report(v))])
+    return "\n".join([f"{text}, {len(v.failures)} FAILED", *(f"      {line}" for line in diagnosis_lines(v))])
 
 
-def report(v: Verdict) -> list[str]:
-    """What is wrong with a kernel: class, where, a few of its cases, and what to do."""
-    found = v.diagnosis
-    lines = [] if found is None else [
-        f"likely class: {found.kind}", f"why: {found.says}",
-        *([f"fails exactly where {found.where}"] if found.where else []), f"what to do: {found.advice}"]
+def diagnosis_lines(v: Verdict) -> list[str]:
+    """Return the likely class of the mistake, where it shows, a few failing cases, and what to do."""
+    diagnosis = v.diagnosis
+    lines = [] if diagnosis is None else [
+        f"likely class: {diagnosis.kind}", f"why: {diagnosis.says}",
+        *([f"fails exactly where {diagnosis.where}"] if diagnosis.where else []), f"what to do: {diagnosis.advice}"]
     for r in v.failures[:SHOWN]:
         under = f", {r.circumstance}" if r.circumstance else ""
         lines.append(f"{r.dtype} {dict(r.case)}{under}, seed {r.seed}: {r.detail}")
@@ -95,7 +95,8 @@ def report(v: Verdict) -> list[str]:
     return [*lines, f"and {rest} more (--json has them)"] if rest > 0 else lines
 
 
-def _summary(verdicts: Sequence[Verdict], counts: Counter[str], total: int, device: str, interrupted: bool) -> None:
+def _show_summary(verdicts: Sequence[Verdict], counts: Counter[str], total: int, device: str,
+                  interrupted: bool) -> None:
     show.heading(f"level 1 on {device}, torch {torch.__version__}")
     ran = [v for v in verdicts if v.status != "skipped"]
     show.table(("", "kernel", "op", "cases", "refused", "worst", "class"), [

@@ -1,4 +1,4 @@
-"""`lz warmup`: fill the caches of compiled code before the processes that serve are started."""
+"""`lz warmup`: fill the caches of compiled code before serving processes start."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def warmup(
 
     Exit code 1 if a call is not ready, or is served by another kernel than was wanted.
     """
-    given = {"OP": op, "--calls": calls, "--table": table, "--model": model}
-    asked = [name for name, value in given.items() if value is not None]
-    if len(asked) != 1:
-        raise ConfigError(f"lz warmup takes one of {', '.join(given)}, got {' and '.join(asked) or 'none'}")
+    options = {"OP": op, "--calls": calls, "--table": table, "--model": model}
+    sources = [name for name, value in options.items() if value is not None]
+    if len(sources) != 1:
+        raise ConfigError(f"lz warmup takes one of {', '.join(options)}, got {' and '.join(sources) or 'none'}")
     check_calls_file(calls)
-    found: tuple[Call, ...]
+    workload: tuple[Call, ...]
     if table is not None:
-        found = tuple(artefact.call for artefact in Table.load(table).jit)
+        workload = tuple(artefact.call for artefact in Table.load(table).jit)
     elif op is not None and words:
-        found = calls_for(op, arguments=parse_call(dispatcher_of(op).op, words, dtype))
+        workload = calls_for(op, arguments=parse_call(dispatcher_of(op).op, words, dtype))
     else:
-        found = calls_for(op or calls or model or "", dtype=dtype, batch=batch, prompt=prompt, context=context)
-    report = warming.warmup(found, timeout=timeout, device=device)
+        workload = calls_for(op or calls or model or "", dtype=dtype, batch=batch, prompt=prompt, context=context)
+    report = warming.warmup(workload, timeout=timeout, device=device)
     show.as_json(report.to_json()) if as_json else _show(report)
     raise typer.Exit(0 if report.ok else 1)
 

@@ -1,19 +1,19 @@
-"""`lz record` and `lz regret`: which calls a program makes, and what the choices for them cost."""
+"""`lz record` writes down the calls of a program; `lz regret` measures what the choices for them cost."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from ...machine import hardware
 from ...operate.recording import VARIABLE
@@ -25,7 +25,7 @@ from ...tune.workload import calls_for, read_recordings
 from .. import show
 from ..options import Batch, CallsFile, Context, DeviceKind, Json, Model, OpCases, Prompt, check_calls_file
 
-# Everything after the options is the command's own.
+# Arguments after the options belong to the recorded command.
 PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 SHOWN = 25
 
@@ -59,8 +59,8 @@ def _run(command: list[str], folder: str) -> int:
     while True:
         try:
             code = process.wait()
-            return code if code >= 0 else 128 - code           # ended by a signal, as a shell would say it
-        except KeyboardInterrupt:              # the command got it too, and may want to finish its work
+            return code if code >= 0 else 128 - code           # ended by a signal: the code a shell gives
+        except KeyboardInterrupt:              # the command got it too, and may finish its work
             continue
 
 
@@ -94,15 +94,21 @@ def regret(
     as_json: Json = False,
 ) -> None:
     """Replay calls: the chosen kernel against every other, in turns. Exit code 1 if the choices are not good enough."""
-    given = [source for source in (calls, model, op, "standard" if standard else None) if source is not None]
-    if len(given) > 1:
-        raise ConfigError(f"give one of --calls, --model, --op and --standard, got {' and '.join(map(str, given))}")
+    sources = [source for source in (calls, model, op, "standard" if standard else None) if source is not None]
+    if len(sources) > 1:
+        raise ConfigError(f"give one of --calls, --model, --op and --standard, got {' and '.join(map(str, sources))}")
     check_calls_file(calls)
-    found = calls_for(given[0] if given else "standard", batch=batch, prompt=prompt, context=context, scale=scale,
-                      dtype=dtype)
+    workload = calls_for(sources[0] if sources else "standard", batch=batch, prompt=prompt, context=context,
+                         scale=scale, dtype=dtype)
     kind = hardware.probe(device).type if device else hardware.main_kind()
-    with _Bar(len(found)) as bar:
-        report = regrets.replay(found, seconds=seconds_per_call, device=kind, mode=mode, advance=bar.advance)
+    columns = (TextColumn("{task.description:<24}", markup=False), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())
+    done = itertools.count()
+    with show.progress(*columns, total=len(workload)) as update:
+        def advance(call: Call) -> None:
+            update(description=call.op, completed=next(done))
+
+        report = regrets.replay(workload, seconds=seconds_per_call, device=kind, mode=mode, advance=advance)
     problems = report.problems(max_median, max_p95)
     if as_json:
         show.as_json({"ok": not problems, "problems": list(problems), "device": kind, "mode": mode, "limits": {
@@ -114,33 +120,8 @@ def regret(
     raise typer.Exit(1 if problems else 0)
 
 
-class _Bar(AbstractContextManager["_Bar"]):
-    """A bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        err = show.console(sys.stderr)
-        self._progress = Progress(TextColumn("{task.description:<24}", markup=False), BarColumn(), MofNCompleteColumn(),
-                                  TimeElapsedColumn(), console=err, transient=True) if err.is_terminal else None
-        self._task = self._progress.add_task("", total=total) if self._progress else None
-        self._begun = False
-
-    def advance(self, call: Call) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=call.op, advance=1 if self._begun else 0)
-            self._begun = True
-
-    def __enter__(self) -> _Bar:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
 def show_report(report: regrets.Report, most: int = SHOWN) -> None:
-    """The calls with the greatest regret, and what the whole workload comes to."""
+    """Print the calls with the greatest regret, and the totals of the workload."""
     worst = sorted(report.rows, key=lambda row: row.regret, reverse=True)[:most]
     show.heading(f"Regret of {len(report.rows)} calls on {report.place}" + (
         f", the {len(worst)} greatest" if len(worst) < len(report.rows) else ""))

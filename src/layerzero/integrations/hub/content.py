@@ -1,7 +1,7 @@
-"""The files of one build: safe to read, hashed, and copied to where nobody changes them between check and import.
+"""The files of one build: checked, hashed, and copied to where nobody changes them between check and import.
 
-Compiled Python files are left out of both, and removed from the copy: Python would prefer them to the source beside
-them, and no digest of a repository covers them.
+Python bytecode is left out of the hash and of the copy: Python would prefer it to the source beside it, and
+no digest of a repository covers it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ...spec.sealed import (
 from .errors import HubError, Tampered, UnsafePath
 
 _BYTECODE = (".pyc", ".pyo")
-MOST_UNPACKED = 8 << 30                        # bytes; more is taken for an archive made to fill the disk
+MOST_UNPACKED = 8 << 30                        # bytes; a larger archive is refused as a zip bomb
 
 
 @dataclass(frozen=True)
 class Content:
-    """Relative path -> sha256 of every file; `sha256` is of all of them together."""
+    """Relative path -> sha256 of every file; `sha256` covers all of them."""
 
     files: Mapping[str, str]
 
@@ -47,19 +47,19 @@ class Content:
 
     @classmethod
     def of(cls, folder: Path, root: Path) -> Content:
-        """Of the files under `folder`; a link must stay inside `root`."""
+        """Hash the files under `folder`; a link must stay inside `root`."""
         return cls({name: _hash(path) for name, path in _files(folder, root)})
 
-    def check(self, wanted: Mapping[str, str], owner: str, told_by: str) -> None:
-        """Tampered, naming each file that is not as `wanted`."""
-        changed = [f"{n}: wanted sha256 {wanted[n][:16]}..., got {self.files[n][:16]}..."
-                   for n in sorted(wanted.keys() & self.files.keys()) if wanted[n] != self.files[n]]
-        missing = [f"{n}: missing" for n in sorted(wanted.keys() - self.files.keys())]
-        added = [f"{n}: not listed" for n in sorted(self.files.keys() - wanted.keys())]
-        if found := changed + missing + added:
-            raise Tampered(f"{owner} is not what {told_by} says: {'; '.join(found[:8])}"
-                           f"{f'; and {len(found) - 8} more' if len(found) > 8 else ''}. Fetch the repository again; "
-                           "if the change is meant, look at it and lock it anew: lz hub lock")
+    def check(self, expected: Mapping[str, str], owner: str, source: str) -> None:
+        """Raise Tampered with the files that differ from `expected`, which `source` states."""
+        changed = [f"{n}: wanted sha256 {expected[n][:16]}..., got {self.files[n][:16]}..."
+                   for n in sorted(expected.keys() & self.files.keys()) if expected[n] != self.files[n]]
+        missing = [f"{n}: missing" for n in sorted(expected.keys() - self.files.keys())]
+        added = [f"{n}: not listed" for n in sorted(self.files.keys() - expected.keys())]
+        if differences := changed + missing + added:
+            more = f"; and {len(differences) - 8} more" if len(differences) > 8 else ""
+            raise Tampered(f"{owner} is not what {source} says: {'; '.join(differences[:8])}{more}. Fetch the "
+                           "repository again; if the change is meant, look at it and lock it anew: lz hub lock")
 
 
 def _files(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
@@ -76,19 +76,19 @@ def _files(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
                 raise UnsafePath(f"{path}: wanted a plain file, got something else; remove it from the repository")
             yield path.relative_to(folder).as_posix(), path
         linked = [f for f in folders if Path(at, f).is_symlink()]
-        if linked:                             # os.walk does not follow them, so they would be missing from the hash
+        if linked:                             # os.walk does not follow them: the hash would miss them
             raise UnsafePath(f"{Path(at, linked[0])}: a link to a folder; put the files themselves there")
 
 
 def inside(path: Path, root: Path) -> Path:
-    """`path` with its links followed, if that is still under `root`."""
+    """Resolve the links of `path`; UnsafePath if it leads out of `root`."""
     try:
-        found = path.resolve(strict=True)
+        resolved = path.resolve(strict=True)
     except (OSError, RuntimeError) as e:
         raise UnsafePath(f"{path}: wanted a file of the repository, got a link to nothing or in a circle: {e}") from e
-    if not found.is_relative_to(root.resolve()):
-        raise UnsafePath(f"{path} leads to {found}, outside of {root}; a repository may hold only its own files")
-    return found
+    if not resolved.is_relative_to(root.resolve()):
+        raise UnsafePath(f"{path} leads to {resolved}, outside of {root}; a repository may hold only its own files")
+    return resolved
 
 
 def _hash(path: Path) -> str:
@@ -99,14 +99,14 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def home_of_copy(folder: Path, content: Content) -> Path:
-    """Where the private copy is, and what was found out about it."""
+def copy_home(folder: Path, content: Content) -> Path:
+    """Return the folder of the private copy and of the results of its checks."""
     return cache_dir() / "hub" / f"{content.sha256[:32]}-{folder.name}"
 
 
 def private_copy(folder: Path, root: Path, content: Content) -> Path:
-    """The same files where only this user writes, named by their hash. What was checked is what is imported."""
-    home = home_of_copy(folder, content)
+    """Copy the files to where only this user writes, so that the checked files are the imported ones."""
+    home = copy_home(folder, content)
     copy = home / folder.name
     if _is_intact(copy, content):
         return copy
@@ -124,7 +124,7 @@ def private_copy(folder: Path, root: Path, content: Content) -> Path:
         Content.of(draft / folder.name, draft).check(content.files, str(folder), "the check a moment ago")
         try:
             os.rename(draft, home)
-        except OSError:                        # there is one: another process was faster, or it is damaged
+        except OSError:                        # it exists: made by another process, or damaged
             if not _is_intact(copy, content):
                 shutil.rmtree(home)
                 os.rename(draft, home)
@@ -134,15 +134,15 @@ def private_copy(folder: Path, root: Path, content: Content) -> Path:
 
 
 def _is_intact(copy: Path, content: Content) -> bool:
-    """Is this the copy that we made, where nobody else can write?"""
+    """Return whether this is an unchanged copy of ours where nobody else can write."""
     home, root = copy.parent, cache_dir()
     try:
         for at, _, names in os.walk(copy):
             check_folder(root, home.parent.name, home.name, *Path(at).relative_to(home).parts)
             for name in names:
-                found = os.lstat(Path(at, name))
-                check_owner(found, Path(at, name))
-                if not stat.S_ISREG(found.st_mode):
+                status = os.lstat(Path(at, name))
+                check_owner(status, Path(at, name))
+                if not stat.S_ISREG(status.st_mode):
                     return False
         if not copy.is_dir():
             return False
@@ -153,7 +153,7 @@ def _is_intact(copy: Path, content: Content) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """For this user alone, whatever the umask was."""
+    """Restrict access to this user, whatever the umask."""
     for at, _, names in os.walk(folder):
         os.chmod(at, PRIVATE_FOLDER)
         for name in names:
@@ -173,7 +173,7 @@ def _drop_bytecode(folder: Path) -> None:
 # Archives
 
 def unpack(archive: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:
-    """A repository carried as .zip or .tar(.gz). Refused as a whole if one member would land outside of `into`."""
+    """Unpack a repository from .zip or .tar(.gz), all of it or, if a member leads out of `into`, nothing."""
     source, target = Path(archive), Path(into)
     if target.exists() and any(target.iterdir()):
         raise HubError(f"{target}: wanted an empty or a new folder to unpack {source.name} into; choose another")
@@ -204,11 +204,11 @@ def _unpack(members: Mapping[str, tuple[int, Callable[[], IO[bytes] | None]]], s
             raise UnsafePath(f"{source}: {name!r} would land outside of {target}; nothing was unpacked")
     if (total := sum(size for size, _ in members.values())) > MOST_UNPACKED:
         raise HubError(f"{source} would unpack to {total} bytes; at most {MOST_UNPACKED} are taken")
-    for name, (size, opened) in members.items():
+    for name, (size, open_member) in members.items():
         path = target.joinpath(*PurePosixPath(name).parts)
         path.parent.mkdir(parents=True, exist_ok=True)
-        stream = opened()
-        assert stream is not None              # of a plain file, and others were refused
+        stream = open_member()
+        assert stream is not None              # None for what is no plain file, refused above
         with stream, path.open("wb") as out:
             while block := stream.read(1 << 20):
                 size -= len(block)

@@ -1,4 +1,4 @@
-"""What can be wrong with a kernel from a repository. Each is a DataError: files that cannot be used or trusted.
+"""The errors of kernels from repositories, each a DataError: files that cannot be used or trusted.
 
     HubError
     ├── NotHere             not in the cache or the folder; nothing is downloaded
@@ -18,7 +18,7 @@ from ...spec.errors import DataError
 
 
 class HubError(DataError):
-    """A kernel from a repository was refused; none of its code was run, or nothing of it was registered."""
+    """A kernel from a repository was refused; none of its code ran, or nothing of it was registered."""
 
 
 class NotHere(HubError):

@@ -1,8 +1,8 @@
-"""Kernels from repositories laid out as the Kernel Hub does it: found, checked, imported, registered.
+"""Kernels from repositories in the layout of the Kernel Hub: found, checked, imported, registered.
 
-A repository is code of strangers. Before any of it runs: it is allowed or pinned, its build fits this machine, its
-files are those that were pinned or signed, and what is imported is a copy nobody else writes to. Before selection may
-choose it, it has kept the contract of its operation on this machine.
+A repository is code of strangers. Before any of it runs, it must be allowed or pinned, its build must fit
+this machine, its files must be the pinned or signed ones, and a private copy is imported. Before selection
+may choose a kernel of it, the kernel must pass the contract of its operation on this machine.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ...world import certificates
 from ...world import snapshot as worlds
 from ...world.catalog import builtin_ops
 from . import importing, lockfile, sources
-from .content import Content, home_of_copy, private_copy
+from .content import Content, copy_home, private_copy
 from .errors import HubError, LockViolation, NotAllowed, NotHere, NoVariant, SignatureRefused, Tampered, Unproven
 from .sources import Place
 from .variants import Accepted, Verdict, judge
 
-PEER = ">=0.17"                                # of `kernels`
+KERNELS_VERSION = ">=0.17"
 SIGNATURE = "metadata.json.sigstore"
 SIGNATURES = ("present", "required", "ignored")
-VALID, VERIFIED = "valid", "signature-valid"   # what is said of one, and the file that remembers it
+VALID, VERIFIED = "valid", "signature-valid"   # the verdict, and the file that records it
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question that was asked of a repository. `error` is what loading it would raise."""
+    """One check of a repository; `error` is what loading it would raise."""
 
     name: str
     found: str
@@ -51,7 +51,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would happen to a repository here, and why."""
+    """Whether a repository would be loaded here, and why."""
 
     name: str
     version: str
@@ -96,36 +96,36 @@ class Loaded:
 
     @property
     def offers(self) -> tuple[str, ...]:
-        said = getattr(self.module, "__all__", None)
-        return tuple(said if said is not None else (n for n in vars(self.module) if not n.startswith("_")))
+        exported = getattr(self.module, "__all__", None)
+        return tuple(exported if exported is not None else (n for n in vars(self.module) if not n.startswith("_")))
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _CheckedBuild:
     place: Place
     folder: Path                               # of the build in the repository
     content: Content
     metadata: Any
 
-    def copied(self) -> _Checked:
+    def copied(self) -> _CheckedBuild:
         folder = private_copy(self.folder, self.place.root, self.content)
         return replace(self, folder=folder, metadata=importing.metadata_of(folder))
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Where repositories come from, and what is asked of them.
+    """Where repositories come from, and how they are checked.
 
-    `folders` are local repositories by name, or by name@version; what is in none of them is looked for in the cache
-    that `kernels` downloads to. A name is allowed if `allow` has a pattern for it or the lockfile pins it. With a
-    lockfile everything must be pinned.
+    `folders` are local repositories by name, or by name@version; others are looked for in the cache of
+    `kernels`. A name is allowed if a pattern in `allow` matches it or the lockfile pins it. With a lockfile
+    everything must be pinned.
     """
 
     folders: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
     allow: tuple[str, ...] = ()                # "kernels-community/*"
     lock: str | os.PathLike[str] | None = None
     cache: str | os.PathLike[str] | None = None
-    signature: str = "present"                 # "required"; "present": must be valid where there is one; "ignored"
+    signature: str = "present"                 # "required"; "present": valid if there is one; "ignored"
     portable: bool = False                     # also demand manylinux_2_28 and the stable ABI of Python
     backend: str | None = None                 # cpu, cuda, ...; None: what torch was built for
 
@@ -135,7 +135,7 @@ class Hub:
         if self.signature not in SIGNATURES:
             raise HubError(f"signature= is one of {', '.join(SIGNATURES)}; got {self.signature!r}")
         for key in self.folders:
-            sources.checked_name(key.partition("@")[0])
+            sources.check_name(key.partition("@")[0])
 
     @cached_property
     def locked(self) -> lockfile.Lock | None:
@@ -145,45 +145,45 @@ class Hub:
     def cache_folder(self) -> Path:
         return Path(self.cache) if self.cache is not None else sources.default_cache()
 
-    # Asking
+    # Checks
 
     def explain(self, name: str, *, version: int | None = None, revision: str | None = None) -> Explanation:
-        """Every check and every build with its verdict. Runs none of the repository's code."""
-        return self._ask(name, sources.checked_version(version, revision))[0]
+        """Return every check and every build with its verdict; runs none of the repository's code."""
+        return self._check(name, sources.check_version(version, revision))[0]
 
-    def _ask(self, name: str, version: str) -> tuple[Explanation, _Checked | None]:
-        need_peer()
-        sources.checked_name(name)
-        asked: list[Check] = []
+    def _check(self, name: str, version: str) -> tuple[Explanation, _CheckedBuild | None]:
+        require_kernels()
+        sources.check_name(name)
+        checks: list[Check] = []
 
-        def ask(what: str, question: Callable[[], tuple[Any, str]]) -> Any:
+        def run(check: str, function: Callable[[], tuple[Any, str]]) -> Any:
             try:
-                answer, found = question()
+                result, text = function()
             except HubError as e:
-                asked.append(Check(what, str(e), e))
+                checks.append(Check(check, str(e), e))
                 return None
-            asked.append(Check(what, found))
-            return answer
+            checks.append(Check(check, text))
+            return result
 
         verdicts: tuple[Verdict, ...] = ()
-        chosen, found = "", None
-        ask("allowed", lambda: self._allowed(name))
+        variant, build = "", None
+        run("allowed", lambda: self._allowed(name))
         if not version and self.locked is not None and name in self.locked:
             version = self.locked.pin(name, "")[0].rpartition("@")[2] if self._pins(name) == 1 else ""
-        place = ask("place", lambda: self._place(name, version))
+        place = run("place", lambda: self._place(name, version))
         if place is not None:
             verdicts = judge(place.build, place.root, self.backend, self.portable)
-            chosen = ask("build", lambda: _chosen(place, verdicts)) or ""
-        if chosen:
-            found = ask("files", lambda: _read(place, place.build / chosen))
-        if found is not None:
-            version = version or str(found.metadata.version)
-            ask("version", lambda: _same_version(found, version))
-            ask("lockfile", lambda: self._pinned(found, version))
-            ask("digest", lambda: _digest(found))
-            ask("signature", lambda: self._signature(found))
-        sha256 = found.content.sha256 if found is not None else ""
-        return Explanation(name, version, tuple(asked), verdicts, chosen, sha256), found
+            variant = run("build", lambda: _choose_variant(place, verdicts)) or ""
+        if variant:
+            build = run("files", lambda: _read_build(place, place.build / variant))
+        if build is not None:
+            version = version or str(build.metadata.version)
+            run("version", lambda: _check_version(build, version))
+            run("lockfile", lambda: self._check_pin(build, version))
+            run("digest", lambda: _check_digest(build))
+            run("signature", lambda: self._check_signature(build))
+        sha256 = build.content.sha256 if build is not None else ""
+        return Explanation(name, version, tuple(checks), verdicts, variant, sha256), build
 
     def _pins(self, name: str) -> int:
         return sum(key.rpartition("@")[0] == name for key in (self.locked.pins if self.locked else ()))
@@ -193,102 +193,103 @@ class Hub:
             return True, f"by {pattern!r}"
         if self.locked is not None and name in self.locked:
             return True, f"pinned by {self.lock}"
-        wanted = [*([f"a name like {', '.join(self.allow)}"] if self.allow else ()),
-                  *([f"one that {self.lock} pins"] if self.lock else ())]
-        raise NotAllowed(f"{name} is not allowed to run here: {'wanted ' if wanted else 'nothing is yet'}"
-                         f"{' or '.join(wanted)}. Read it first; then allow=({name!r},), or pin it: lz hub lock")
+        allowed = [*([f"a name like {', '.join(self.allow)}"] if self.allow else ()),
+                   *([f"one that {self.lock} pins"] if self.lock else ())]
+        raise NotAllowed(f"{name} is not allowed to run here: {'wanted ' if allowed else 'nothing is yet'}"
+                         f"{' or '.join(allowed)}. Read it first; then allow=({name!r},), or pin it: lz hub lock")
 
     def _place(self, name: str, version: str) -> tuple[Place, str]:
         folders = {key: Path(folder) for key, folder in self.folders.items()}
         place = sources.find(name, version, folders, self.cache_folder)
         return place, f"{place.build}{f', commit {place.commit}' if place.commit else ''}"
 
-    def _pinned(self, found: _Checked, version: str) -> tuple[bool, str]:
+    def _check_pin(self, build: _CheckedBuild, version: str) -> tuple[bool, str]:
         if self.locked is None:
             return True, "none is asked for"
-        key, pin = self.locked.pin(found.place.name, version)
-        pin.check(key, found.place.commit, found.folder.name, found.content, str(self.lock))
+        key, pin = self.locked.pin(build.place.name, version)
+        pin.check(key, build.place.commit, build.folder.name, build.content, str(self.lock))
         return True, f"{key} as pinned by {self.lock}" + ("" if pin.variants is not None else ", the commit only")
 
-    def _signature(self, found: _Checked) -> tuple[bool, str]:
+    def _check_signature(self, build: _CheckedBuild) -> tuple[bool, str]:
         if self.signature == "ignored":
             return True, "ignored"
-        if not (found.folder / SIGNATURE).is_file():
+        if not (build.folder / SIGNATURE).is_file():
             if self.signature == "required":
-                raise SignatureRefused(f"{found.folder}: wanted a signature in {SIGNATURE}, got none; take a signed "
+                raise SignatureRefused(f"{build.folder}: wanted a signature in {SIGNATURE}, got none; take a signed "
                                        "build, or pin its content instead: lz hub lock")
             return True, "none, and none is demanded"
-        if (home_of_copy(found.folder, found.content) / VERIFIED).is_file():
+        if (copy_home(build.folder, build.content) / VERIFIED).is_file():
             return True, "valid when it was verified here"
-        return True, _verify_signature(found.folder, self.signature == "required")
+        return True, _verify_signature(build.folder, self.signature == "required")
 
     # Loading
 
     def load(self, name: str, *, version: int | None = None, revision: str | None = None) -> Loaded:
-        """Import a repository's build for this machine. Raises the first thing that explain finds wrong."""
-        return self._load(name, sources.checked_version(version, revision))
+        """Import a repository's build for this machine; raises the first error that explain reports."""
+        return self._load(name, sources.check_version(version, revision))
 
     def _load(self, name: str, version: str) -> Loaded:
-        explained, found = self._ready(name, version)
-        needed = self._dependencies(found, ())
-        for key, build in needed.items():      # the innermost first
-            needed[key] = importing.home_of(importing.import_build(build, needed, self.backend))
-        module = importing.import_build(found.folder, needed, self.backend)
-        return Loaded(name, explained.version, explained.variant, explained.sha256, module, found.metadata.id)
+        explanation, build = self._copy(name, version)
+        dependencies = self._dependencies(build, ())
+        for key, folder in dependencies.items():               # the innermost first
+            dependencies[key] = importing.home_of(importing.import_build(folder, dependencies, self.backend))
+        module = importing.import_build(build.folder, dependencies, self.backend)
+        return Loaded(name, explanation.version, explanation.variant, explanation.sha256, module, build.metadata.id)
 
-    def _ready(self, name: str, version: str) -> tuple[Explanation, _Checked]:
-        """A private copy that passed every check. What reads the files again reads those of the copy."""
-        explained, found = self._ask(name, version)
-        if explained.errors:
-            raise explained.errors[0]
-        assert found is not None
-        copy = found.copied()
-        _digest(copy)
-        if self._signature(copy)[1] == VALID:
-            (copy.folder.parent / VERIFIED).touch()            # of this content: it is not asked again
-        return explained, copy
+    def _copy(self, name: str, version: str) -> tuple[Explanation, _CheckedBuild]:
+        """Return a private copy that passed every check; checks that read files are repeated on the copy."""
+        explanation, build = self._check(name, version)
+        if explanation.errors:
+            raise explanation.errors[0]
+        assert build is not None
+        copy = build.copied()
+        _check_digest(copy)
+        if self._check_signature(copy)[1] == VALID:
+            (copy.folder.parent / VERIFIED).touch()            # this content is not verified again
+        return explanation, copy
 
-    def _dependencies(self, found: _Checked, above: tuple[str, ...]) -> dict[str, Path]:
-        """The builds of the kernels it needs, and of those that they need, each checked like itself."""
-        needed: dict[str, Path] = {}
-        for wanted in found.metadata.kernel_depends:
-            if wanted.repo_id in (*above, found.place.name):
-                raise HubError(f"{wanted.repo_id} needs itself, by way of {' -> '.join((*above, found.place.name))}; "
+    def _dependencies(self, build: _CheckedBuild, parents: tuple[str, ...]) -> dict[str, Path]:
+        """Return the builds of the kernels it depends on, and of their dependencies, each checked too."""
+        builds: dict[str, Path] = {}
+        path = (*parents, build.place.name)
+        for dependency in build.metadata.kernel_depends:
+            if dependency.repo_id in path:
+                raise HubError(f"{dependency.repo_id} needs itself, by way of {' -> '.join(path)}; "
                                "this repository cannot be loaded")
-            key = importing.dependency_key(wanted)
-            _, other = self._ready(wanted.repo_id, key.rpartition("@")[2])
-            needed |= self._dependencies(other, (*above, found.place.name))
-            needed[key] = other.folder
-        return needed
+            key = importing.dependency_key(dependency)
+            _, copy = self._copy(dependency.repo_id, key.rpartition("@")[2])
+            builds |= self._dependencies(copy, path)
+            builds[key] = copy.folder
+        return builds
 
-    # A kernel of ours
+    # Registration
 
     def register(self, name: str, op: str | Op, function: str = "", *, version: int | None = None,
                  revision: str | None = None, adapt: Callable[[ModuleType], Callable[..., Any] | Direct] | None = None,
                  requires: Iterable[Condition] = (), id: str = "", certify: bool = True, on: str | None = None,
                  **fields: Any) -> Kernel:
-        """Let selection choose from it: `function` of the module, or what `adapt(module)` returns, serves `op`.
+        """Register a kernel for `op`: `function` of the module, or what `adapt(module)` returns.
 
-        It is imported when it is first needed. `certify`: it must keep the contract of the op on the device `on` first;
-        a certificate that holds is not made anew. Unless `fields` say otherwise it has no backward, cannot be
-        traced and cannot be captured.
+        The module is imported on first use. With `certify` the kernel must first pass the contract of the op
+        on the device `on`; a valid certificate is reused. Unless `fields` say otherwise the kernel has no
+        backward, and cannot be traced or captured.
         """
         if not function and adapt is None:
             raise HubError(f"{name}: say which function serves the op, or give adapt=, got neither")
-        explained, found = self._ready(name, sources.checked_version(version, revision))
-        kind = _device_of(found)
+        explanation, build = self._copy(name, sources.check_version(version, revision))
+        kind = _device_type(build)
         kernel = Kernel(
-            id or kernel_id(name, explained.version, function or getattr(adapt, "__name__", "adapted")), _op(op),
-            _Load(self, name, explained.version, explained.variant, explained.sha256, function, adapt),
+            id or kernel_id(name, explanation.version, function or getattr(adapt, "__name__", "adapted")), _op(op),
+            _Load(self, name, explanation.version, explanation.variant, explanation.sha256, function, adapt),
             requires=(*((device(kind),) if kind else ()), *requires),
             **{"differentiable": False, "traceable": False, "graph_safe": False,
-               "note": f"{name}@{explained.version}, {explained.variant}", **fields})
+               "note": f"{name}@{explanation.version}, {explanation.variant}", **fields})
         if certify:
-            self._prove(kernel, on or kind or hardware.main_kind())
-        worlds.register(kernel, f"{name}@{explained.version}")
+            self._certify(kernel, on or kind or hardware.main_kind())
+        worlds.register(kernel, f"{name}@{explanation.version}")
         return kernel
 
-    def _prove(self, kernel: Kernel, on: str) -> None:
+    def _certify(self, kernel: Kernel, on: str) -> None:
         standing = certificates.statuses([kernel], hardware.probe(on))[kernel.id]
         if isinstance(standing, certificates.Certificate):
             return
@@ -302,29 +303,29 @@ class Hub:
 
     # Pinning
 
-    def lockfile(self, *wanted: str) -> lockfile.Lock:
-        """What is here now of `wanted` ("org/name@1", or org/name of a folder), with every build of it."""
-        need_peer()
+    def lockfile(self, *names: str) -> lockfile.Lock:
+        """Pin every build of `names` ("org/name@1", or org/name of a folder) as they are now."""
+        require_kernels()
         pins = {}
-        for key in wanted:
+        for key in names:
             name, _, version = key.partition("@")
-            self._allowed(sources.checked_name(name))
-            place = self._place(name, sources.checked_version(None, version or None))[0]
-            builds = {f.name: _read(place, f)[0] for f in sorted(place.build.iterdir())
+            self._allowed(sources.check_name(name))
+            place = self._place(name, sources.check_version(None, version or None))[0]
+            builds = {f.name: _read_build(place, f)[0] for f in sorted(place.build.iterdir())
                       if f.is_dir() and (f / "metadata.json").is_file()}
             if not builds:
                 raise NoVariant(f"{place.build}: wanted builds with a metadata.json, got none")
             version = version or str(next(iter(builds.values())).metadata.version)
-            for found in builds.values():
-                _same_version(found, version)
-                _digest(found)
+            for build in builds.values():
+                _check_version(build, version)
+                _check_digest(build)
             pins[f"{name}@{version}"] = lockfile.Pin(place.commit, {v: b.content.files for v, b in builds.items()})
         return lockfile.Lock(pins)
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What a kernel's `load` is. A build is told apart by the text of this object, as it has no module of its own."""
+    """The `load` of a kernel; its repr identifies the build, which has no module of its own."""
 
     hub: Hub = field(repr=False)
     name: str
@@ -348,30 +349,32 @@ class _Load:
         if self.adapt is not None:
             run: Callable[..., Any] | Direct = self.adapt(loaded.module)
             return run
-        found: Any = loaded.module
+        function: Any = loaded.module
         for part in self.function.split("."):
-            found = getattr(found, part, None)
-        if not callable(found):
+            function = getattr(function, part, None)
+        if not callable(function):
             raise NotHere(f"{self.name}@{self.version} has no function {self.function!r}; it offers "
                           f"{', '.join(loaded.offers)}")
-        return found  # type: ignore[no-any-return]
+        return function  # type: ignore[no-any-return]
 
 
 def kernel_id(name: str, version: str, function: str) -> str:
-    """hub.<organisation>_<name>.v<version>.<function>, in the letters an id may have."""
+    """Return hub.<organisation>_<name>.v<version>.<function>, in the letters an id may have."""
     tag = f"v{version}" if version.isdigit() else version
     parts = (name.replace("/", "_"), tag, function)
     return ".".join(["hub", *("".join(c if c.isalnum() and c.isascii() else "_" for c in p).lower() for p in parts)])
 
 
-def need_peer() -> None:
-    found = installed_version("kernels")
-    if found is None or not satisfies(found, PEER):
-        raise NotHere(f"repositories are loaded by the package kernels{PEER}, which is "
-                      f"{f'here as {found}' if found else 'not installed'}; pip install 'kernels{PEER}'")
+def require_kernels() -> None:
+    """Raise unless a supported version of the package `kernels` is installed."""
+    version = installed_version("kernels")
+    if version is None or not satisfies(version, KERNELS_VERSION):
+        raise NotHere(f"repositories are loaded by the package kernels{KERNELS_VERSION}, which is "
+                      f"{f'here as {version}' if version else 'not installed'}; "
+                      f"pip install 'kernels{KERNELS_VERSION}'")
     module = importlib.import_module("kernels")
     if not hasattr(module, "get_kernel"):
-        raise NotHere(f"wanted the package kernels {found}, got {module.__file__} under that name; rename it")
+        raise NotHere(f"wanted the package kernels {version}, got {module.__file__} under that name; rename it")
 
 
 def _op(op: str | Op) -> Op:
@@ -383,7 +386,7 @@ def _op(op: str | Op) -> Op:
     return known[op]
 
 
-def _chosen(place: Place, verdicts: tuple[Verdict, ...]) -> tuple[str, str]:
+def _choose_variant(place: Place, verdicts: tuple[Verdict, ...]) -> tuple[str, str]:
     first = next((v for v in verdicts if isinstance(v, Accepted)), None)
     if first is None:
         lines = "".join(f"\n  {v}" for v in verdicts)
@@ -392,42 +395,42 @@ def _chosen(place: Place, verdicts: tuple[Verdict, ...]) -> tuple[str, str]:
     return first.variant, str(first)
 
 
-def _read(place: Place, folder: Path) -> tuple[_Checked, str]:
+def _read_build(place: Place, folder: Path) -> tuple[_CheckedBuild, str]:
     content = Content.of(folder, place.root)
-    return (_Checked(place, folder, content, importing.metadata_of(folder)),
+    return (_CheckedBuild(place, folder, content, importing.metadata_of(folder)),
             f"{len(content.files)}, sha256 {content.sha256[:16]}...")
 
 
-def _same_version(found: _Checked, version: str) -> tuple[bool, str]:
-    if version.isdigit() and len(version) < 40 and found.metadata.version != int(version):
-        raise LockViolation(f"{found.place.key}: wanted version {version}, got a build that says it is version "
-                            f"{found.metadata.version}; name the folder of that version, or ask for the other one")
+def _check_version(build: _CheckedBuild, version: str) -> tuple[bool, str]:
+    if version.isdigit() and len(version) < 40 and build.metadata.version != int(version):
+        raise LockViolation(f"{build.place.key}: wanted version {version}, got a build that says it is version "
+                            f"{build.metadata.version}; name the folder of that version, or ask for the other one")
     return True, version
 
 
-def _digest(found: _Checked) -> tuple[bool, str]:
-    """The digest that a repository may carry of its own files. It is worth as much as the signature over it."""
+def _check_digest(build: _CheckedBuild) -> tuple[bool, str]:
+    """Check the digest a repository may carry of its own files; worth as much as its signature."""
     from kernels._rust import Digest, DigestValidationError
 
-    wanted = found.metadata.digest
-    if wanted is None:
+    digest = build.metadata.digest
+    if digest is None:
         return True, "none in metadata.json"
     try:
-        wanted.validate(Digest.hash_variant(wanted.algorithm, found.folder))
+        digest.validate(Digest.hash_variant(digest.algorithm, build.folder))
     except DigestValidationError as e:
-        raise Tampered(f"{found.folder} is not what its metadata.json says: {'; '.join(map(str, e.violations))}; "
+        raise Tampered(f"{build.folder} is not what its metadata.json says: {'; '.join(map(str, e.violations))}; "
                        "fetch the repository again") from e
-    return True, f"{len(wanted.files)} files as metadata.json says"
+    return True, f"{len(digest.files)} files as metadata.json says"
 
 
 def _verify_signature(folder: Path, required: bool) -> str:
-    """`kernels` asks who signed it, and whether the files are those that were."""
+    """Let `kernels` verify the signer and the signed files."""
     from kernels.verify import VerificationResult, verify_variant
     from sigstore.errors import Error, TUFError
 
     try:
         result = verify_variant(folder)
-    except (TUFError, OSError) as e:           # the keys to verify with are fetched from the network
+    except (TUFError, OSError) as e:           # the keys come from the network
         if required:
             raise SignatureRefused(f"{folder}: its signature cannot be verified here: {e}; go where there is a "
                                    "network, or pin its content instead: lz hub lock") from e
@@ -439,9 +442,9 @@ def _verify_signature(folder: Path, required: bool) -> str:
     return VALID
 
 
-def _device_of(found: _Checked) -> str:
-    """The device type a build is for; "" for one that runs wherever torch does."""
-    if found.folder.name == "torch-universal":
+def _device_type(build: _CheckedBuild) -> str:
+    """Return the device type a build is for; "" if it runs wherever torch does."""
+    if build.folder.name == "torch-universal":
         return ""
-    name = str(found.metadata.backend.backend_type).rpartition(".")[2].lower()
+    name = str(build.metadata.backend.backend_type).rpartition(".")[2].lower()
     return {"rocm": "cuda", "metal": "mps"}.get(name, name)

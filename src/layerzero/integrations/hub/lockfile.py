@@ -1,7 +1,7 @@
 """hub.lock: which repositories may be loaded, at which commit, and the hash of every file of every build.
 
-`kernels.lock`, as `kernels lock` writes it, is read too. It pins commits and no content, so it can say that a
-repository of the cache is another one, and not that its files were changed.
+`kernels.lock`, as `kernels lock` writes it, is read too. It pins commits and no content, so it detects
+another commit but no changed file.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ SCHEMA = "layerzero.hub.lock/1"
 
 @dataclass(frozen=True)
 class Pin(Record, whole=True):
-    """One version of a repository. Without `variants` only the commit is pinned."""
+    """One pinned version of a repository; without `variants` only the commit is pinned."""
 
     commit: str = ""                           # "" for a local folder, which has none
     variants: Mapping[str, Mapping[str, Text]] | None = None   # build -> file -> sha256
 
-    def check(self, key: str, commit: str, variant: str, content: Content, told_by: str) -> None:
-        """LockViolation or Tampered if what is here is not what was pinned."""
+    def check(self, key: str, commit: str, variant: str, content: Content, source: str) -> None:
+        """Raise LockViolation or Tampered if this commit or content is not the pinned one."""
         if self.commit and self.commit != commit:
-            raise LockViolation(f"{key}: {told_by} wants commit {self.commit}, got {commit or 'a folder without one'}; "
+            raise LockViolation(f"{key}: {source} wants commit {self.commit}, got {commit or 'a folder without one'}; "
                                 "fetch that commit, or lock the new one: lz hub lock")
         if self.variants is None:
             return
         if variant not in self.variants:
-            raise LockViolation(f"{key}: {told_by} has the builds {', '.join(sorted(self.variants))}, got {variant}; "
+            raise LockViolation(f"{key}: {source} has the builds {', '.join(sorted(self.variants))}, got {variant}; "
                                 "look at what is new and lock it: lz hub lock")
-        content.check(self.variants[variant], f"{key} {variant}", told_by)
+        content.check(self.variants[variant], f"{key} {variant}", source)
 
     def to_json(self) -> dict[str, Any]:
         return {"commit": self.commit, "variants": encode(self.variants or {})}
@@ -52,7 +52,7 @@ class Lock(Record, json="pins", names={"pins": "kernels"}, header={"schema": SCH
     path: str = SCHEMA
 
     def pin(self, name: str, version: str) -> tuple[str, Pin]:
-        """The pin of a version; of the only one that is pinned where `version` is ""."""
+        """Return the key and pin of a version; "" stands for the only pinned one."""
         known = [k for k in self.pins if k.rpartition("@")[0] == name]
         key = f"{name}@{version}" if version else known[0] if len(known) == 1 else ""
         if key not in self.pins:
@@ -77,22 +77,22 @@ class Lock(Record, json="pins", names={"pins": "kernels"}, header={"schema": SCH
 
 
 def read(path: Path) -> Lock:
-    """Ours, or a kernels.lock."""
+    """Read a hub.lock or a kernels.lock."""
     data = read_json(path, "a lockfile, as lz hub lock or kernels lock writes it")
     if isinstance(data, list):
-        return _of_kernels(path, data)
+        return _read_kernels_lock(path, data)
     return decode(Lock, data, str(path), path=str(path))
 
 
-def _of_kernels(path: Path, data: list[Any]) -> Lock:
+def _read_kernels_lock(path: Path, data: list[Any]) -> Lock:
     from kernels._rust import KernelLocks, KernelVersion
     try:
         locks = no_panic(KernelLocks.from_json)(json.dumps(data))
     except FOREIGN_ERRORS as e:
         raise HubError(f"{path}: wanted a kernels.lock, as kernels lock writes it; {e}") from e
     pins = {}
-    for wanted, lock in locks.items():
-        version = wanted.version
-        named = str(version.version) if isinstance(version, KernelVersion.Version) else version.revision
-        pins[f"{wanted.repo_id}@{named}"] = Pin(lock.commit)
+    for kernel, lock in locks.items():
+        version = kernel.version
+        name = str(version.version) if isinstance(version, KernelVersion.Version) else version.revision
+        pins[f"{kernel.repo_id}@{name}"] = Pin(lock.commit)
     return Lock(pins, str(path))

@@ -1,7 +1,7 @@
-"""Where a repository is on this machine: a folder that was named for it, or the cache that `kernels` downloads to.
+"""Finds a repository on this machine: in a folder configured for it, or in the cache of `kernels`.
 
-Nothing here reaches the network. Names, revisions and what the cache says of itself are checked before they become a
-path.
+Nothing here uses the network. Names, revisions and the cache's own references are checked before they
+become a path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Place:
-    """One version of a repository. Links in it may lead anywhere below `root`."""
+    """One version of a repository; its links may lead anywhere below `root`."""
 
     name: str
     version: str                               # "1", a revision, or "" for a folder named without one
@@ -35,13 +35,13 @@ class Place:
         return f"{self.name}@{self.version}"
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or ".." in name:
         raise UnsafePath(f"a repository is named organisation/name (letters, digits, . _ -), got {name!r}")
     return name
 
 
-def checked_version(version: int | None, revision: str | None) -> str:
+def check_version(version: int | None, revision: str | None) -> str:
     if version is not None and revision is not None:
         raise HubError(f"give a version or a revision, got version={version!r} and revision={revision!r}")
     if version is not None and (type(version) is not int or version < 0):
@@ -57,46 +57,46 @@ def default_cache() -> Path:
 
 
 def find(name: str, version: str, folders: Mapping[str, Path], cache: Path) -> Place:
-    """The folder for this version, the folder for this name, or the snapshot in the cache."""
+    """Return the folder of this version, else of this name, else the snapshot in the cache."""
     folder = folders.get(f"{name}@{version}") or folders.get(name)
     if folder is not None:
-        return Place(name, version, _build(folder, folder, f"the folder for {name}"), folder)
+        return Place(name, version, _build_folder(folder, folder, f"the folder for {name}"), folder)
     home = cache / f"kernels--{name.replace('/', '--')}"
     versions = [v for n, v, _ in cached(cache) if n == name]
-    there = f"versions {', '.join(versions)} are there" if versions else "it is not there"
+    state = f"versions {', '.join(versions)} are there" if versions else "it is not there"
     if not version:
-        raise NotHere(f"{name}: wanted a version, got none; in {cache} {there}. Say version= or revision=")
+        raise NotHere(f"{name}: wanted a version, got none; in {cache} {state}. Say version= or revision=")
     ref = home / "refs" / (f"v{version}" if version.isdigit() else version)
-    commit = _content(ref) or (version if _COMMIT.fullmatch(version) else "")
+    commit = _read_ref(ref) or (version if _COMMIT.fullmatch(version) else "")
     snapshot = home / "snapshots" / commit
     if commit and not _COMMIT.fullmatch(commit):
         raise UnsafePath(f"{ref}: wanted the hash of a commit, got {commit!r:.80}; fetch the repository again")
     if not commit or not snapshot.is_dir():
-        asked = f"version={version}" if version.isdigit() else f"revision={version!r}"
-        raise NotHere(f"{name} version {version} is not in {cache} ({there}), and nothing is downloaded from here. "
-                      f"Fetch it where there is a network, kernels.install_kernel({name!r}, {asked}), or name a "
+        argument = f"version={version}" if version.isdigit() else f"revision={version!r}"
+        raise NotHere(f"{name} version {version} is not in {cache} ({state}), and nothing is downloaded from here. "
+                      f"Fetch it where there is a network, kernels.install_kernel({name!r}, {argument}), or name a "
                       "folder: Hub(folders={...})")
-    return Place(name, version, _build(snapshot, home, f"{name} in {cache}"), home, commit)
+    return Place(name, version, _build_folder(snapshot, home, f"{name} in {cache}"), home, commit)
 
 
 def cached(cache: Path) -> Iterator[tuple[str, str, str]]:
-    """Name, version and commit of everything in the cache that has a version."""
+    """Yield name, version and commit of every repository version in the cache."""
     for home in sorted(cache.glob("kernels--*--*")):
         name = home.name.removeprefix("kernels--").replace("--", "/", 1)
         for ref in sorted((home / "refs").glob("v*")):
             if ref.name[1:].isdigit() and _NAME.fullmatch(name):
-                yield name, ref.name[1:], _content(ref)
+                yield name, ref.name[1:], _read_ref(ref)
 
 
-def _build(folder: Path, root: Path, what: str) -> Path:
+def _build_folder(folder: Path, root: Path, owner: str) -> Path:
     build = folder / "build"
     if not build.is_dir():
-        raise NotHere(f"{what}: wanted a repository with builds in {build}, which is not there")
+        raise NotHere(f"{owner}: wanted a repository with builds in {build}, which is not there")
     inside(build, root)
     return build
 
 
-def _content(path: Path) -> str:
+def _read_ref(path: Path) -> str:
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

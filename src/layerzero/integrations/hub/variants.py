@@ -1,7 +1,7 @@
-"""Which builds of a repository fit this machine: one verdict for each folder of build/, and why.
+"""Which builds of a repository fit this machine: a verdict with its reason for each folder of build/.
 
-`kernels` decides by the folder's name (torch, C++ ABI, CUDA, processor, system) and in which order; here the compiled
-files inside are asked as well.
+`kernels` judges and orders them by the folder's name (torch, C++ ABI, CUDA, processor, system); here their
+compiled files are checked as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Verdict = Accepted | Rejected
 
 
 def judge(build: Path, root: Path, backend: str | None = None, portable: bool = False) -> tuple[Verdict, ...]:
-    """A verdict for each folder in `build`, the preferred one first. `portable` demands manylinux_2_28 and abi3 too."""
+    """Judge each folder in `build`, the preferred one first; `portable` demands manylinux_2_28 and abi3."""
     from kernels.variants import VariantAccepted, parse_variant, resolve_variants
 
     parsed: list[Any] = []
@@ -66,25 +66,25 @@ def judge(build: Path, root: Path, backend: str | None = None, portable: bool = 
         name = decision.variant.variant_str
         if not isinstance(decision, VariantAccepted):
             rejected.append(Rejected(name, decision.reason))
-        elif problem := next(_inside_problems(build / name, portable), ""):
+        elif problem := next(_problems(build / name, portable), ""):
             rejected.append(Rejected(name, problem))
         else:
-            accepted.append(Accepted(name, next(_notes(build / name), "")))
+            accepted.append(Accepted(name, next(_portability_notes(build / name), "")))
     return (*accepted, *rejected, *unknown)
 
 
-def _inside_problems(folder: Path, portable: bool) -> Iterator[str]:
+def _problems(folder: Path, portable: bool) -> Iterator[str]:
     if not (folder / "metadata.json").is_file():
         yield "it has no metadata.json"
-    for path in compiled(folder):
-        yield from elf.obstacles(path)
+    for path in compiled_files(folder):
+        yield from elf.load_problems(path)
     if portable:
-        yield from _notes(folder)
+        yield from _portability_notes(folder)
 
 
-def _notes(folder: Path) -> Iterator[str]:
-    yield from (note for path in compiled(folder) if (note := elf.not_portable(path)))
+def _portability_notes(folder: Path) -> Iterator[str]:
+    yield from (note for path in compiled_files(folder) if (note := elf.portability_problem(path)))
 
 
-def compiled(folder: Path) -> list[Path]:
+def compiled_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*.so") if p.is_file())

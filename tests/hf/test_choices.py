@@ -167,6 +167,7 @@ def test_an_eager_model_keeps_its_weights_and_its_padding(family):
 def test_weights_are_asked_for_in_other_ways(calls):
     model, given = build("gemma2"), inputs("gemma2")
     patch(model)
+    calls.clear()                              # those of trying it out
     model(**given)
     assert len(calls) == 2
     model.config.output_attentions = True      # which an implementation that has none would refuse
@@ -197,6 +198,7 @@ def test_padding_in_half_precision(dtype):
 def test_a_plain_mask_needs_no_mask(calls):
     model = build("gemma2")
     patch(model)
+    calls.clear()
     model(tokens(2, 12))
     assert [call["attn_mask"] for call in calls] == [None, None] and all(call["is_causal"] for call in calls)
     assert [call["window_left"] for call in calls] == [5, -1]
@@ -246,14 +248,16 @@ def test_gradients_and_dropout_of_an_eager_model():
     assert model(ids).logits.equal(ours)       # the stock function draws
 
 
+@pytest.mark.parametrize("family, again", [
+    ("gemma2", copy.deepcopy), ("bert", copy.deepcopy), ("bert", lambda m: pickle.loads(pickle.dumps(m)))])
 @torch.no_grad()
-def test_an_eager_model_is_copied_and_pickled():
-    model, given = build("gemma2"), inputs("gemma2")
+def test_an_eager_model_is_copied_and_pickled(family, again):
+    model, given = build(family), inputs(family)
     patch(model, only=("attention", "rope"))
     want = model(**given).logits
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin(**given).logits.equal(want) and patch(twin, only=("attention", "rope")).changed == 0
-        assert unpatch(twin) == 2 and patch(twin, only="attention").counts() == {"attention": 2}
+    twin = again(model)
+    assert twin(**given).logits.equal(want) and patch(twin, only=("attention", "rope")).changed == 0
+    assert unpatch(twin) == 2 and patch(twin, only="attention").counts() == {"attention": 2}
 
 
 def test_a_block_inside_a_patched_model_leaves_it_patched():

@@ -237,6 +237,7 @@ class _Trial:
             self.vocab = None                  # no decoder that takes tokens: nothing is known to try it with
             return
         most = getattr(config, "max_position_embeddings", None) or PREFILL
+        most = most if most > 0 else PREFILL   # XLNet says -1: no limit
         self.prefill = min(PREFILL, most)
         self.context = max(1, min(CONTEXT, most - TOKENS))
         shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}

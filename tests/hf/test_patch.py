@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import sys
 
 import pytest
 import torch
@@ -300,8 +301,13 @@ def test_a_softcap_that_the_models_own_attention_leaves_out_stays_out(monkeypatc
     """transformers 5.17 runs Gemma 2 by its sdpa, which takes a softcap and does nothing with it."""
     code = transformers.models.gemma2.modeling_gemma2
     sdpa = code.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def uncapped(*args, softcap=None, **kw):
+        return sdpa(*args, **kw)
+
     monkeypatch.setattr(code.Gemma2PreTrainedModel, "_supports_sdpa", True)
-    monkeypatch.setitem(code.ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, softcap=None, **kw: sdpa(*args, **kw))
+    monkeypatch.setattr(sys.modules[sdpa.__module__], "sdpa_attention_forward", uncapped)
+    monkeypatch.setitem(code.ALL_ATTENTION_FUNCTIONS, "sdpa", uncapped)
     model, given = tiny("gemma2", attn_implementation="sdpa"), inputs("gemma2")
     truth = truth_of(model, given)
     stock = error(model, given, truth)

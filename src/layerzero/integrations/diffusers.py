@@ -11,6 +11,8 @@ their class. No global of diffusers is set, so other models in the process are u
 A processor with a backend gets the backend "layerzero", which `register_diffusers` adds to diffusers. A
 processor that calls torch's scaled_dot_product_attention gets a subclass in which that name means
 lz.attention; all else is its own code, of whatever version is installed.
+
+An attention backend that the user chose stays: lz takes the place of torch's own attention only.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +32,10 @@ from torch import Tensor, nn
 from ..spec.errors import ConfigError
 from .diffusers_backend import NO_CONTEXT_PARALLEL, attention_dispatch, backend_name
 from .diffusers_backend import register_diffusers as register_diffusers
-from .rewiring import SDPA, mentions, public, rewired, sdpa_aliases
-from .transformers.patch import patch, unpatch
+from .rewiring import SDPA, mentions, public, replaced_sdpa, rewired, sdpa_aliases
+from .transformers.patch import Changes, apply, unpatch
 from .transformers.recognise import Recogniser
-from .transformers.replacements import hooked_everywhere, is_bare, patched_class, recipe_of, stock_of
+from .transformers.replacements import hooked_everywhere, is_bare, recipe_of, stock_of
 
 PARTS = ("attention", "norm", "mlp", "linear")
 _STOCK = "_layerzero_diffusers"                # of a patched class: the original class
@@ -70,6 +72,11 @@ class DiffusersReport:
 
 def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersReport:
     """Patch the attention, norms, feed-forward and linear layers of a pipeline or model; idempotent."""
+    return _patch(target, parts)[0]
+
+
+def _patch(target: Any, parts: Iterable[str]) -> tuple[DiffusersReport, ExitStack]:
+    """Patches all of it, or nothing where an error comes; closing the stack undoes what this call did."""
     parts = _checked_parts(parts)
     register_diffusers()
     components = _components(target, "patch_diffusers")
@@ -77,21 +84,24 @@ def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersRepor
         _refuse_context_parallel(name, model)
     replaced: Counter[tuple[str, str, str]] = Counter()
     left: Counter[tuple[str, str, str]] = Counter()
-    for name, model in components.items():
-        if _is_transformers(model):
-            skipped = [kind for part in PARTS if part not in parts for kind in _TEXT_ENCODER[part]]
-            for row in patch(model, skip=skipped).rows:
-                (replaced if row.patched else left)[name, row.kind, row.op or row.why] += row.count
-            continue
-        copies: dict[int, Any] = {}            # a processor may be shared by several modules
-        for module in list(model.modules()):
-            if "attention" in parts and _has_processor(module):
-                kind, why = _replace_processor(module, copies)
-                (left if why else replaced)[name, kind, why or "attention"] += 1
-            _replace_class(module, name, parts, replaced, left)
-        if "linear" in parts:
-            _replace_linear(model, name, replaced, left)
-    return DiffusersReport(dict(replaced), dict(left))
+    with ExitStack() as undo:
+        for name, model in components.items():
+            if _is_transformers(model):
+                skipped = [kind for part in PARTS if part not in parts for kind in _TEXT_ENCODER[part]]
+                report, changes = apply(model, skip=skipped)
+                undo.callback(changes.undo)
+                for row in report.rows:
+                    (replaced if row.patched else left)[name, row.kind, row.op or row.why] += row.count
+                continue
+            copies: dict[int, Any] = {}        # a processor may be shared by several modules
+            for module in list(model.modules()):
+                if "attention" in parts and _has_processor(module):
+                    kind, why = _replace_processor(module, copies, undo)
+                    (left if why else replaced)[name, kind, why or "attention"] += 1
+                _replace_class(module, name, parts, replaced, left, undo)
+            if "linear" in parts:
+                _replace_linear(model, name, replaced, left, undo)
+        return DiffusersReport(dict(replaced), dict(left)), undo.pop_all()
 
 
 def unpatch_diffusers(target: Any) -> None:
@@ -99,11 +109,7 @@ def unpatch_diffusers(target: Any) -> None:
     for model in _components(target, "unpatch_diffusers").values():
         unpatch(model)
         for module in list(model.modules()):
-            processor = getattr(module, "processor", None)
-            if processor is not None and _ORIGINAL in getattr(processor, "__dict__", {}):
-                module.processor = vars(processor)[_ORIGINAL]
-            elif hasattr(type(processor), _STOCK):         # diffusers made a new one of our class
-                processor.__class__ = getattr(type(processor), _STOCK)
+            _restore_processor(module)
             stock = getattr(type(module), _STOCK, None)
             if stock is not None:
                 module.__class__ = stock
@@ -111,11 +117,10 @@ def unpatch_diffusers(target: Any) -> None:
 
 @contextmanager
 def patched_diffusers(target: Any, parts: Iterable[str] = PARTS) -> Iterator[DiffusersReport]:
-    """Patch for the duration of a `with` block."""
-    try:
-        yield patch_diffusers(target, parts)
-    finally:
-        unpatch_diffusers(target)
+    """Patch for the duration of a `with` block; what was patched before it stays so after it."""
+    report, undo = _patch(target, parts)
+    with undo:
+        yield report
 
 
 def attn_processor(like: Any = None) -> Any:
@@ -136,21 +141,54 @@ def _has_processor(module: nn.Module) -> bool:
     return callable(getattr(module, "processor", None))
 
 
-def _replace_processor(module: nn.Module, copies: dict[int, Any]) -> tuple[str, str]:
+def _replace_processor(module: nn.Module, copies: dict[int, Any], undo: ExitStack) -> tuple[str, str]:
     """Replace the processor; returns its class name, and why it was left ("" if it was replaced)."""
     processor: Any = module.processor
     kind = type(processor).__name__
     if _ORIGINAL in getattr(processor, "__dict__", {}) or hasattr(type(processor), _STOCK):
         return kind, ""
-    served = copies.get(id(processor))
-    if served is None:
-        served, why = _served_copy(processor)
+    ours = copies.get(id(processor))
+    if ours is None:
+        why = _chosen_backend(processor) if hasattr(processor, "_attention_backend") else ""
+        if not why:
+            ours, why = _served_copy(processor)
         if why:
             return kind, why
-        vars(served)[_ORIGINAL] = processor    # setattr would make a module part of the state dict
-        copies[id(processor)] = served
-    module.processor = served
+        vars(ours)[_ORIGINAL] = processor      # not by setattr: a module would become part of the state
+        copies[id(processor)] = ours
+    module.processor = ours
+    undo.callback(_restore_processor, module)
     return kind, ""
+
+
+def _restore_processor(module: nn.Module) -> None:
+    """Gives a module its own processor again, with the backend that was set since, if any."""
+    processor: Any = getattr(module, "processor", None)
+    if processor is None:
+        return
+    original = getattr(processor, "__dict__", {}).get(_ORIGINAL)
+    if original is not None:
+        backend = getattr(processor, "_attention_backend", None)
+        if hasattr(original, "_attention_backend") and backend != backend_name():
+            original._attention_backend = backend
+        module.processor = original
+    elif hasattr(type(processor), _STOCK):     # diffusers makes new ones of the class it finds
+        processor.__class__ = getattr(type(processor), _STOCK)
+
+
+def _chosen_backend(processor: Any = None) -> str:
+    """Why the attention of a processor, or of a module without any, stays with its backend; "" where that is torch's
+    own attention, or lz already."""
+    dispatch = attention_dispatch()
+    names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
+    backend = getattr(processor, "_attention_backend", None)
+    backend = registry.get_active_backend()[0] if backend is None else names(backend)
+    if backend is backend_name():
+        return ""
+    if backend is not names.NATIVE or registry._backends.get(backend) is not dispatch._native_attention:
+        return (f"its attention backend {backend.value!r} was chosen and stays; "
+                "lz takes the place of torch's own, 'native'")
+    return replaced_sdpa()
 
 
 def _served_copy(processor: Any) -> tuple[Any, str]:
@@ -160,6 +198,8 @@ def _served_copy(processor: Any) -> tuple[Any, str]:
         served._attention_backend = backend_name()
         return served, ""
     stock: Any = type(processor)
+    if _calls_sdpa(stock) and (why := replaced_sdpa()):
+        return None, why
     cls = served_class(stock)
     if cls is None:
         return None, "computes attention by itself"
@@ -177,23 +217,34 @@ def _refuse_context_parallel(name: str, model: nn.Module) -> None:
 # classes of modules
 
 def _replace_class(module: nn.Module, component: str, parts: frozenset[str], replaced: Counter[tuple[str, str, str]],
-                   left: Counter[tuple[str, str, str]]) -> None:
+                   left: Counter[tuple[str, str, str]], undo: ExitStack) -> None:
     stock: Any = getattr(type(module), _STOCK, type(module))
+    if "attention" in parts and _calls_sdpa(stock) and (why := replaced_sdpa()):
+        left[component, stock.__name__, why] += 1
+        return
     part, op = _part_and_op(stock)
     if part not in parts:
         return
-    why = _unfit(module, stock)
-    if why:
+    why = _unfit(module, stock) or (_chosen_backend() if part == "attention" else "")
+    if why and type(module) is stock:
         left[component, stock.__name__, why] += 1
         return
-    module.__class__ = served_class(stock)
+    if type(module) is stock:
+        module.__class__ = served_class(stock)
+        undo.callback(_restore_class, module, type(module), stock)
     replaced[component, stock.__name__, op] += 1
 
 
+def _restore_class(module: nn.Module, ours: type, stock: type) -> None:
+    if type(module) is ours:                   # another one that came since stays
+        module.__class__ = stock
+
+
 def _replace_linear(model: nn.Module, component: str, replaced: Counter[tuple[str, str, str]],
-                    left: Counter[tuple[str, str, str]]) -> None:
+                    left: Counter[tuple[str, str, str]], undo: ExitStack) -> None:
     """Replace the linear layers outside patched feed-forward layers, which compute theirs."""
-    recognise = Recogniser()
+    recognise, changes = Recogniser(), Changes()
+    undo.callback(changes.undo)
     inside = {id(part) for module in model.modules() if getattr(type(module), _STOCK, None) is not None
               and hasattr(module, "net") for part in module.modules()}
     for module in model.modules():
@@ -203,7 +254,8 @@ def _replace_linear(model: nn.Module, component: str, replaced: Counter[tuple[st
         if isinstance(verdict, str):
             left[component, "Linear", verdict] += 1
         elif verdict is not None:
-            module.__class__ = patched_class(nn.Linear, verdict)
+            if type(module) is nn.Linear:
+                changes.follow(module, verdict)
             replaced[component, "Linear", "linear"] += 1
 
 
@@ -246,6 +298,10 @@ def served_class(stock: Any) -> Any:
 def _blank(stock: type) -> Any:
     cls: Any = served_class(stock) or stock
     return cls.__new__(cls)
+
+
+def _calls_sdpa(cls: type) -> bool:
+    return any(mentions(fn.__code__, SDPA) for fn in _methods(cls).values())
 
 
 def _methods(cls: type) -> dict[str, types.FunctionType]:

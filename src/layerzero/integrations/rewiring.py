@@ -18,6 +18,7 @@ from ..dispatch import torch_library as torch_face
 from ..world import catalog
 
 SDPA = "scaled_dot_product_attention"
+_torchs_own = torch._C._nn.scaled_dot_product_attention        # nn.functional may hold that of another library
 
 
 def public(name: str) -> Any:
@@ -47,6 +48,9 @@ def sdpa(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:
     """Serve scaled_dot_product_attention in a rewired function."""
+    if nn.functional.scaled_dot_product_attention is not _torchs_own:      # replaced since: that is the latest choice
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if not query.dim() == key.dim() == value.dim() == 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
         return nn.functional.scaled_dot_product_attention(     # torch broadcasts
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -58,11 +62,20 @@ def mentions(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(mentions(c, name) for c in code.co_consts if isinstance(c, CodeType))
 
 
+def replaced_sdpa() -> str:
+    """Returns what stands in the place of torch's attention: someone's choice, which lz does not replace; or ""."""
+    function = nn.functional.scaled_dot_product_attention
+    if function is _torchs_own:
+        return ""
+    name = ".".join(str(getattr(function, part, "?")) for part in ("__module__", "__qualname__"))
+    return f"torch.nn.functional.{SDPA} is {name} here, which stays; put torch's own back to have lz.attention"
+
+
 def sdpa_aliases(fn: FunctionType) -> dict[str, Any]:
     """Map the globals through which a function reaches torch's attention to their replacements."""
-    if not mentions(fn.__code__, SDPA):
+    if not mentions(fn.__code__, SDPA) or replaced_sdpa():
         return {}
-    replacements = {id(nn.functional): _functional(), id(nn.functional.scaled_dot_product_attention): sdpa}
+    replacements = {id(nn.functional): _functional(), id(_torchs_own): sdpa}
     if mentions(fn.__code__, "functional"):
         replacements |= {id(nn): _nn, id(torch): _torch}
     return {name: replacements[id(value)] for name, value in fn.__globals__.items()

@@ -6,30 +6,34 @@
     report.undo()                              # or lz.unaccelerate(model)
 
 First lz.patch. Then, for a decoder that is recognised (decoders.py), a decode step of its own: kernels chosen once,
-weights that belong to one product joined, a cache that grows in place, on CUDA the whole step in a graph. Both are
-compared with the model as it was, in the same run: what gives other results is not used, nor is what is slower.
+weights that belong to one product joined, a cache that grows in place, on CUDA the whole step in a graph. The result is
+compared with the model as it was: where it is another, everything is undone, and what is slower is not used. An error
+leaves the model as it was, and the report says which.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...machine import faults
 from ...spec.codec import Record
 from ...spec.errors import ConfigError
 from ...tune.harness import Race, Ratio, stopwatch
-from .accelerated import Accelerated
+from .accelerated import ACCELERATION, Accelerated, attach, detach
 from .decoders import recognise
 from .families import NotRecognised
-from .patch import patch as patch_modules
-from .patch import unpatch
+from .patch import Changes
+from .patch import apply as apply_patch
 from .replacements import recipe_of
 from .report import PatchReport
 
@@ -53,8 +57,22 @@ class Gain(Record):
     ours_us: float
     ratio: Ratio
 
+    @property
+    def verdict(self) -> str:
+        """"faster" and "slower" only where the interval that is printed, and the middle half of the rounds, leave out
+        1; "even" otherwise."""
+        ratio, around = self.ratio, (self.ratio.high - self.ratio.low) / 2
+        if min(ratio.low, ratio.median - around) > 1.0:
+            return "faster"
+        return "slower" if max(ratio.high, ratio.median + around) < 1.0 else "even"
+
     def __str__(self) -> str:
-        return f"{self.stock_us / 1e3:.2f} ms -> {self.ours_us / 1e3:.2f} ms, {self.ratio} ({self.ratio.verdict})"
+        words = "no difference" if self.verdict == "even" else self.verdict
+        return f"{self.stock_us / 1e3:.2f} ms -> {self.ours_us / 1e3:.2f} ms, {self.ratio} ({words})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stock_us": self.stock_us, "ours_us": self.ours_us,
+                "ratio": {**self.ratio.to_json(), "verdict": self.verdict}}
 
 
 @dataclass
@@ -69,7 +87,7 @@ class Acceleration(Record, json="model done left error gains kernels served decl
     patched: PatchReport | None = None
     _model: Any = field(default=None, repr=False)
     _step: Accelerated | None = field(default=None, repr=False)
-    _unpatch: bool = field(default=False, repr=False)
+    _changes: Changes = field(default_factory=Changes, repr=False)     # by lz.patch
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -89,17 +107,18 @@ class Acceleration(Record, json="model done left error gains kernels served decl
     def undo(self) -> None:
         """Make the model what it was. Calling it again changes nothing."""
         self._drop_step()
-        if self._unpatch:
-            unpatch(self._model)
-            self._unpatch = False
-        vars(self._model).pop("_layerzero_acceleration", None)
+        self._drop_patch()
+        vars(self._model).pop(ACCELERATION, None)
 
     def _drop_step(self) -> None:
         if self._step is not None:
-            if vars(self._model).get("forward") is self._step:
-                del self._model.forward
+            detach(self._model, self._step)
             self._step.undo()
             self._step = None
+
+    def _drop_patch(self) -> None:
+        self._changes.undo()
+        self._changes = Changes()
 
     def __enter__(self) -> Acceleration:
         return self
@@ -130,28 +149,21 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
-    before = vars(model).get("_layerzero_acceleration")
+    before = vars(model).get(ACCELERATION)
     if before is not None:
         return before  # type: ignore[no-any-return]
     report = Acceleration(type(model).__name__, _model=model)
-    trial = _Trial(model, report)
-    if patch:
-        report.patched = patch_modules(model)
-        report._unpatch = report.patched.changed > 0
-        if report._unpatch:
-            report.done.append(f"{report.patched.changed} modules by lz.patch")
     try:
-        parts = recognise(model)
-        with torch.inference_mode(False), torch.no_grad():     # joined weights are weights like any other
-            report._step = Accelerated(model, parts, parts.weights.is_cuda if capture is None else capture)
-    except NotRecognised as why:
-        report.left.append(f"no decode step: {why}")
-    if report._step is not None:
-        model.forward = report._step           # type: ignore[method-assign]
-        trial.fit()
-        trial.prove()
-    if measure:
-        trial.time(seconds)
+        with _evaluated(model):
+            _accelerate(report, patch, capture, seconds if measure else None)
+    except BaseException as error:             # an interrupt is passed on, like whatever must not be caught
+        report.undo()
+        if not isinstance(error, faults.FAULTS) or isinstance(error, faults.PASSED_ON) or \
+                faults.classify(error) == "sticky":
+            raise
+        return Acceleration(type(model).__name__, left=[f"everything: {type(error).__name__}: {error}"], _model=model)
+    if report._changes:
+        report.done.append(f"{len(report._changes)} modules by lz.patch")
     if report._step is not None:
         layers = len(report._step.layers)
         graph = report.served.get("captured", 0) > 0 and report._step.parts.weights.is_cuda
@@ -160,13 +172,49 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         if callable(getattr(model, "generate", None)) and recipe_of(model) is None:
             report.left.append(STOCK_DRAW)
     if report.done:
-        vars(model)["_layerzero_acceleration"] = report
+        vars(model)[ACCELERATION] = report
     return report
+
+
+def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds: float | None) -> None:
+    model = report._model
+    trial = _Trial(model, report)
+    if patch:
+        report.patched, report._changes = apply_patch(model)
+    try:
+        parts = recognise(model)
+        if trial.stock is None:
+            raise NotRecognised("it cannot be tried out: what the model takes as input is not known")
+        with torch.inference_mode(False), torch.no_grad():     # joined weights are weights like any other
+            report._step = Accelerated(model, parts, parts.weights.is_cuda if capture is None else capture)
+    except NotRecognised as why:
+        report.left.append(f"no decode step: {why}")
+    if report._step is not None:
+        attach(model, report._step)
+        trial.fit()
+        trial.prove()
+    if seconds is not None and (report._changes or report._step is not None):
+        trial.time(seconds)
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Eval mode, so that a trial neither draws for dropout nor changes the statistics of a batch norm; modes and the
+    state of torch's generator are what they were afterwards."""
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def unaccelerate(model: nn.Module) -> bool:
     """Undo lz.accelerate(model); False where there is nothing to undo."""
-    report = vars(model).get("_layerzero_acceleration")
+    report = vars(model).get(ACCELERATION)
     if report is not None:
         report.undo()
     return report is not None
@@ -180,15 +228,16 @@ class _Trial:
         self.stock: Any = None
         config = getattr(model, "config", None)
         self.vocab = getattr(config, "vocab_size", None)
-        if not isinstance(self.vocab, int) or getattr(config, "is_encoder_decoder", False):
+        if (not isinstance(self.vocab, int) or getattr(config, "is_encoder_decoder", False)
+                or getattr(model, "main_input_name", "input_ids") != "input_ids"):
             self.vocab = None                  # no decoder that takes tokens: nothing is known to try it with
             return
         most = getattr(config, "max_position_embeddings", None) or PREFILL
+        most = most if most > 0 else PREFILL   # XLNet says -1: no limit
         self.prefill = min(PREFILL, most)
         self.context = max(1, min(CONTEXT, most - TOKENS))
         shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
         self.stock = copy.deepcopy(model, shared)
-        unpatch(self.stock)
 
     @torch.no_grad()
     def fit(self) -> None:
@@ -226,10 +275,12 @@ class _Trial:
         step = self.report._step
         assert step is not None
         limit = max(CLOSE.get(next(self.model.parameters()).dtype, 1e-3), AS_OWN * own)
-        if not step.served:
+        if not self.report.error <= limit:     # NaN too; who is to blame is not known, so the patch goes as well
+            self.report.undo()
+            self.report.left.append(f"everything: its results are off by {self.report.error:.1e}, "
+                                    f"more than {limit:.0e}")
+        elif not step.served:
             self._give_up("it served no token: " + "; ".join(step.declined))
-        elif not self.report.error <= limit:   # NaN too
-            self._give_up(f"its results are off by {self.report.error:.1e}, more than {limit:.0e}")
 
     def _give_up(self, why: str) -> None:
         self.report._drop_step()
@@ -237,26 +288,40 @@ class _Trial:
 
     @torch.no_grad()
     def time(self, seconds: float) -> None:
-        if self.stock is None:
-            self.report.left.append("not measured: what it takes as input is not known; time it on your own inputs")
+        report = self.report
+        unknown = self._unknown_input()
+        if unknown:
+            report.left.append(f"not measured: {unknown}; time it on your own inputs")
             return
         place = next(self.model.parameters()).device.type
-        prompt = self.tokens(self.prefill)
-        report = self.report
-        if report._unpatch:
-            prefill = self._gain({"stock": lambda: self.stock(prompt, use_cache=True),
-                                  "ours": lambda: self.model(prompt, use_cache=True)}, seconds, place)
+        if report._changes:
+            prefill = self._gain({"stock": self._prompt(self.stock), "ours": self._prompt(self.model)}, seconds, place)
             report.gains["prefill"] = prefill
-            if prefill.ratio.verdict == "slower":
-                unpatch(self.model)
-                report._unpatch = False
-                report.done.pop(0)
+            if prefill.verdict == "slower":
+                report._drop_patch()
                 report.left.append("lz.patch was undone: a prompt took longer with it")
         if report._step is not None:
             ways = {name: self._decoding(model) for name, model in (("stock", self.stock), ("ours", self.model))}
             report.gains["decode"] = self._gain(ways, seconds, place)
-            if report.gains["decode"].ratio.verdict == "slower":
+            if report.gains["decode"].verdict == "slower":
                 self._give_up("a token took longer with it")
+
+    def _unknown_input(self) -> str:
+        """Returns why the model as it was cannot be called with tokens alone, or ""."""
+        if self.stock is None:
+            return "what it takes as input is not known"
+        try:
+            self._prompt(self.stock)()
+        except faults.OUT_OF_MEMORY:
+            raise
+        except Exception as error:  # whatever the model's own code says: it wants something else
+            return f"called with tokens alone it says {type(error).__name__}: {error}"
+        return ""
+
+    def _prompt(self, model: Any) -> Callable[[], Any]:
+        ids = self.tokens(self.prefill)
+        cached = {"use_cache": True} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+        return lambda: model(ids, **cached)
 
     def _decoding(self, model: Any) -> Callable[[], Any]:
         """One token, and the cache as it was again; which a cache that is longer than its window could not be."""

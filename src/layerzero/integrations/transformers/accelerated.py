@@ -6,10 +6,11 @@ a hook, another module in the place of one, weights that were moved or cast, and
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-import pickle
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, repeat
@@ -27,7 +28,7 @@ from ...spec.errors import NoKernelFoundError
 from ...spec.event import Fallback
 from ...world import events
 from .captured import CapturedSteps, Uncapturable
-from .decode_step import DecodeStep, JoinedLayer
+from .decode_step import DecodeStep, JoinedLayer, join_layers
 from .decoders import DecoderParts
 from .families import NotRecognised
 from .growing_cache import growing
@@ -37,6 +38,8 @@ from .host_memory import HostMemory
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True), "return_dict": (None, True), "output_attentions": (None, False),
     "output_hidden_states": (None, False), "labels": (None,), "inputs_embeds": (None,)}
+ACCELERATION, REDUCE = "_layerzero_acceleration", "__reduce_ex__"      # attributes of an accelerated model
+MOVED = "weights that were moved or cast"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _autocast = torch._C._is_any_autocast_enabled
 
@@ -74,7 +77,7 @@ class Watch:
         if len(held) != len(self._known) or not all(map(is_, held, self._known)):
             return "a module or weight in the place of another"
         if list(map(Tensor.data_ptr, self._weights)) != self._places:
-            return "weights that were moved or cast"
+            return MOVED
         return ""
 
 
@@ -82,8 +85,11 @@ class Accelerated:
     """Takes the place of `model.forward`."""
 
     def __init__(self, model: Any, parts: DecoderParts, capture: bool) -> None:
+        disturbed = Watch(model).disturbed() or ("a forward of its own" if "forward" in vars(model) else "")
+        if disturbed:
+            raise NotRecognised(f"the model has {disturbed}")
         self.model, self.parts = model, parts
-        self.layers = tuple(JoinedLayer(p) for p in parts.layers)
+        self.layers: tuple[JoinedLayer, ...] = join_layers(model, parts)
         self.served: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self.broken = ""                       # the fault that ended it
@@ -121,6 +127,8 @@ class Accelerated:
         self._captured = None
         for layer in self.layers:
             layer.undo()
+        self.layers = ()
+        self.broken = self.broken or "the acceleration was undone"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self._names, args)), **kwargs}
@@ -212,6 +220,9 @@ class Accelerated:
         if self.model.training or _autocast():
             raise NotRecognised("training mode" if self.model.training else "autocast")
         disturbed = self._watch.disturbed()
+        if disturbed == MOVED:                 # for good: what the step holds of the old ones is given up
+            self.broken = disturbed
+            self.undo()
         if disturbed:
             raise NotRecognised(disturbed)
 
@@ -227,12 +238,40 @@ class Accelerated:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the model is not accelerated: it has the forward of its class."""
-        copied = memo[id(self.model)]
-        return type(self.model).forward.__get__(copied)
+        copied = copy.deepcopy(self.model, memo)
+        return type(copied).forward.__get__(copied)
 
     def __reduce__(self) -> Any:
-        raise pickle.PicklingError("an accelerated model cannot be pickled: call lz.unaccelerate(model) first, or save "
-                                   "its state_dict")
+        return getattr, (self.model, "forward")
+
+
+class Reduce:
+    """The `__reduce_ex__` of an accelerated model: what is copied or pickled is the model without its acceleration.
+
+    It is an attribute of the one model; copy.deepcopy, pickle and torch.save ask the object before its class.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, protocol: Any) -> Any:
+        model = self._model()
+        make, args, state, *rest = type(model).__reduce_ex__(model, protocol)  # type: ignore[arg-type]
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items()
+                     if name not in (ACCELERATION, REDUCE) and not isinstance(value, Accelerated)}
+        return make, args, state, *rest
+
+
+def attach(model: nn.Module, step: Accelerated) -> None:
+    """Lets a model run the step, and be copied and pickled without it."""
+    vars(model).update({"forward": step, REDUCE: Reduce(model)})
+
+
+def detach(model: nn.Module, step: Accelerated) -> None:
+    if vars(model).get("forward") is step:     # someone may have put his own there since
+        del vars(model)["forward"]
+    vars(model).pop(REDUCE, None)
 
 
 def _at(position_ids: Tensor | None, length: int) -> bool:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as nn_module
 from transformers.utils import logging
 
 from ...dispatch import dispatcher as dispatch
 from ...dispatch import torch_library as torch_face
 from ...spec.errors import ConfigError
 from ...world import catalog
-from .masks import pattern_of
+from .masks import Pattern, pattern_of, plain_pattern
 from .replacements import is_uncapped
 
 logger = logging.get_logger("transformers.layerzero")
+CAPTURING = "transformers.utils.output_capturing"       # the hooks by which transformers collects outputs
 
 _op = catalog.builtin_op("attention")
 attention = dispatch.function(_op)
@@ -40,25 +46,79 @@ def attention_forward(
     _refuse_unknown(kwargs)
     if softcap and is_uncapped(module):
         softcap = None
-    queries = query.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    left = right = -1
+    pattern = None
     if attention_mask is None:
-        causal = queries > 1 and causal         # in this order: with a symbolic length the other way gives no bool
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    elif position_bias is None and indices is None and not torch.compiler.is_compiling():
+        pattern = pattern_of(attention_mask, query.shape[2], key.shape[2])
+    return _attend(query, key, value, attention_mask, pattern, dropout, scaling, is_causal, sliding_window, softcap,
+                   s_aux, position_bias, indices), None
+
+
+def like_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a model's eager attention as lz computes it; `stock` serves whoever wants the weights, or dropout."""
+    parameters = eager_parameters(stock)
+
+    @functools.wraps(stock)
+    def eager_attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+                                attention_mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs.get("dropout") or wants_weights(module, kwargs):
+            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+        return eager_attend(parameters, module, query, key, value, attention_mask, **kwargs), None
+
+    return eager_attention_forward
+
+
+def eager_attend(parameters: frozenset[str], module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+                 attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+    """Computes what an eager function with these parameters computes. The mask is the whole truth about who sees whom:
+    without one every key is seen."""
+    _refuse_unknown(kwargs)
+    bias, softcap = (kwargs.get(name) if name in parameters else None for name in ("position_bias", "softcap"))
+    sinks, pattern = getattr(module, "sinks", None), None
+    if attention_mask is not None and bias is None:
+        pattern = plain_pattern(attention_mask, query.shape[2], key.shape[2], kwargs.get("sliding_window"))
+        if pattern is None and sinks is None:
+            query, attention_mask = _mean_of_hidden(query, attention_mask)
+    return _attend(query, key, value, attention_mask, pattern, 0.0, kwargs.get("scaling"), False, None, softcap,
+                   sinks, bias, None)
+
+
+def eager_parameters(stock: Callable[..., Any]) -> frozenset[str]:
+    """Returns what an eager function takes by name beside the module, query, key, value and mask."""
+    return frozenset(p.name for p in [*inspect.signature(stock).parameters.values()][5:] if p.kind != p.VAR_KEYWORD)
+
+
+def wants_weights(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Tells whether someone looks at the attention weights of this call: by an argument, the configuration, the
+    outputs that transformers collects, or a hook on the module."""
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        return True
+    hooks = (*module._forward_hooks.values(), *nn_module._global_forward_hooks.values())
+    if any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks):
+        return True
+    collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None) if hooks else None
+    collected = collector.get() if collector is not None else None
+    return any("attentions" in name for name in collected or ())
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, pattern: Pattern | None,
+            dropout: float, scaling: float | None, is_causal: Any, sliding_window: int | None, softcap: float | None,
+            s_aux: Tensor | None, position_bias: Tensor | None, indices: Tensor | None) -> Tensor:
+    queries, left, right = query.shape[2], -1, -1
+    causal = False
+    if attention_mask is None:
+        causal = queries > 1 and is_causal      # in this order: with a symbolic length the other way gives no bool
         if causal and key.shape[2] > queries:
             key, value = key[:, :, :queries], value[:, :, :queries]
             position_bias = position_bias[..., :queries] if position_bias is not None else None
         if sliding_window is not None and key.shape[2] > sliding_window:
             left, right = sliding_window - 1, -1 if causal or queries == 1 else sliding_window - 1
-    else:
-        causal, pattern = False, None
-        if position_bias is None and indices is None and not torch.compiler.is_compiling():
-            pattern = pattern_of(attention_mask, queries, key.shape[2])
-        if pattern is not None:
-            attention_mask = None
-            first, last, causal, left, right = pattern
-            if last - first < key.shape[2]:
-                key, value = key[:, :, first:last], value[:, :, first:last]
+    elif pattern is not None:
+        attention_mask = None
+        first, last, causal, left, right = pattern
+        if last - first < key.shape[2]:
+            key, value = key[:, :, first:last], value[:, :, first:last]
     if indices is not None:
         attention_mask = _selected(attention_mask, indices, key.shape[2])
     if position_bias is not None:
@@ -73,7 +133,16 @@ def attention_forward(
     if s_aux is not None:
         out, lse = out
         out = _with_sinks(out, lse, s_aux)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
+
+
+def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Lets a query that sees no key take the mean of all values, as eager attention has it: every score is the same
+    lowest number there. In float16 that number is too near to the scores for kernels that add in float32."""
+    if mask.dtype != torch.float16:
+        return query, mask
+    hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True)
+    return query.masked_fill(hidden, 0.0), mask.masked_fill(hidden, 0.0)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...backends.native import DTYPES
 from ...backends.native import build as native_build
@@ -25,7 +25,8 @@ from ...spec.errors import LayerZeroError
 from ...world import snapshot as worlds
 from . import feed_forward
 from .decoders import Angles, DecoderParts, LayerParts, Norm
-from .feed_forward import Joined, JoinedFeedForward
+from .feed_forward import JoinedFeedForward, plain_part
+from .joined import Joined, check_movable
 from .planning import Binder, Run, with_weights
 from .replacements import ROTATIONS
 
@@ -41,13 +42,34 @@ class Memory(Protocol):
 
 
 class JoinedLayer:
+    """The weights of one decoder layer as the step reads them."""
+
     def __init__(self, parts: LayerParts) -> None:
         self.parts, self.qkv, self.out = parts, Joined(parts.qkv), Joined((parts.out,))
-        self.mlp = JoinedFeedForward(parts.mlp)
+        try:
+            self.mlp = JoinedFeedForward(parts.mlp)
+        except BaseException:
+            self.qkv.undo()
+            raise
 
     def undo(self) -> None:
-        for joined in (self.qkv, self.out, self.mlp):
+        self.qkv.undo()
+        self.mlp.undo()
+
+
+def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...]:
+    """Joins the weights of all layers, or changes nothing: NotRecognised says what stands in the way."""
+    plain = [plain_part(layer.mlp) for layer in parts.layers]
+    check_movable(model, [*(layer.qkv for layer in parts.layers), *(p.into for p in plain if p is not None)])
+    layers: list[JoinedLayer] = []
+    try:
+        for layer in parts.layers:
+            layers.append(JoinedLayer(layer))
+    except BaseException:                      # passed on: there was no memory for it, or someone interrupted
+        for joined in layers:
             joined.undo()
+        raise
+    return tuple(layers)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ...ops.formulas.moe import PLAIN, activate
 from .families import Code, NotRecognised, code_of, is_known, known
+from .implementations import DECODED, Implementations
 from .recognise import Recogniser, rotates
 from .replacements import ROTATIONS, Recipe, is_uncapped, recipe_of, stock_of
 
@@ -241,12 +242,16 @@ class _Reader:
 
     def __init__(self) -> None:
         self.tried = Recogniser()
+        self.implementations = Implementations(DECODED)
 
     def layer(self, layer: Any, window: int | None, angles: int) -> LayerParts:
         code = known(layer, "layer")
         names = code.names
         attention = _attention_of(layer)
         inner = known(attention, "attention")
+        refused = self.implementations.refused(attention)
+        if refused:
+            raise NotRecognised(refused)
         if getattr(attention, "reorder_and_upcast_attn", False):
             raise NotRecognised("its attention is computed in another order (reorder_and_upcast_attn)")
         if "do_layer_norm_before" in names and not layer.do_layer_norm_before:

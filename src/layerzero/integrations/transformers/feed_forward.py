@@ -9,39 +9,12 @@ import torch
 from torch import Tensor
 
 from ...ops.formulas.moe import GATED, activate, activate_gated
-from .decoders import Experts, FeedForward, Linear
+from .decoders import Experts, FeedForward
+from .joined import Joined
 from .planning import Binder, Run, with_weights
 
 Product = Callable[[str, Tensor, Sequence[Tensor], Tensor | None], Run]
 OURS = "native."           # kernels whose products cost no more to call alone than as one mlp
-
-
-class Joined:
-    """Weights of several linear layers as one (outputs, inputs) tensor, of which each layer's own weight is a view."""
-
-    def __init__(self, layers: tuple[Linear, ...]) -> None:
-        self._layers = layers
-        self._moved = len(layers) > 1 or layers[0].transposed
-        views = [p.module.weight.detach().t() if p.transposed else p.module.weight.detach() for p in layers]
-        self.weight = torch.cat(views).contiguous() if self._moved else views[0]
-        biases = [p.module.bias for p in layers if p.module.bias is not None]
-        self.bias = None if not biases else torch.cat([b.detach() for b in biases]) if self._moved else \
-            biases[0].detach()
-        if self._moved:
-            sizes = [len(v) for v in views]
-            for part, view in zip(layers, self.weight.split(sizes)):
-                part.module.weight.data = view.t() if part.transposed else view
-            if self.bias is not None:
-                for part, view in zip(layers, self.bias.split(sizes)):
-                    part.module.bias.data = view
-
-    def undo(self) -> None:
-        """Memory of its own for each weight, laid out as it was."""
-        for part in self._layers if self._moved else ():
-            module = part.module
-            module.weight.data = module.weight.detach().clone(memory_format=torch.contiguous_format)
-            if module.bias is not None:
-                module.bias.data = module.bias.detach().clone()
 
 
 class JoinedFeedForward:
@@ -49,14 +22,18 @@ class JoinedFeedForward:
 
     def __init__(self, parts: FeedForward | Experts) -> None:
         self.parts = parts
-        plain = parts.shared if isinstance(parts, Experts) else parts
+        plain = plain_part(parts)
         self.into = None if plain is None else Joined(plain.into)
         self.down = None if plain is None else Joined((plain.down,))
 
     def undo(self) -> None:
-        for joined in (self.into, self.down):
-            if joined is not None:
-                joined.undo()
+        if self.into is not None:
+            self.into.undo()
+
+
+def plain_part(parts: FeedForward | Experts) -> FeedForward | None:
+    """The feed-forward layer that serves all tokens, if there is one."""
+    return parts.shared if isinstance(parts, Experts) else parts
 
 
 def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product: Product, fast: Any) -> Run:

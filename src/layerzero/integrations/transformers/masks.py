@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 _ATTRIBUTE = "_layerzero_pattern"
+_VALUES = "_layerzero_values"                  # of an additive mask: the pattern that its values follow
 
 
 class Pattern(NamedTuple):
@@ -50,6 +51,33 @@ def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
     if found is None or found[1] != mask._version or mask.shape[-2:] != (queries, keys):
         return None
     return found[0]  # type: ignore[no-any-return]
+
+
+def plain_pattern(mask: Tensor, queries: int, keys: int, window: int | None) -> Pattern | None:
+    """Returns the pattern that the values of an additive mask follow, if any; looked up once for all layers."""
+    if not mask.is_floating_point() or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
+        return None
+    if masking_utils.is_tracing(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None                             # its values cannot be looked at
+    if mask.is_inference():                     # counts no versions: an overwritten one would not be noticed
+        return _follows(mask, queries, keys, window)
+    known: Any = getattr(mask, _VALUES, None)
+    key = mask._version, queries, keys, window
+    if known is None or known[0] != key:
+        known = key, _follows(mask, queries, keys, window)
+        setattr(mask, _VALUES, known)
+    return known[1]  # type: ignore[no-any-return]
+
+
+def _follows(mask: Tensor, queries: int, keys: int, window: int | None) -> Pattern | None:
+    lowest, nothing = mask.new_full((), torch.finfo(mask.dtype).min), mask.new_zeros(())
+    rows = torch.arange(keys - queries, keys, device=mask.device)[:, None]
+    distance = rows - torch.arange(keys, device=mask.device)   # how far a key is left of each query
+    for left in (-1, window - 1) if window else (-1,):
+        hidden = (distance < 0) if left < 0 else (distance < 0) | (distance > left)
+        if bool((mask == torch.where(hidden, lowest, nothing)).all()):
+            return Pattern(0, keys, queries > 1, left, -1)
+    return None if bool(mask.any()) else Pattern(0, keys, False, -1, -1)
 
 
 def _pattern(given: dict[str, Any]) -> Pattern | None:

@@ -5,7 +5,8 @@
     print(report.explain(**inputs))            # by which kernels
 
 Only this model changes: the classes of its modules (see replacements) and, for attention, the configuration its
-modules read, of which it gets a copy of its own. Any nn.Module can be patched; transformers need not be installed.
+modules read, of which it gets a copy of its own. An attention that the user chose or registered stays (see
+implementations). Any nn.Module can be patched; transformers need not be installed. An error leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import FunctionType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from ...operate.inspection import stats, which
 from ...select.policy import suggest
 from ...spec.errors import ConfigError, NoKernelFoundError
 from . import NAME, register
+from .implementations import Implementations, asking, eager_name, is_configuration
 from .recognise import NOWHERE, Recogniser
 from .replacements import KINDS, OWNED, SAMPLING, Recipe, is_uncapped, patched_class, recipe_of, restore, stock_of
 from .report import PatchReport, Row
@@ -51,6 +52,60 @@ class _Owned:
         vars(self).update(state)
 
 
+@dataclass
+class Changes:
+    """What lz.patch did to modules: the class that each one had, and those that got a configuration of their own."""
+
+    classes: dict[nn.Module, type] = field(default_factory=dict)
+    configs: list[nn.Module] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Changes:
+        """All that is patched in a model, by however many calls."""
+        modules = list(model.modules())
+        return cls({m: stock_of(m) for m in modules if hasattr(type(m), "_layerzero_recipe")},
+                   [m for m in modules if OWNED in vars(m)])
+
+    def __len__(self) -> int:
+        return len({*self.classes, *self.configs})
+
+    def follow(self, module: nn.Module, recipe: Recipe) -> None:
+        self.classes.setdefault(module, type(module))
+        module.__class__ = patched_class(stock_of(module), recipe)
+
+    def own_config(self, module: nn.Module, memo: dict[int, Any]) -> None:
+        """Gives a module its own copy of its configuration; `memo` has one for all that share it."""
+        stock: Any = module.config
+        ours = copy.deepcopy(stock, memo)
+        vars(module).update({"config": ours, OWNED: _Owned(stock, ours)})
+        self.configs.append(module)
+
+    def undo(self) -> int:
+        """Makes the modules what they were; returns how many changed. What was undone since is skipped."""
+        undone, weights, hidden = set(), [], []
+        for module, before in self.classes.items():
+            recipe = recipe_of(module)
+            if recipe is not None:
+                restore(module, before)
+                undone.add(module)
+                weights += list(module.parameters()) if recipe.kind != SAMPLING else []
+            elif hasattr(type(module), "_layerzero_recipe"):
+                hidden.append(type(module).__name__)
+        for module in self.configs:
+            owned = vars(module).pop(OWNED, None)
+            if owned is not None:
+                undone.add(module)
+                if vars(module).get("config") is owned.ours:
+                    _carry_over(owned)
+                    vars(module)["config"] = owned.stock
+        if weights:
+            forget_packed(*weights)            # copies that kernels keep, now that none will ask for them
+        if hidden:
+            raise ConfigError(f"unpatch: {len(hidden)} modules got another class after lz.patch, such as {hidden[0]} "
+                              "(parametrized or sharded?), and stay as they are; undo that first, then unpatch again")
+        return len(undone)
+
+
 def patch(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> PatchReport:
     """Let lz compute every module of `model` that it recognises, and say what was left and why.
 
@@ -58,49 +113,59 @@ def patch(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable
     What is recognised and would gain nothing here is left, unless `only` names it. Sampling in generate() is left too,
     because a seed would give other tokens than before: only="sampling" has lz.sample draw them.
     """
-    return _patch(model, _kinds(only, skip), only is not None)[0]
+    return apply(model, only=only, skip=skip)[0]
 
 
 def unpatch(model: nn.Module) -> int:
     """Make the model what it was before lz.patch; returns how many modules were changed back."""
     _check(model)
-    return _unpatch(model.modules())
+    return Changes.of(model).undo()
 
 
 @contextmanager
 def patched(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> Iterator[PatchReport]:
     """lz.patch for a block; what was patched before it stays so after it."""
-    report, changed = _patch(model, _kinds(only, skip), only is not None)
+    report, changes = apply(model, only=only, skip=skip)
     try:
         yield report
     finally:
-        _unpatch(changed)
+        changes.undo()
 
 
-def _patch(model: nn.Module, kinds: frozenset[str], named: bool) -> tuple[PatchReport, list[nn.Module]]:
+def apply(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> tuple[
+        PatchReport, Changes]:
+    """lz.patch, and what it changed: undoing that leaves what was patched before. All of it is done, or nothing."""
+    kinds = _kinds(only, skip)
     _check(model)
     rows: Counter[Row] = Counter()
-    changed = _patch_modules(model, kinds, named, rows)
-    if "attention" in kinds:
-        changed += _patch_attention(model, rows)
-    changed += _patch_sampling(model, SAMPLING in kinds, rows)
-    notes = [] if changed or not any(row.op for row in rows) else ["nothing was changed: it is patched already"]
+    changes = Changes()
+    try:
+        _patch_modules(model, kinds, only is not None, rows, changes)
+        if "attention" in kinds:
+            _patch_attention(model, rows, changes)
+        _patch_sampling(model, SAMPLING in kinds, rows, changes)
+    except BaseException:                      # passed on, an interrupt too: half a model must not stay patched
+        changes.undo()
+        raise
+    notes = [] if changes or not any(row.op for row in rows) else ["nothing was changed: it is patched already"]
     if any(row.kind == "rms_norm" for row in rows):
         notes.append("a residual sum and the norm after it stay two steps: the sum is in the code of the layer")
     table = tuple(replace(row, count=n) for row, n in rows.items())
     table = tuple(sorted(table, key=lambda row: not row.patched))
-    return PatchReport(type(model).__name__, table, len({id(m) for m in changed}), tuple(notes), weakref.ref(model),
-                       stats().calls), changed
+    return PatchReport(type(model).__name__, table, len(changes), tuple(notes), weakref.ref(model),
+                       stats().calls), changes
 
 
-def _patch_modules(model: nn.Module, kinds: frozenset[str], named: bool, rows: Counter[Row]) -> list[nn.Module]:
-    recognise, changed = Recogniser(), []
+def _patch_modules(model: nn.Module, kinds: frozenset[str], named: bool, rows: Counter[Row], changes: Changes) -> None:
+    recognise = Recogniser()
     heads = {id(m.get_output_embeddings()) for m in _transformers_models(model)}
     inside: set[int] = set()                   # what belongs to a module that was looked at as a whole
     for path, module in model.named_modules():
         if id(module) in inside:
             continue
-        recipe, where = recipe_of(module), re.sub(r"\b\d+\b", "*", path) or "(model)"
+        recipe, where, eager = recipe_of(module), _where(path), ""
+        if recipe is not None and recipe.only_eager:
+            recipe, eager = None, recipe.eager
         if recipe is not None and recipe.kind == SAMPLING:
             continue
         if recipe is not None:
@@ -119,14 +184,12 @@ def _patch_modules(model: nn.Module, kinds: frozenset[str], named: bool, rows: C
                 if recipe.kind == "rope" and not named and (vain := _vain_rope(module)):
                     rows[Row(where, recipe.kind, "", 0, vain)] += 1
                     continue
-                module.__class__ = patched_class(type(module), recipe)
-                changed.append(module)
+                changes.follow(module, replace(recipe, eager=eager))
                 rows[Row(where, recipe.kind, recipe.op, 0)] += 1
         if recipe is not None and recipe.kind == "mlp":
             inside |= {id(m) for m in module.modules()}
         if "parametrizations" in module._modules:
             inside |= {id(m) for m in module.parametrizations.modules()}  # type: ignore[union-attr]
-    return changed
 
 
 def _vain_rope(module: nn.Module) -> str:
@@ -145,56 +208,83 @@ def _vain_rope(module: nn.Module) -> str:
     return f"only {kernel} would serve it here, which gains nothing" if is_formula else ""
 
 
-def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[Row]) -> list[nn.Module]:
-    changed = []
+def _where(path: str) -> str:
+    """The path of a module in a report: modules alike have the same."""
+    return re.sub(r"\b\d+\b", "*", path) or "(model)"
+
+
+def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[Row], changes: Changes) -> None:
     for whole in _transformers_models(model):
         if not whole.can_generate():
             continue
         why = "patched before" if recipe_of(whole) is not None else "" if wanted else _STOCK_DRAW
         if not why:
-            whole.__class__ = patched_class(type(whole), Recipe(SAMPLING, "sample"))
-            changed.append(whole)
+            changes.follow(whole, Recipe(SAMPLING, "sample"))
         rows[Row("generate()", SAMPLING, "" if why is _STOCK_DRAW else "sample", 0, why)] += 1
-    return changed
 
 
-# Attention: by the interface of transformers, for this model alone.
+# Attention: sdpa by the interface of transformers, for this model alone; eager functions where they are called.
 
-def _patch_attention(model: nn.Module, rows: Counter[Row]) -> list[nn.Module]:
-    paths = {path: m for path, m in model.named_modules() if _asks_the_interface(m)}
+def _patch_attention(model: nn.Module, rows: Counter[Row], changes: Changes) -> None:
+    paths = {path: m for path, m in model.named_modules() if asking(m)}
     if not paths:
-        return []
+        return
     register()
-    changed = []
-    able = [m for m in _transformers_models(model) if m._can_set_attn_implementation()]
-    if able and any(m.config._attn_implementation != NAME for m in paths.values()):
-        memo: dict[int, Any] = {}              # one copy of each configuration, for all that share it
-        for module in model.modules():
-            if _is_configuration(vars(module).get("config")) and OWNED not in vars(module):
-                stock: Any = module.config
-                ours = copy.deepcopy(stock, memo)
-                vars(module).update({"config": ours, OWNED: _Owned(stock, ours)})
-                changed.append(module)
-        for whole in able:
-            whole.set_attn_implementation(NAME)
+    judge = Implementations()
+    refused = {m: judge.refused(m) for m in paths.values()}
+    before = {m for m in refused if _serves(m)}
+    for module, why in refused.items():
+        if not why and module.config._attn_implementation == "eager" and module not in before:  # type: ignore[union-attr]
+            forward = asking(module)
+            assert forward is not None
+            changes.follow(module, replace(recipe_of(module) or Recipe("attention", "attention"),
+                                           eager=eager_name(forward)))
+    _switch_configs(model, refused, changes)
     for path, module in paths.items():
-        where = re.sub(r"\b\d+\b", "*", path) or "(model)"
-        if module.config._attn_implementation == NAME:
-            why = _UNCAPPED if is_uncapped(module) else "" if changed else "patched before"
-            rows[Row(where, "attention", "attention", 0, why)] += 1
+        if _serves(module):
+            why = _UNCAPPED if is_uncapped(module) else "patched before" if module in before else ""
+            rows[Row(_where(path), "attention", "attention", 0, why)] += 1
         else:
-            rows[Row(where, stock_of(module).__name__, "", 0, "its masks are made outside: patch the whole model")] += 1
-    return changed
+            why = refused[module] or "its masks are made outside: patch the whole model"
+            rows[Row(_where(path), stock_of(module).__name__, "", 0, why)] += 1
 
 
-def _asks_the_interface(module: nn.Module) -> bool:
-    forward = getattr(stock_of(module), "forward", None)
-    return (isinstance(forward, FunctionType) and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
-            and _is_configuration(getattr(module, "config", None)))
+def _serves(module: nn.Module) -> bool:
+    """Tells whether lz computes the attention of a module that asks the interface."""
+    name, recipe = module.config._attn_implementation, recipe_of(module)  # type: ignore[union-attr]
+    return name == NAME or bool(name == "eager" and recipe is not None and recipe.eager)
 
 
-def _is_configuration(found: Any) -> bool:
-    return "transformers" in sys.modules and isinstance(found, sys.modules["transformers"].PreTrainedConfig)
+def _switch_configs(model: nn.Module, refused: dict[nn.Module, str], changes: Changes) -> None:
+    """Names lz in every configuration that says sdpa, if all the attention that may see its masks is known."""
+    holders: dict[int, list[nn.Module]] = {}
+    for whole in _transformers_models(model):
+        if whole._can_set_attn_implementation():
+            for module in whole.modules():
+                if is_configuration(vars(module).get("config")):
+                    holders.setdefault(id(module.config), []).append(module)
+    switched = []
+    for modules in holders.values():
+        served = [m for holder in modules for m in holder.modules() if m in refused]
+        if any(m.config._attn_implementation == "sdpa" for m in served) and not any(  # type: ignore[union-attr]
+                refused[m] for m in served):
+            switched.append(modules[0])
+    if not switched:
+        return
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        if is_configuration(vars(module).get("config")) and OWNED not in vars(module):
+            changes.own_config(module, memo)
+    for module in switched:
+        _switch(module.config)
+
+
+def _switch(config: Any) -> None:
+    if config._attn_implementation == "sdpa":
+        config._attn_implementation_internal = NAME            # the property would set all that are below it, too
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            _switch(getattr(config, name))
 
 
 def _transformers_models(model: nn.Module) -> Iterator[Any]:
@@ -209,34 +299,10 @@ def _transformers_models(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def _unpatch(modules: Iterable[nn.Module]) -> int:
-    changed, weights, hidden = set(), [], []
-    for module in modules:
-        recipe = recipe_of(module)
-        if recipe is not None:
-            restore(module)
-            changed.add(id(module))
-            weights += list(module.parameters()) if recipe.kind != SAMPLING else []
-        elif hasattr(type(module), "_layerzero_recipe"):
-            hidden.append(type(module).__name__)
-        owned = vars(module).pop(OWNED, None)
-        if owned is not None:
-            changed.add(id(module))
-            if vars(module).get("config") is owned.ours:
-                _carry_over(owned)
-                vars(module)["config"] = owned.stock
-    if weights:
-        forget_packed(*weights)                # copies that kernels keep, now that none will ask for them
-    if hidden:
-        raise ConfigError(f"unpatch: {len(hidden)} modules got another class after lz.patch, such as {hidden[0]} "
-                          "(parametrized or sharded?), and stay as they are; undo that first, then unpatch again")
-    return len(changed)
-
-
 def _carry_over(owned: _Owned) -> None:
     """What was set in the configuration while the model was patched stays set."""
     for name, value in vars(owned.ours).items():
-        if not name.endswith("_implementation_internal") and not _is_configuration(value):
+        if not name.endswith("_implementation_internal") and not is_configuration(value):
             if name not in vars(owned.stock) or vars(owned.stock)[name] != value:
                 setattr(owned.stock, name, value)
 

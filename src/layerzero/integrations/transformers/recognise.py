@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ...ops.formulas.moe import GATED, PLAIN
-from ..rewiring import sdpa_aliases
+from ..rewiring import SDPA, mentions, replaced_sdpa, sdpa_aliases
 from .replacements import ROTATIONS, Recipe, forward_for, is_bare, recipe_of, rotary, stock_of
 
 CLOSE = 1e-5                                   # of the largest result; gelu and its tanh form differ by ten times that
@@ -161,7 +161,7 @@ class Recogniser:
         return f"a {type(module).__name__} computes no mixture of experts that lz has"
 
     def attention(self, module: nn.Module) -> Verdict:
-        return Recipe("attention", "attention")
+        return replaced_sdpa() or Recipe("attention", "attention")
 
     def rope(self, module: nn.Module) -> Verdict:
         forward = stock_of(module).forward  # type: ignore[attr-defined]
@@ -193,7 +193,8 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
     if dims == [3, 3] and not module._buffers and not any(list(m.parameters()) for m in module.children()):
         return Recogniser.moe
     forward = getattr(stock_of(module), "forward", None)
-    if isinstance(forward, FunctionType) and sdpa_aliases(forward):
+    if isinstance(forward, FunctionType) and (sdpa_aliases(forward) or (
+            replaced_sdpa() and mentions(forward.__code__, SDPA))):
         return Recogniser.attention
     if isinstance(forward, FunctionType) and rotary_names(forward):
         return Recogniser.rope

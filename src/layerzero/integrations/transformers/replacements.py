@@ -43,6 +43,13 @@ class Recipe:
     form: str = ""                             # the activation; of rope, which elements form a pair
     transposed: tuple[bool, ...] = ()          # layers that keep their weight as (in, out)
     dropout: bool = False                      # in training the stock forward serves
+    eager: str = ""                            # the global by which the forward finds its eager attention, where lz
+                                               # computes that one
+
+    @property
+    def only_eager(self) -> bool:
+        """Nothing but the eager attention is replaced: the module may follow another recipe as well."""
+        return self.kind == "attention" and bool(self.eager)
 
 
 def patched_class(stock: type, recipe: Recipe) -> type:
@@ -73,13 +80,13 @@ def recipe_of(module: nn.Module) -> Recipe | None:
     return found
 
 
-def restore(module: nn.Module) -> None:
-    """Its own class again; also where someone (accelerate does) keeps our forward in an attribute of the module."""
-    ours, stock = type(module), stock_of(module)
+def restore(module: nn.Module, to: type) -> None:
+    """Gives the module this class again; also where someone (accelerate does) keeps our forward in an attribute."""
+    ours = type(module)
     for name, value in list(vars(module).items()):
         if getattr(value, "__func__", None) is ours.forward and getattr(value, "__self__", None) is module:
-            vars(module)[name] = _forward_of(stock).__get__(module)
-    module.__class__ = stock
+            vars(module)[name] = _forward_of(to).__get__(module)
+    module.__class__ = to
 
 
 def stock_of(module: nn.Module) -> type:
@@ -227,14 +234,19 @@ def _moe(stock: Forward, recipe: Recipe) -> Forward:
 
 def _rope(stock: Forward, recipe: Recipe) -> Forward:
     assert isinstance(stock, FunctionType)
-    made = rewired(stock, {name: rotary(stock.__globals__[name], recipe.form) for name in recipe.names})
-    functools.update_wrapper(made, stock)
-    return made
+    rope = {name: rotary(stock.__globals__[name], recipe.form) for name in recipe.names}
+    forward = rewired(stock, {**rope, **_eager(stock, recipe)})
+    functools.update_wrapper(forward, stock)
+    return forward
 
 
 def _attention(stock: Forward, recipe: Recipe) -> Forward:
-    """A forward that calls torch's attention by itself."""
+    """A forward that calls torch's attention by itself, or the eager function of its model."""
     assert isinstance(stock, FunctionType)
+    if recipe.eager:
+        ours = rewired(stock, _eager(stock, recipe))
+        functools.update_wrapper(ours, stock)
+        return ours
     ours, compiling = rewired(stock, sdpa_aliases(stock)), torch.compiler.is_compiling
 
     @functools.wraps(stock)
@@ -242,6 +254,15 @@ def _attention(stock: Forward, recipe: Recipe) -> Forward:
         return (stock if compiling() else ours)(self, *args, **kwargs)
 
     return forward
+
+
+def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
+    """The eager attention among the globals of the forward, as lz computes it; nothing where it stays."""
+    if not recipe.eager:
+        return {}
+    from .attention import like_eager  # imports transformers, which is there by now
+
+    return {recipe.eager: like_eager(stock.__globals__[recipe.eager])}
 
 
 # Which elements form a pair, and how the tables have each column twice: side by side ("halves") or next to each other.

@@ -1,0 +1,75 @@
+"""Weights of several linear layers side by side in memory, so that one product computes them all.
+
+Nobody else is to see it: every parameter stays the object it was, with its shape, strides and values, at the start of a
+storage of its own that holds nothing else. Only the addresses follow one another, and `Joined.weight` reads them as one
+tensor. What is written to a parameter in place is seen by the product; where a parameter gets other memory
+(`module.to`, `p.data = ...`) the decode step notices and serves no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from .decoders import Linear
+from .families import NotRecognised
+
+
+class Joined:
+    """The weights of linear layers as one (outputs, inputs) tensor; of a single layer it is the layer's own."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        self._placed: list[tuple[nn.Parameter, int]] = []      # parameters that were moved, and their addresses
+        weights = [layer.module.weight for layer in layers]
+        biases = [layer.module.bias for layer in layers if layer.module.bias is not None]
+        if len(layers) == 1:
+            self.weight = weights[0].detach().t() if layers[0].transposed else weights[0].detach()
+            self.bias = biases[0].detach() if biases else None
+            return
+        if any(layer.transposed for layer in layers):
+            raise NotRecognised("its projections keep their weights as (in, out), which cannot lie side by side")
+        self.weight = self._join(weights)
+        try:
+            self.bias = self._join(biases) if biases else None
+        except BaseException:
+            self.undo()
+            raise
+
+    def _join(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        whole = torch.cat([p.detach() for p in parameters])
+        # DLPack gives each part a storage that is no longer than itself; a view would have that of the whole.
+        parts = [torch.from_dlpack(part) for part in whole.split([len(p) for p in parameters])]
+        for parameter, part in zip(parameters, parts):
+            parameter.data = part
+            self._placed.append((parameter, part.data_ptr()))
+        return whole
+
+    def undo(self) -> None:
+        """Gives every parameter memory of its own again; one that got other memory since keeps that."""
+        for parameter, address in self._placed:
+            if parameter.data_ptr() == address:
+                parameter.data = parameter.detach().clone()
+        self._placed.clear()
+
+
+def check_movable(model: nn.Module, groups: Iterable[Sequence[Linear]]) -> None:
+    """Raises NotRecognised where someone would notice that weights were moved: they share their memory with another
+    tensor or process, or are laid out in a way that they would lose."""
+    tensors = {id(t): t for t in chain(model.parameters(), model.buffers())}.values()
+    sharing = Counter(t.untyped_storage().data_ptr() for t in tensors)
+    layers = [layer.module for group in groups if len(group) > 1 for layer in group]
+    uses = Counter(id(p) for layer in layers for p in layer.parameters())
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            storage = parameter.untyped_storage()
+            place = f"a {name} of {type(layer).__name__} cannot lie beside those of its neighbours: "
+            if sharing[storage.data_ptr()] > 1 or uses[id(parameter)] > 1 or storage.nbytes() != parameter.nbytes:
+                raise NotRecognised(place + "it shares its memory with another tensor")
+            if not parameter.is_contiguous():
+                raise NotRecognised(place + f"its strides are {parameter.stride()}")
+            if parameter.device.type == "cpu" and (parameter.is_shared() or parameter.is_pinned()):
+                raise NotRecognised(place + "its memory is pinned or shared with other processes")

@@ -10,7 +10,7 @@ import torch
 
 from ..dispatch.background import jit
 from ..dispatch.binding import can_change
-from ..operate.calls import values
+from ..operate.calls import make_values
 from ..operate.inspection import dispatcher_of
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.op import Op
@@ -89,9 +89,9 @@ def _warmed(table: Table) -> frozenset[Any]:
         found = dispatcher_of(artefact.call.op)
         try:
             with torch.set_grad_enabled(artefact.call.grad):
-                made = values(found.op, artefact.call, table.stamp.device.type)
+                made = make_values(found.op, artefact.call, table.stamp.device.type)
                 given = tuple(made[name] for name in found.names)
-                ready = jit.entries(world.catalog.by_id[artefact.kernel], found.facts(given, world), given)
+                ready = jit.warmed_keys(world.catalog.by_id[artefact.kernel], found.facts(given, world), given)
                 if not ready <= world.warmed:
                     found.public(**made, backend=artefact.kernel)
             warm |= ready

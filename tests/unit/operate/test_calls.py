@@ -30,7 +30,7 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
         call = calls.describe(op, values)
         again = Call.from_json(json.loads(json.dumps(call.to_json())))
         assert again == call
-        made = calls.values(op, again)
+        made = calls.make_values(op, again)
         after = facts.read(op, made)
         assert kind_of(op, after) == kind_of(op, before)
         for p in op.params:
@@ -43,7 +43,7 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
 def test_made_twice_is_equal_and_another_seed_differs():
     op = OPS["rms_norm"]
     call = Call("rms_norm", {"x": TensorSpec((4, 8), "float32"), "weight": TensorSpec((8,), "float32")})
-    a, b, c = (calls.values(op, call, seed=s)["x"] for s in (3, 3, 4))
+    a, b, c = (calls.make_values(op, call, seed=s)["x"] for s in (3, 3, 4))
     assert torch.equal(a, b) and not torch.equal(a, c) and a.std() > 0.1
 
 

@@ -401,7 +401,7 @@ class Dispatcher:
         """Take over a world. With `force`, empty the cache even if nothing of this op has changed."""
         version = world.version(self.op.name)
         if not force and self.world is not None and self.world.version(self.op.name) == version:
-            self.world, self.cache = self.installed = world, self.cache        # another op changed: the cache holds
+            self.world, self.cache = self.installed = world, self.cache  # another op changed: the cache holds
             return
         program = world.program(self.op)
         cache = OpCache(world.policy.setting("cache_size"), self._emit_evicted)

@@ -72,7 +72,7 @@ def generate_stub(op: Op) -> str:
     return "\n".join([
         f"def call({declared}):", f"    return SLOW(({names},), backend, policy)", "",
         f"def values_of({declared}):", f"    return ({names},)", "",
-        f"values_of.__qualname__ = {op.name!r}"])    # Python names it when the arguments do not fit
+        f"values_of.__qualname__ = {op.name!r}"])      # Python names it when the arguments do not fit
 
 
 def signature(op: Op) -> inspect.Signature:
@@ -223,7 +223,7 @@ def _out_of_range(p: Param, low: float, high: float) -> str:
 def _stride_lines(names: list[str], tensor_facts: dict[str, set[str]]) -> list[str]:
     """The lines that assign _z_<first tensor>: True if all are contiguous, else the strides of each."""
     strided = [n for n in names if tensor_facts.get(n, set()) & {"contiguous", "stride_last"}]
-    lines = [f"if {n}.layout is not STRIDED: break" for n in names]      # an mkldnn tensor calls itself contiguous
+    lines = [f"if {n}.layout is not STRIDED: break" for n in names]  # an mkldnn tensor calls itself contiguous
     if strided:                                 # STRIDE_LAST raises for a sparse tensor
         every = " and ".join(f"{n}.is_contiguous()" for n in strided)
         one_by_one = ", ".join(f"{n}.is_contiguous() or STRIDE_LAST({n})" for n in strided)
@@ -282,7 +282,7 @@ def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) ->
     binder = _SizeBinder(patterns)
     lines = [line for p in required for line in binder.lines(p.name, certain=True)]
     unbound = dict.fromkeys(t.lstrip("*") for p in optional for t in patterns.get(p.name, ())
-                         if t[0] not in "~0123456789" and t.lstrip("*") not in binder.certain)
+                            if t[0] not in "~0123456789" and t.lstrip("*") not in binder.certain)
     lines += [f"_d_{size} = None" for size in unbound]
     lines += [f"_l_{size} = None" for size in unbound if any(f"*{size}" in patterns.get(p.name, ()) for p in optional)]
     for p in optional:
@@ -346,7 +346,7 @@ class _SizeBinder:
                 checks.append(f"_t{self.count} != {token if token.isdigit() else '_d_' + token}")
             else:
                 if_unbound += [f"if _d_{token} is None: _d_{token} = _t{self.count}",
-                         f"elif _d_{token} != _t{self.count}: break"]
+                               f"elif _d_{token} != _t{self.count}: break"]
         lines = [f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {shape}"]
         if checks:
             lines.append(f"if {' or '.join(checks)}: break")
@@ -439,7 +439,7 @@ def _broadcast_axes(flags: tuple[int, ...], axes: tuple[str, ...]) -> str:
 
 
 def generated_globals(override: Callable[[], Any], for_call: Callable[[str | None, Any], Any],
-              faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
+                      faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
     """Return the globals of a generated function; the dispatcher adds TABLE, MISS, SLOW and RECOVER."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {

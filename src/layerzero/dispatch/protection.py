@@ -29,7 +29,7 @@ ALL_BYTES = 1 << 62
 BLOCK_BYTES = 1 << 12                # bytes of one piece of a sample
 CLEAN_CALLS = 20                     # calls that are guarded after a fault
 OURS = "layerzero.backends."
-OUR_PACKAGES = ("", "torch", "triton")      # of our own kernels
+OUR_PACKAGES = ("", "torch", "triton")         # of our own kernels
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -174,7 +174,7 @@ class Guard:
         self.op, self.kernel, self.run = op, kernel, run
         self.names = tuple(p.name for p in op.params)
         self.max_bytes = max_bytes
-        self.calls_left = clean_calls                      # None: every call is checked
+        self.calls_left = clean_calls          # None: every call is checked
         self.unguarded = run if is_ours(kernel) else watch_versions(op, run)
         self.owners: list[tuple[Any, str]] = []
 
@@ -203,7 +203,7 @@ class Guard:
     def _count(self) -> None:
         if self.calls_left is None:
             return
-        self.calls_left -= 1                         # threads may both count: it need not be exact
+        self.calls_left -= 1                   # threads may both count: it need not be exact
         if self.calls_left <= 0:
             for owner, name in self.owners:
                 if getattr(owner, name) is self:

@@ -50,7 +50,7 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...], fault
     except InvalidCall as mistake:
         raise mistake from fault
     failures: list[Failure] = []
-    plain = facts["tensor_kind"] == "plain"        # a subclass may make any kernel fail
+    plain = facts["tensor_kind"] == "plain"    # a subclass may make any kernel fail
     blame(world, first, fault, failures, op.name, facts, plain)
     _guard_again(dispatcher, entry, first, failures[0])
     others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]

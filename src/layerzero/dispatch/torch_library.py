@@ -78,7 +78,7 @@ def _implementation(name: str, as_list: bool) -> Callable[..., Any]:
 def substitute(name: str) -> None:
     """Tell Dynamo what to trace in place of the public function."""
     dispatcher = dispatchers.get(name)
-    if dispatcher is None:                           # unregistered
+    if dispatcher is None:                     # unregistered
         return
     packet = getattr(torch.ops.layerzero, name).default
     as_list = dispatcher.op.outputs == "Tensor[]"

@@ -11,7 +11,7 @@ from .native import NO_WORLD
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-_last_catalog: Catalog | None = None                   # the catalog of the last call of `forget`
+_last_catalog: Catalog | None = None           # the catalog of the last call of `forget`
 
 
 def forget(dispatchers: dict[str, Dispatcher], probes: dict[str, Any], catalog: Catalog) -> None:
@@ -24,7 +24,7 @@ def forget(dispatchers: dict[str, Dispatcher], probes: dict[str, Any], catalog: 
         if last is not None and last.ops.get(name) is dispatcher.op and catalog.ops.get(name) is not dispatcher.op:
             del dispatchers[name]
             if dispatcher.native is not None and dispatcher.program is not None:
-                dispatcher.native.install(dispatcher.program, NO_WORLD, 1)       # its table holds the kernels it called
+                dispatcher.native.install(dispatcher.program, NO_WORLD, 1)  # its table holds the kernels it called
     for dispatcher in dispatchers.values():
         for key in [k for k in list(dispatcher._bindings) if catalog.by_id.get(k[0].id) is not k[0]]:
             dispatcher._bindings.pop(key, None)

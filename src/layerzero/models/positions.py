@@ -92,7 +92,7 @@ def alibi_bias(
     """lz.alibi with the paper's slopes for so many heads: the bias (num_heads, seq_q, seq_k)."""
     slopes = alibi_slopes(num_heads, dtype=dtype, device=device)
     bias: Tensor = public_function(_alibi)(slopes, seq_q, seq_k, causal_align=causal_align, is_causal=is_causal,
-                                    backend=backend)
+                                           backend=backend)
     return bias
 
 

@@ -20,7 +20,7 @@ def _argument(name: str, value: Rows) -> dict[str, Any]:
 def _draw(logits: Tensor, name: str, value: Rows, temperature: Rows, seed: int | None, offset: int,
           generator: torch.Generator | None) -> Tensor:
     token: Tensor = public_function(_sample)(logits, **_argument(name, value), **_argument("temperature", temperature),
-                                      seed=seed, offset=offset, generator=generator)
+                                             seed=seed, offset=offset, generator=generator)
     return token
 
 

@@ -219,7 +219,7 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
     gc.collect()
     torch.cuda.empty_cache()
     with torch.cuda.stream(side):              # torch keeps generator state there, outside of any pool; `pin`
-        pin = torch.empty(1, device="cuda")  # keeps their segment from being freed
+        pin = torch.empty(1, device="cuda")    # keeps their segment from being freed
     free, reserved, segments = _memory()
     before = hits()
     try:

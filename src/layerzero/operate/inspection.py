@@ -240,7 +240,7 @@ def doctor(deep: bool = False) -> Diagnosis:
     except ConfigError as e:
         return Diagnosis((*checks, DoctorCheck("configuration", False, str(e), "nothing of it was applied")), devices)
     checks.append(DoctorCheck("configuration", True, f"policy {world.policy.hash}, "
-                        f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
+                              f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
     state = native.status()
     checks.append(DoctorCheck("native fast path", state.ok or not state.expected, state.text, state.hint))
     store = measurements.status()
@@ -250,11 +250,11 @@ def doctor(deep: bool = False) -> Diagnosis:
         checks.append(DoctorCheck(f"shipped measurements ({device.type})", shipped.ok, shipped.text, shipped.hint))
     learns = world.policy.setting("learn")
     checks.append(DoctorCheck("learning", True, str(learning.status()) if learns else "off",
-                        "" if learns else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it serves"))
+                              "" if learns else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it serves"))
     for refused in (*catalog.discover()[1], *catalog.plugin_policy(world.catalog)[1]):
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
             checks.append(DoctorCheck(f"plugin {refused.kernel}", False, refused.reason.message,
-                                "correct or uninstall it; everything else works"))
+                                      "correct or uninstall it; everything else works"))
     seen: set[str] = set()
     for kernel in world.catalog.kernels:
         if not kernel.package or kernel.package in seen:
@@ -267,10 +267,10 @@ def doctor(deep: bool = False) -> Diagnosis:
         missing = reason is not None and reason.code.value == "NOT_INSTALLED"
         found = reason.message if reason else f"{distribution} {loading.installed_version(distribution) or ''}".strip()
         checks.append(DoctorCheck(f"library {kernel.package}", reason is None or missing, found,
-                            reason.code.advice if reason and not missing else ""))
+                                  reason.code.advice if reason and not missing else ""))
     for name, health in world.health.items():
         checks.append(DoctorCheck(f"health of {name}", health.blocks is None, f"{health.state}, {health.failures} faults",
-                            str(health.reason.message) if health.reason else ""))
+                                  str(health.reason.message) if health.reason else ""))
     for name, reason in world.unloadable.items():
         checks.append(DoctorCheck(f"loading {name}", False, reason.message, reason.code.advice))
     for name, kinds in world.refused.items():
@@ -316,7 +316,7 @@ def get_config() -> dict[str, Any]:
     for layer in override.layers if override else ():
         policy = policy.with_layer(layer)
     source = {name: layer.name for layer in reversed(policy.layers) for name in layer.settings}
-    settings = {**policy.settings, "perfdb": perf_loading.shown(policy.setting("perfdb"))}     # without the password
+    settings = {**policy.settings, "perfdb": perf_loading.shown(policy.setting("perfdb"))}  # without the password
     return {"settings": settings, "source": {n: source.get(n, "default") for n in policy.settings},
             "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)}
                       for layer in policy.layers for r in layer.rules],

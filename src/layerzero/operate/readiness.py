@@ -120,14 +120,14 @@ def check_policy(world: World) -> Check:
             config.load_policy_file(world.policy_file, ops)
         except LayerZeroError as e:
             findings.append(Finding(FAIL, f"the policy file is broken, the one before is in force: {first_line(e)}",
-                                 "correct the policy file"))
+                                    "correct the policy file"))
     if settings["disabled"]:
         findings.append(Finding(WARNING, "disabled is set: every call goes to torch's default", "unset disabled"))
     if settings["strict_mode"] and settings["allow_adaptation"]:
         findings.append(Finding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins", "unset one"))
     if settings["jit"] == "in_request":
         findings.append(Finding(WARNING, "jit is in_request: a request waits while a kernel is compiled for it",
-                             "set jit to background, or warm up all calls"))
+                                "set jit to background, or warm up all calls"))
     rules = sum(len(layer.rules) for layer in world.policy.layers)
     return Check.of("policy", "a policy that loads and whose rules name kernels that are here", findings,
                     f"policy {world.policy.hash}, {rules} rules, file: {world.policy_file or 'none'}")
@@ -181,7 +181,7 @@ def check_database(world: World) -> Check:
     except StoreError as e:
         return Check("database", FAIL, want, str(e), "lz perf show says more; move the file away to begin anew")
     findings = [Finding(WARNING, f"{where}: {summary.damaged} rows are damaged and count for nothing",
-                     "run lz tune again for them")] if summary.damaged else []
+                        "run lz tune again for them")] if summary.damaged else []
     return Check.of("database", want, findings,
                     f"{where}: schema {summary.version}, {summary.rows} measurements, {summary.bytes >> 10} KiB")
 
@@ -197,13 +197,13 @@ def check_memory(world: World, kind: str, workspace: int = 0) -> Check:
     findings = []
     if workspace > available:
         findings.append(Finding(FAIL, f"{workspace:,} bytes of workspace are needed, the headroom is {available:,}",
-                             "free memory, or raise memory_headroom"))
+                                "free memory, or raise memory_headroom"))
     if total and free < LITTLE_MEMORY * total:
         findings.append(Finding(WARNING, f"{free:,} of {total:,} bytes are free", "free memory on the device"))
     headroom_setting = world.policy.setting("memory_headroom")
     if headroom_setting is not None and headroom_setting > free:
         findings.append(Finding(WARNING, f"memory_headroom promises {headroom_setting:,} bytes, {free:,} are free",
-                             "lower memory_headroom, or unset it to follow what is free"))
+                                "lower memory_headroom, or unset it to follow what is free"))
     return Check.of("memory", want, findings, f"{free:,} of {total:,} bytes free on {kind}, headroom {available:,}")
 
 
@@ -213,8 +213,8 @@ def check_versions(world: World) -> Check:
     want = ", ".join(f"{name} {tested}" for name, tested in TESTED.items()) + ", libraries in their ranges"
     installed = {"python": platform.python_version(), "torch": torch.__version__}
     findings = [Finding(WARNING, f"{name} {installed[name]} is outside {tested}, which is what was tested",
-                     "run the release gate on it, or take a version of the range")
-             for name, tested in TESTED.items() if not satisfies(installed[name].partition("+")[0], tested)]
+                        "run the release gate on it, or take a version of the range")
+                for name, tested in TESTED.items() if not satisfies(installed[name].partition("+")[0], tested)]
     findings += _requirement_findings()
     for kernel, reason in {**world.availability(), **world.unloadable}.items():
         if reason.code in (Code.VERSION_CONFLICT, Code.ABI_MISMATCH, Code.IMPORT_FAILED):
@@ -254,7 +254,7 @@ def check_health(world: World) -> Check:
             is_final = state.state == "disabled"
             reason_text = state.reason.message if state.reason else f"{state.failures} faults"
             findings.append(Finding(FAIL if is_final else WARNING, f"{group} is {state.state}: {reason_text}",
-                                 "restart the process" if is_final else "it is tried again by itself"))
+                                    "restart the process" if is_final else "it is tried again by itself"))
     for kernel, reason in sorted(world.unloadable.items()):
         findings.append(Finding(WARNING, f"{kernel}: {reason.message}", reason.code.advice))
     path = native.status()
@@ -295,11 +295,11 @@ def check_ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -
         return Check("ranks", FAIL, want, f"the store of the process group does not answer: {first_line(e)}",
                      "restart the process group")
     findings = [Finding(FAIL, f"rank {r}: {_difference(mine, line)}", "give every rank the same files and settings")
-             for r, line in sorted(identities.items()) if line != mine]
+                for r, line in sorted(identities.items()) if line != mine]
     missing = [r for r in range(size) if r not in identities]
     if missing:
         findings.append(Finding(WARNING, f"{len(missing)} of {size} ranks have not been checked yet: "
-                             f"{', '.join(map(str, missing[:8]))}", "check readiness on every rank"))
+                                f"{', '.join(map(str, missing[:8]))}", "check readiness on every rank"))
     return Check.of("ranks", want, findings, f"{size} ranks, all alike")
 
 
@@ -319,7 +319,7 @@ def _difference(mine: str, theirs: str) -> str:
 # all of them
 
 def check_surroundings(world: World, kind: str, workspace: int = 0, capabilities_file: Path | str | None = None
-                 ) -> Iterator[Check]:
+                       ) -> Iterator[Check]:
     yield check_policy(world)
     yield check_capabilities(world, capabilities_file)
     yield check_database(world)

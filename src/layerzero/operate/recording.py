@@ -51,7 +51,7 @@ FLUSH_SECONDS = 1.0
 log = logging.getLogger("layerzero")
 _observers: tuple[Observer, ...] = ()
 _observers_lock = locks.Lock()
-_thread_local = threading.local()                      # .fallback: (op, kernel) of a fallback during this call
+_thread_local = threading.local()              # .fallback: (op, kernel) of a fallback during this call
 
 
 class Observer(Protocol):

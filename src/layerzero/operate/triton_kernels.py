@@ -75,7 +75,7 @@ def triton_kernel(id: str, op: Op, fn: Any, *, launch: Callable[..., Any], grid:
 
     load.__module__ = launch.__module__        # its build is that of the file with the kernel
     defaults: dict[str, Any] = {"package": "triton", "differentiable": False, "traceable": False, "jit": True,
-                             "overhead_us": 15.0}
+                                "overhead_us": 15.0}
     hardware: tuple[Condition, ...] = (device("cuda"), plain_tensors())
     return Kernel(id, op, load, (*hardware, *requires), **{**defaults, **declared})
 

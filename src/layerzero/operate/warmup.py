@@ -35,7 +35,7 @@ from .calls import make_values
 from .inspection import dispatcher_of
 from .readiness import first_line
 
-MAX_WAITING = 256                             # calls in the background queue; more are skipped, with an event
+MAX_WAITING = 256                              # calls in the background queue; more are skipped, with an event
 CANNOT_BE_MADE: tuple[type[BaseException], ...] = (LayerZeroError, *faults.OUT_OF_MEMORY)
 
 
@@ -121,7 +121,7 @@ class WarmupReport:
         lines = [f"warm-up of {len(self._outcomes)} calls: {counts or 'nothing to do'}"]
         for o in self._outcomes:
             parts = [o.state, o.kernel, f"{o.seconds:.1f} s" if o.compiled else "", o.why,
-                    *(f"not {kernel}: {why}" for kernel, why in o.left_out.items())]
+                     *(f"not {kernel}: {why}" for kernel, why in o.left_out.items())]
             lines.append(f"  {o.call.op} {o.call.name}".rstrip() + ": " + ", ".join(filter(None, parts)))
         return "\n".join(lines)
 
@@ -134,8 +134,8 @@ class _Job:
     index: int
     device: str
     progress: Progress | None
-    caller_context: contextvars.Context                # has the policies of the caller's `with` blocks
-    compiling: tuple[str, str] = ("", "")            # the kernel that is compiled, and the one that serves meanwhile
+    caller_context: contextvars.Context        # has the policies of the caller's `with` blocks
+    compiling: tuple[str, str] = ("", "")      # the kernel that is compiled, and the one that serves meanwhile
 
     @property
     def call(self) -> Call:

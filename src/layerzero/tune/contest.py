@@ -36,7 +36,7 @@ from .report import Timed, Tuned
 FIRST_ROUNDS, MIN_ROUNDS, MORE_ROUNDS = 3, 10, 5       # until the slowest leave, until a verdict, until the next
 CALL_SECONDS = 3.0                             # for the rounds of one kind of call, after the first ones
 BEHIND_DEFAULT = 1.005                         # a tie with torch's default is recorded as this much slower
-DROP_ON_ENTRY, DROP_AFTER_FIRST = 10.0, 3.0         # times slower than the best: after two calls, after the first rounds
+DROP_ON_ENTRY, DROP_AFTER_FIRST = 10.0, 3.0    # times slower than the best: after two calls, after the first rounds
 
 
 def mode_facts(mode: str) -> dict[str, bool]:

@@ -32,14 +32,14 @@ from ..perf.record import CAPTURED, EAGER
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 SAMPLE_SECONDS = 5e-4
 LOOP_SECONDS = 2e-3                            # of eager calls on a device: the first and the last do not overlap
-MAX_CALLS, MAX_COLD_CALLS = 100_000, 20      # in one sample
-ATTEMPTS, MIN_CPU_SHARE = 3, 0.9                        # a sample with a smaller share of CPU time is taken again
+MAX_CALLS, MAX_COLD_CALLS = 100_000, 20        # in one sample
+ATTEMPTS, MIN_CPU_SHARE = 3, 0.9               # a sample with a smaller share of CPU time is taken again
 LONG_NS = 200_000_000                          # a sample this long is not taken again: its noise is small
 MARGIN = 0.02                                  # a smaller difference is a tie: two runs may differ by as much
 GRAPH_MARGIN = 0.01                            # replays of a graph differ less
 SURE = 0.95
 RESAMPLES = 1000
-OUTLIER_REACH = 3.0                                      # times the interquartile range beyond it: an outlier
+OUTLIER_REACH = 3.0                            # times the interquartile range beyond it: an outlier
 
 Contestant = Callable[[], Any]
 
@@ -67,11 +67,11 @@ class WallWatch:
                  now: Callable[[], int] = time.perf_counter_ns, cpu_time: Callable[[], int] | None = None,
                  seconds: float = SAMPLE_SECONDS) -> None:
         self._flush, self._wait, self._now, self._cpu_time, self.seconds = flush, wait, now, cpu_time, seconds
-        self.max_calls = MAX_CALLS if flush is None else 1           # only the first call after a flush is cold
+        self.max_calls = MAX_CALLS if flush is None else 1  # only the first call after a flush is cold
 
     def sample(self, contestant: Contestant, calls: int) -> float:
         if calls > 1:
-            contestant()                              # refills the caches after the others' turns
+            contestant()                       # refills the caches after the others' turns
         best = math.inf
         for _ in range(ATTEMPTS):
             if self._flush is not None:
@@ -151,7 +151,7 @@ class GraphWatch:
         return statistics.median(self.sample(contestant, 1) for _ in range(runs))
 
     def _capture(self, contestant: Contestant) -> torch.cuda.CUDAGraph:
-        warm_up(contestant, self._side)               # libraries make handles and plans now, some of them per stream
+        warm_up(contestant, self._side)        # libraries make handles and plans now, some of them per stream
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, stream=self._side):
             contestant()
@@ -336,7 +336,7 @@ class Race:
 
     def replace(self, name: str, contestant: Contestant) -> float | None:
         """Call a contestant in another way from now on; return microseconds of one such call, None if it failed."""
-        self._sample(name, contestant, 1)             # loads and compiles what it needs
+        self._sample(name, contestant, 1)      # loads and compiles what it needs
         after = self._sample(name, contestant, 1) if name in self._running else None
         if after is not None:
             calls = int(self.watch.seconds * 1e6 / max(after, 1e-3))

@@ -364,7 +364,7 @@ def _encoder_decoder(s: _Step) -> tuple[Call, ...]:
     s.norm((3 if s.decoding else 2) * m.layers + 1, m.hidden)
     s.linear(m.layers, m.hidden, 3 * m.heads * m.head_dim)
     s.attention(m.layers, s.tokens, s.seen, m.heads, m.kv_heads, m.head_dim, mask=bias)
-    s.linear((3 if s.decoding else 1) * m.layers, m.heads * m.head_dim, m.hidden)      # and two for cross attention
+    s.linear((3 if s.decoding else 1) * m.layers, m.heads * m.head_dim, m.hidden)  # and two for cross attention
     if s.decoding:
         s.attention(m.layers, s.tokens, s.prompt, m.heads, m.kv_heads, m.head_dim)
         s.token()

@@ -73,7 +73,7 @@ def _sizes(device: str) -> Iterator[int]:
 
 
 def _best_us(watch: Watch, contestant: Callable[[], Any], end: float, spreads: list[float]) -> float:
-    watch.sample(contestant, 1)                       # loads code, starts threads, touches the memory
+    watch.sample(contestant, 1)                # loads code, starts threads, touches the memory
     samples = [watch.sample(contestant, 1)]
     for _ in range(SAMPLES):
         if time.perf_counter() > end:

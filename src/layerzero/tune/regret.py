@@ -275,7 +275,7 @@ def _run(race: Race, seconds: float, kept: set[str]) -> dict[str, float]:
 
 
 def _contestants(dispatcher: Dispatcher, plan: Plan, facts: Mapping[str, Any], values: tuple[Any, ...],
-          grad: bool, mode: str) -> tuple[dict[str, Contestant], dict[str, str]]:
+                 grad: bool, mode: str) -> tuple[dict[str, Contestant], dict[str, str]]:
     """Bind every step of the plan as dispatch would; return also those whose library does not load."""
     world = worlds.current()
     fixed = fixed_by_key(world.program(dispatcher.op), facts)

@@ -184,7 +184,7 @@ def resolve(op: Op, arguments: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any
     while op.canonical is not None and (redirect := op.canonical(values)) is not None:
         op = worlds.current().catalog.ops[redirect.op]
         values = {p.name: redirect.values.get(p.name, p.default) for p in op.params}
-    public_function(op)                               # arguments now if it was never called
+    public_function(op)                        # arguments now if it was never called
     dispatcher = dispatchers[op.name]
     dispatcher.ensure_world()
     return dispatcher, tuple(values[name] for name in dispatcher.names)
@@ -212,7 +212,7 @@ class Tuner:
         self.rounds, self.cold, self.deadline, self.save, self.compile = rounds, cold, deadline, save, compile
         self.rates: dict[str, Rates] = {}      # by place, measured in this run
         self._watches: dict[tuple[str, str], Watch] = {}
-        self._last_inputs: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()    # call, dispatcher, values
+        self._last_inputs: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()  # call, dispatcher, values
 
     @property
     def out_of_time(self) -> bool:
@@ -220,7 +220,7 @@ class Tuner:
 
     def tune(self, job: Job) -> Tuned | Skipped:
         self._ensure_rates(job.device)
-        for where, factor in ((job.device, 4 if job.call.grad else 3), ("cpu", 2)):    # inputs are drawn on the host
+        for where, factor in ((job.device, 4 if job.call.grad else 3), ("cpu", 2)):  # inputs are drawn on the host
             if factor * job.nbytes > MEMORY_SHARE * (free := free_bytes(where)):
                 return Skipped(job.call, f"needs about {factor * job.nbytes / 2**30:.1f} GiB on the {where}, "
                                          f"{free / 2**30:.1f} GiB are free")
@@ -254,7 +254,7 @@ class Tuner:
         """Make the inputs once for all modes of a call: making large ones takes longer than timing it."""
         call, dispatcher, values = self._last_inputs
         if call is not job.call or dispatcher is None:
-            self._last_inputs = None, None, ()        # free their memory before allocating more
+            self._last_inputs = None, None, ()         # free their memory before allocating more
             op = dispatcher_of(job.call.op).op
             dispatcher, values = resolve(op, make_values(op, job.call, job.device))
             self._last_inputs = job.call, dispatcher, values

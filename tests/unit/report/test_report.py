@@ -292,7 +292,7 @@ def _written(found):
 
 def test_what_lz_regret_writes_is_shown():
     found = regret.RegretReport((replayed("torch.own", {"torch.own": 10.0, "fast.one": 5.0}, count=3),
-                           replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})), place="here-2t")
+                                 replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})), place="here-2t")
     read = _written(found)
     assert [row.regret for row in read.rows] == pytest.approx([1.0, 0.0])
     assert (read.median, read.p95) == (found.regret(0.5), found.regret(0.95))

@@ -89,7 +89,7 @@ def test_a_report_sums_up():
 def test_worse_than_torch_is_more_than_three_percent():
     assert RegretReport((row(a=10.2, b=10, default="b"),)).worse() == 0.0
     assert RegretReport((row(a=10.5, b=10, default="b"),)).worse() == 1.0
-    assert RegretReport((row(a=10, default=""),)).worse() == 0.0             # nothing to compare with
+    assert RegretReport((row(a=10, default=""),)).worse() == 0.0  # nothing to compare with
     assert RegretReport((row(a=10, default=""),)).gain() == 1.0
 
 

@@ -46,14 +46,14 @@ from ..protection import wrong_result
 from . import jit, sizes
 from .sizes import Caller
 
-LOCK_SECONDS = 900.0                               # seconds to wait for another process that compiles the same
-EXIT_SECONDS = 10.0                              # seconds that a compile under way gets when the process ends
+LOCK_SECONDS = 900.0                           # seconds to wait for another process that compiles the same
+EXIT_SECONDS = 10.0                            # seconds that a compile under way gets when the process ends
 FORK_SECONDS = 30.0
-MAX_QUEUED = 64                              # kernels in the queue; more are skipped, with an event
-MAX_FORMS = 16                                # of one kernel and kind of call that are compiled in the background
+MAX_QUEUED = 64                                # kernels in the queue; more are skipped, with an event
+MAX_FORMS = 16                                 # of one kernel and kind of call that are compiled in the background
 MAX_REQUESTS = 4096
-MAX_COPIED = 1 << 26                          # bytes of integers that one request may copy
-MEMORY_SHARE = 0.1                           # of free memory that the inputs of one compile may take
+MAX_COPIED = 1 << 26                           # bytes of integers that one request may copy
+MEMORY_SHARE = 0.1                             # of free memory that the inputs of one compile may take
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -93,7 +93,7 @@ def _own_cache(name: str) -> Path:
 
 # compiling one kernel now
 
-_compile_lock = threading.RLock()                 # held while something is compiled: a fork waits for it
+_compile_lock = threading.RLock()              # held while something is compiled: a fork waits for it
 
 
 def compile_now(dispatcher: Binder, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...],
@@ -209,7 +209,7 @@ def _why_not(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) 
     if any(p.kind == "object" for p in kernel.op.params):
         return "it takes objects, of which there is no other"
     nbytes = sum(_extent(tuple(t.shape), t.stride()) * t.element_size() for t in tensors)
-    if 3 * nbytes > (limit := MEMORY_SHARE * free_bytes(facts["device"])):     # the call, and both ends of its bucket
+    if 3 * nbytes > (limit := MEMORY_SHARE * free_bytes(facts["device"])):  # the call, and both ends of its bucket
         return f"inputs like its own take {nbytes >> 20} MiB, and {int(limit) >> 20} MiB may be taken; use lz.warmup"
     if sum(t.nbytes for t in tensors if not t.is_floating_point()) > MAX_COPIED:
         return f"more than {MAX_COPIED >> 20} MiB of whole numbers would have to be copied; use lz.warmup"
@@ -234,9 +234,9 @@ class _Job:
         return f"{self.kernel.id} for {kind_to_compile(self.dispatcher.op, self.facts)}"
 
 
-_queue_lock = locks.Lock()                           # guards all below
+_queue_lock = locks.Lock()                     # guards all below
 _queue: deque[_Job] = deque()
-_requested: dict[frozenset[Any], object] = {}      # what is or was compiled, and the request
+_requested: dict[frozenset[Any], object] = {}  # what is or was compiled, and the request
 _forms: dict[tuple[str, str], int] = {}        # (kernel, kind) -> how many of its forms were requested
 _current: _Job | None = None
 _thread: threading.Thread | None = None
@@ -292,7 +292,7 @@ def request(dispatcher: Binder, kernel: Kernel, step: Step, facts: Mapping[str, 
             _forms[kind] = _forms.get(kind, 0) + 1
             full = len(_queue) >= MAX_QUEUED
             if full:
-                del _requested[warmed]                # it may be requested again
+                del _requested[warmed]         # it may be requested again
         problem = f"{MAX_QUEUED} wait already" if full else _why_not(kernel, facts, values)
         try:
             described = () if problem else tuple(_describe(v, facts["grad"]) for v in values)

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
 
 BEHIND_WINNER = 1.005                          # a tie is recorded as this much slower for those that did not win
-MAX_GAP = 0.05                                # seconds without a call after which the process counts as idle
-MIN_CPU_SHARE, MAX_DISTURBED = 0.9, 3                        # a sample with less CPU time is not counted, except every third in a row
-MAX_OVERHEAD_US = 100.0                       # deciding about one call takes about 10; more is another process's doing
-MAX_SKIPPED = 31                              # calls in a row that are not timed while there is no budget
+MAX_GAP = 0.05                                 # seconds without a call after which the process counts as idle
+MIN_CPU_SHARE, MAX_DISTURBED = 0.9, 3          # a sample with less CPU time is not counted, except every third in a row
+MAX_OVERHEAD_US = 100.0                        # deciding about one call takes about 10; more is another process's doing
+MAX_SKIPPED = 31                               # calls in a row that are not timed while there is no budget
 
 # (op, bucket, place, transforms of kernels that need them): with transforms, calls take another time.
 Key = tuple[str, str, str, tuple[tuple[str, ...], ...]]
@@ -172,7 +172,7 @@ class LearnedKind:
         ticket, trial = sample.ticket, self.trial
         in_a_row = self.disturbed[ticket.kernel] = self.disturbed.get(ticket.kernel, 0) + 1 if sample.disturbed else 0
         counts = not sample.prepared and in_a_row in (0, MAX_DISTURBED)
-        if in_a_row == MAX_DISTURBED:                  # a busy machine: this sample is better than none
+        if in_a_row == MAX_DISTURBED:          # a busy machine: this sample is better than none
             self.disturbed[ticket.kernel] = 0
         trial.sampled(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None)
         lost = min(sample.overhead_us, MAX_OVERHEAD_US)
@@ -247,7 +247,7 @@ class Exploring:
 
     def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan, run_plain: Callable[..., Any], base: Candidate) -> None:
         self.dispatcher, self.kind, self.plan = dispatcher, kind, plan
-        self.run_plain = run_plain                     # serves the calls that are not timed, as without learning
+        self.run_plain = run_plain             # serves the calls that are not timed, as without learning
         self.base = plan.steps[0].kernel
         self.candidates: Mapping[str, Candidate] = {self.base: base}
         self.cuda = plan.facts["device"] == "cuda"
@@ -312,7 +312,7 @@ class Exploring:
             self.dispatcher.ledger.reassign(self.base, "" if candidate.named else kernel)
 
     def _recover(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...], fault: BaseException,
-                   ticket: Ticket | None) -> Any:
+                 ticket: Ticket | None) -> Any:
         """Drop the kernel for this kind; whose fault it was and who serves is decided as for any other call."""
         to_drop = "" if isinstance(fault, faults.PASSED_ON) else kernel
         self.kind.failed.append((ticket, to_drop, f"it failed: {type(fault).__name__}"))
@@ -340,7 +340,7 @@ def _run_timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
 
 
 def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
-                   began: float) -> tuple[Any, Sample]:
+                       began: float) -> tuple[Any, Sample]:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     packed = _packed_weights()
     begin.record()

@@ -29,7 +29,7 @@ from ...world.snapshot import World
 Form = tuple[Any, ...]
 MAX_EVENTS = 64                                 # forms of one entry that get an event each
 PLAIN = frozenset((bool, int, float, str, type(None)))
-MAX_SIGNATURES = 4096                              # of one entry; a counter among the arguments makes ever new ones
+MAX_SIGNATURES = 4096                          # of one entry; a counter among the arguments makes ever new ones
 
 
 def constant_axes(op: Op, facts: Mapping[str, Any]) -> tuple[frozenset[int], ...]:
@@ -145,8 +145,8 @@ def _plain(value: Any) -> Any:
 
 
 def only_compiled(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], warmed: Collection[Any],
-            fall_back: Callable[[tuple[Any, ...]], tuple[str, Any]],
-            on_unready: Callable[[tuple[Any, ...]], object] = lambda values: None) -> Callable[..., Any]:
+                  fall_back: Callable[[tuple[Any, ...]], tuple[str, Any]],
+                  on_unready: Callable[[tuple[Any, ...]], object] = lambda values: None) -> Callable[..., Any]:
     """Wrap `run` so that it serves only the forms it was compiled for.
 
     Any other call goes to `fall_back`, which returns (kernel, result); `on_unready` is called with the first call of
@@ -179,7 +179,7 @@ def only_compiled(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, A
 
 
 def report_compile(kernel: Kernel, run: Callable[..., Any], grad: bool,
-          failed: Callable[[BaseException], object]) -> Callable[..., Any]:
+                   failed: Callable[[BaseException], object]) -> Callable[..., Any]:
     """Wrap `run` so that an event reports its first call, which may compile for seconds."""
     first, library = threading.Lock(), bool(kernel.package)
 

@@ -43,13 +43,13 @@ from .exploring import Exploring, Key, LearnedKind, Candidate, account
 if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
 
-MAX_KINDS = 1024                              # being learned at once
-MAX_CLOSED = 8192                             # kinds that are remembered as done
-MAX_KERNELS = 8                               # candidates of one kind, those expected to be fastest
+MAX_KINDS = 1024                               # being learned at once
+MAX_CLOSED = 8192                              # kinds that are remembered as done
+MAX_KERNELS = 8                                # candidates of one kind, those expected to be fastest
 PUBLISH_SECONDS = 1.0
 DEVICES = ("cpu", "cuda")                      # elsewhere a call cannot be timed without waiting for it
 
-_kinds: dict[Key, LearnedKind] = {}                   # being learned
+_kinds: dict[Key, LearnedKind] = {}            # being learned
 _closed: dict[Key, None] = {}                  # done in this process, oldest first
 _kinds_lock = locks.Lock()
 _learned = _unclear = 0
@@ -58,7 +58,7 @@ _learned = _unclear = 0
 # which entries explore
 
 def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..., Any],
-              override: Override | None) -> Callable[..., Any]:
+            override: Override | None) -> Callable[..., Any]:
     """Return what the entry of this plan runs: `run`, or an Exploring if its kind of call is to be learned."""
     if not _is_learnable(dispatcher.op, world, plan, override):
         return run
@@ -71,10 +71,10 @@ def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[...,
     with _kinds_lock:
         kind = _kinds.get(key)
         if kind is None:
-            while len(_kinds) >= MAX_KINDS:   # entries of the oldest go on; new ones of it start over
+            while len(_kinds) >= MAX_KINDS:    # entries of the oldest go on; new ones of it start over
                 del _kinds[next(iter(_kinds))]
             kind = _kinds[key] = LearnedKind(key, dispatcher.op, plan, default.kernel if default is not None else "",
-                                       _worker.settled)
+                                             _worker.settled)
     base = plan.steps[0]
     kind.steps.setdefault(base.kernel, base)
     kernel = world.catalog.by_id[base.kernel]
@@ -335,7 +335,7 @@ def _forget_unregistered(world: World) -> None:
         _kinds.clear()
     if world.catalog is _catalog:
         return
-    kernels = world.catalog.by_id                # kinds with unregistered kernels are dropped
+    kernels = world.catalog.by_id              # kinds with unregistered kernels are dropped
     for key, kind in list(_kinds.items()):
         if world.catalog.ops.get(kind.op.name) is not kind.op or not kernels.keys() >= kind.steps.keys():
             _kinds.pop(key, None)

@@ -34,7 +34,7 @@ class Caller(Protocol):
 
 
 def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[Any, ...],
-                kind: str) -> Iterator[tuple[Any, ...]]:
+                   kind: str) -> Iterator[tuple[Any, ...]]:
     """Yield the call at the smallest and at the largest sizes of its kind, where its tensors can be resized."""
     op, named = dispatcher.op, dict(zip(dispatcher.names, values))
     patterns = op.patterns[facts[op.variant] if op.variant else ""]
@@ -42,13 +42,13 @@ def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[A
             if isinstance(t, Tensor) and name in patterns}
     fixed = {dim for name, dims in axes.items() for dim in dims.values() if not _is_resizable(named[name])}
     sizes = {dim: n for name, dims in axes.items() for axis, dim in dims.items()
-            if dim not in fixed and (n := named[name].shape[axis]) > EXACT}
+             if dim not in fixed and (n := named[name].shape[axis]) > EXACT}
     for low in (True, False):
         new = _at_bucket_end(sizes, low)
         if new == sizes:
             continue
         resized = {**named, **{name: _resize(named[name], {a: new[d] for a, d in dims.items() if d in new})
-                            for name, dims in axes.items() if any(d in new for d in dims.values())}}
+                               for name, dims in axes.items() if any(d in new for d in dims.values())}}
         call = tuple(resized[name] for name in dispatcher.names)
         try:
             if kind_to_compile(op, dispatcher.facts(call)) == kind:

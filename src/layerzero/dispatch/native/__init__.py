@@ -80,7 +80,7 @@ def module() -> Any:
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     compiled.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS,
-                raw_stream)
+                   raw_stream)
     return compiled
 
 

@@ -123,7 +123,7 @@ template <> struct Argument<c10::SymInt> : Argument<int64_t> {
   c10::SymInt get() { return value; }
 };
 
-template <class T> struct Argument<c10::ArrayRef<T>> {       // a shape, of int64_t or SymInt
+template <class T> struct Argument<c10::ArrayRef<T>> {  // a shape, of int64_t or SymInt
   T value = 0;
   bool read(const Call &call, PyObject **values, Source source) {
     if (source.kind != Source::LAST_SIZE || !is_plain(values[source.index])) return false;

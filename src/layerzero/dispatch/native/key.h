@@ -26,7 +26,7 @@ inline PyTypeObject *tensor_type, *parameter_type;
 inline PyObject *override_var;   // the ContextVar of world/context.py
 inline PyObject *for_call;       // world/context.py: makes the override of a call with backend= or policy=
 inline PyTypeObject *layer_type; // an immutable policy layer
-inline PyObject *backend_name, *policy_name;      // the interned keywords
+inline PyObject *backend_name, *policy_name;    // the interned keywords
 inline PyObject *capturing;      // torch._C._cuda_isCurrentStreamCapturing, or NULL
 inline PyObject *faults;         // the exceptions a kernel may raise: machine/faults.py
 
@@ -37,7 +37,7 @@ enum Token { SIZE, LITERAL, LEAD, BROADCAST };
 enum Code { FACT, CONST, ADD, SUB, MUL, DIV, MOD, EQ, NE, LT, LE, GT, GE, MAX, MIN };
 
 struct Param {
-  PyObject *name, *default_value;                    // default_value: NULL if it must be given
+  PyObject *name, *default_value;               // default_value: NULL if it must be given
   Kind kind;
   bool optional, keyword_only;
   std::vector<PyObject *> choices;              // of a str parameter
@@ -49,7 +49,7 @@ struct Tensor {
   int param;
   bool want_stride, want_ndim, want_grad;
   int want_alignment;                           // 1: always, 2: only off the CPU, where rules read it
-  bool same_dtype;                                   // must have the main tensor's dtype
+  bool same_dtype;                              // must have the main tensor's dtype
   std::vector<std::vector<Dim>> shapes;         // one per variant
 };
 struct Instruction { Code code; int64_t value; };
@@ -68,9 +68,9 @@ struct Program {
   std::vector<Tensor> tensors;
   std::vector<Derived> derived;
   std::vector<Field> fields;                    // of sizes and derived numbers
-  std::vector<int> bools, scalars, derived_inputs;       // parameters: bools; other scalars; ints that derived facts read
+  std::vector<int> bools, scalars, derived_inputs;      // parameters: bools; other scalars; ints that derived facts read
   std::vector<Field> numbers;                   // of scalars
-  std::vector<uint64_t> default_words;               // the words of the scalars if all are at their defaults
+  std::vector<uint64_t> default_words;          // the words of the scalars if all are at their defaults
   int default_variant = -1;                    // -1: some scalar has no default
   int variant = -1;                             // the str parameter that picks the shapes
   int main = -1;                                // the tensor that gives dtype and device
@@ -340,7 +340,7 @@ inline PyObject *named_override(const Extras &extras, PyObject *context) {
   return result;
 }
 
-constexpr int FLAG_WORD = 3;                     // grad, determinism, capture, disabled SDPA backends
+constexpr int FLAG_WORD = 3;                    // grad, determinism, capture, disabled SDPA backends
 constexpr uint64_t IN_CAPTURE = 4;
 
 // The SDPA backends that torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp disable, a bit each.
@@ -384,7 +384,7 @@ inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObjec
     int count = read_scalars(p, values, section, &variant);
     if (count < 0) return 0;
     at_defaults = (size_t)count == p.default_words.size() && p.default_variant >= 0 &&
-               !std::memcmp(section, p.default_words.data(), count * 8);      // equal to the defaults, by value
+               !std::memcmp(section, p.default_words.data(), count * 8);  // equal to the defaults, by value
     words[n++] = packed << 1 | !at_defaults;
     if (!at_defaults) n += count;
   } else words[n++] = packed << 1;

@@ -37,13 +37,13 @@ constexpr size_t MAX_BYTES = 1024, MAX_KERNEL_PARAMS = 96;     // of one launch
 constexpr size_t MAX_RECORDINGS = 16;                          // of one entry
 
 struct Range { bool is_stride; int axis; int64_t low, high, step; };
-struct TensorForm {                                   // what a tensor of the call must look like
+struct TensorForm {                             // what a tensor of the call must look like
   int param;
   c10::ScalarType dtype;
   c10::Device device;
   uint8_t misaligned;                           // its address modulo 16
   std::vector<int64_t> sizes, strides;
-  std::vector<Range> ranges;                       // sizes and strides that may vary
+  std::vector<Range> ranges;                    // sizes and strides that may vary
 };
 struct Scalar { int param; PyObject *value; };
 struct Allocation { bool is_random, dense; std::vector<int64_t> sizes, strides; at::TensorOptions options; };
@@ -307,7 +307,7 @@ inline bool read_launch(Recording *r, PyObject *tuple, size_t *numbers) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pointers); i++) {
     PyObject *p = PyTuple_GET_ITEM(pointers, i);
     Pointer pointer{(size_t)number_at(p, 0), (Origin)number_at(p, 1), (int)number_at(p, 2), number_at(p, 3)};
-    if (pointer.origin != KEPT) l.pointers.push_back(pointer);           // kept memory has its address in the bytes already
+    if (pointer.origin != KEPT) l.pointers.push_back(pointer);  // kept memory has its address in the bytes already
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(varying); i++) {
     PyObject *n = PyTuple_GET_ITEM(varying, i);
@@ -380,7 +380,7 @@ inline PyObject *is_worth_recording(PyObject *self, PyObject *const *args, Py_ss
   PyObject *values[MAX_PARAMS];
   if (r->attempts >= MAX_RECORDINGS + r->hits / 64 || n > MAX_PARAMS) Py_RETURN_FALSE;
   std::copy(args, args + n, values);
-  if (find_recording(r, values, &device, &stream)) Py_RETURN_FALSE;      // a recording exists: this thread was new to CUDA
+  if (find_recording(r, values, &device, &stream)) Py_RETURN_FALSE;  // a recording exists: this thread was new to CUDA
   r->attempts++;
   Py_RETURN_TRUE;
 }

@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         outputs = tuple([self._output(t) for t in results])
         launches = tuple([self._launch(launch) for launch in self.launches])
         ranges = tuple([(self._argument(v), int(v.what == "stride"), v.axis, v.low, v.high, v.step)
-                      for launch in self.launches for v in launch.varying])
+                        for launch in self.launches for v in launch.varying])
         if self.problem:
             return None
         hooks = tuple({id(h): h for launch in self.launches for h in launch.hooks}.values())

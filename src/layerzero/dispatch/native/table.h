@@ -14,7 +14,7 @@ struct Slot {
   PyObject *entry = nullptr, *override_object = nullptr;
   Call call;
   uint64_t hits = 0, reported = 0, swept_hits = 0;
-  bool same_in_capture = false;                        // the same would be called while a CUDA graph is captured
+  bool same_in_capture = false;                 // the same would be called while a CUDA graph is captured
   bool watched = false;                         // on a fault, say which inputs were written into before it
   bool suspect = false;                         // it has failed: its calls go to Python until it is `put` again
 };
@@ -35,7 +35,7 @@ inline uint64_t mix(uint64_t a, uint64_t b) {
   return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-inline uint64_t hash_of(const uint64_t *words, size_t n) {       // pairs of words are independent
+inline uint64_t hash_of(const uint64_t *words, size_t n) {  // pairs of words are independent
   uint64_t h = n, salt = 0x9E3779B97F4A7C15ull;
   size_t i = 0;
   for (; i + 2 <= n; i += 2, salt += 0x9E3779B97F4A7C16ull)
@@ -65,7 +65,7 @@ inline Slot *find_for(Dispatcher *d, PyObject **values, uint64_t *words, size_t 
   return captured < 0 ? nullptr : find(d, words, n, hash_of(words, n));
 }
 
-inline void report_hits(Slot &s) {                          // add the hits of this slot to those of the Python entry
+inline void report_hits(Slot &s) {              // add the hits of this slot to those of the Python entry
   if (s.hits == s.reported) return;
   PyObject *old = PyObject_GetAttrString(s.entry, "native_hits");
   long long before = old ? PyLong_AsLongLong(old) : 0;

@@ -242,7 +242,8 @@ def _misses(s: Setting, effort: Effort) -> dict[str, Any]:
                 taken[name].append(ended - began)
     micros = {name: Spread.of([ns / 1e3 for ns in samples]).to_json() for name, samples in taken.items()}
     told = sum(micros[n]["median"] for n in ("facts", "select", "bind"))
-    return {"kernels": len(d.ensure_world().kernels(d.op.name)), "viable": len(_viable(s)), "keys": len(calls), "us": micros,
+    return {"kernels": len(d.ensure_world().kernels(d.op.name)), "viable": len(_viable(s)), "keys": len(calls),
+            "us": micros,
             "rest_us": round(micros["whole"]["median"] - told, 1)}
 
 

@@ -118,7 +118,7 @@ def _at_default(op: Op, name: str, fixed: Mapping[str, Any]) -> bool:
 
 
 def defaults_of(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Return the parameters of a function in order, and the defaults of those that have one; torch's by their schema."""
+    """Return the parameters of a function in order, and their defaults; those of torch's functions by their schema."""
     return _operator_defaults(fn) if isinstance(fn, BuiltinFunctionType) else _python_defaults(fn)
 
 
@@ -143,7 +143,7 @@ def _python_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[s
 
 
 def aten_operator(fn: Callable[..., Any]) -> Any:
-    """Return the ATen operator behind one of torch's built-in functions, its default overload; None if there is none."""
+    """Return the default overload of the ATen operator behind one of torch's built-in functions, or None."""
     return _aten_operator(fn) if isinstance(fn, BuiltinFunctionType) else None
 
 
@@ -156,7 +156,7 @@ def _aten_operator(fn: Callable[..., Any]) -> Any:
 
 
 def as_operator_call(call: Direct) -> tuple[str, tuple[Any, ...]] | None:
-    """Return the call as an ATen operator's name and all its arguments in order, defaults included; None if it is none."""
+    """Return the name and all arguments in order, defaults included, of a call of an ATen operator; else None."""
     operator = aten_operator(call.fn)
     if operator is None:
         return None
@@ -216,7 +216,8 @@ def _cast_lines(op: Op, variant: str) -> list[str]:
             *(f"if {n} is not None and {n}.dtype == _dtype_before: {n} = {n}.to(DTYPE)" for n in masks)]
 
 
-def _restore_lines(op: Op, transforms: Sequence[Transform], source: str, target: str, scope: dict[str, Any]) -> list[str]:
+def _restore_lines(op: Op, transforms: Sequence[Transform], source: str, target: str,
+                   scope: dict[str, Any]) -> list[str]:
     """Put the results back into the caller's layout and dtype."""
     lines = []
     if target != source:

@@ -302,7 +302,7 @@ class _SizeBinder:
     def __init__(self, patterns: Any) -> None:
         self.patterns = patterns
         self.certain: set[str] = set()
-        self.lead: dict[str, tuple[str, tuple[str, ...]]] = {}     # leading shape -> the required tensor that has it, its other sizes
+        self.lead: dict[str, tuple[str, tuple[str, ...]]] = {}     # leading shape -> a required tensor, its other sizes
         self.count = 0
 
     def lines(self, name: str, certain: bool) -> list[str]:
@@ -443,8 +443,8 @@ def generated_globals(override: Callable[[], Any], for_call: Callable[[str | Non
     """Return the globals of a generated function; the dispatcher adds TABLE, MISS, SLOW and RECOVER."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
-        "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket, "BROADCAST": broadcast_flags,
-        "STRIDED": torch.strided, "STRIDE_LAST": _stride_last, "NUMBERS": _are_numbers, "ALIGNMENT": alignment,
+        "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket,
+        "BROADCAST": broadcast_flags, "STRIDED": torch.strided, "STRIDE_LAST": _stride_last, "NUMBERS": _are_numbers, "ALIGNMENT": alignment,
         "OVERRIDE": override, "FOR_CALL": for_call, "FAULTS": faults, "DTYPE_NAME": dtype_name,
         "BROADCAST_AXES": _broadcast_axes,
         **{f"READ_{fact}": reader for fact, reader in TENSOR_READERS.items()},

@@ -117,7 +117,8 @@ def wrong_result(op: Op, values: Mapping[str, Any], out: Any) -> WrongResult | N
         return None
     expected_parts, parts = as_tuple(expected), as_tuple(out)
     if isinstance(expected, Tensor) is not isinstance(out, Tensor) or len(expected_parts) != len(parts):
-        return WrongResult(", ".join(map(_describe, expected_parts)), f"{type(out).__name__} of {', '.join(map(_describe, parts))}")
+        return WrongResult(", ".join(map(_describe, expected_parts)),
+                           f"{type(out).__name__} of {', '.join(map(_describe, parts))}")
     device = next((v.device for v in values.values() if isinstance(v, Tensor)), None)
     device = values[op.main_tensor].device if isinstance(values.get(op.main_tensor), Tensor) else device
     for i, (want, tensor) in enumerate(zip(expected_parts, parts)):
@@ -128,10 +129,12 @@ def wrong_result(op: Op, values: Mapping[str, Any], out: Any) -> WrongResult | N
             return WrongResult(label + _describe(want), f"{label}{_describe(tensor)}")
         fits = tensor.shape == want.shape and tensor.dtype is want.dtype and tensor.layout is torch.strided
         if not fits or (device is not None and tensor.device != device):
-            return WrongResult(f"{label}{_describe(want)} on {device}", f"{label}{_describe(tensor)} on {tensor.device}")
+            return WrongResult(f"{label}{_describe(want)} on {device}",
+                               f"{label}{_describe(tensor)} on {tensor.device}")
         for name, value in values.items():
             if isinstance(value, Tensor) and name not in op.in_place and _overlap(value, tensor):
-                return WrongResult(f"{label}{_describe(want)} in memory of its own", f"{label}memory of the input {name}")
+                return WrongResult(f"{label}{_describe(want)} in memory of its own",
+                                   f"{label}memory of the input {name}")
     return None
 
 
@@ -170,7 +173,8 @@ def _extent(t: Tensor) -> tuple[int, int]:
 class Guard:
     """A kernel whose calls are checked. After `clean_calls` good ones, the unguarded kernel replaces it."""
 
-    def __init__(self, op: Op, kernel: Kernel, run: Callable[..., Any], max_bytes: int, clean_calls: int | None = 1) -> None:
+    def __init__(self, op: Op, kernel: Kernel, run: Callable[..., Any], max_bytes: int,
+                 clean_calls: int | None = 1) -> None:
         self.op, self.kernel, self.run = op, kernel, run
         self.names = tuple(p.name for p in op.params)
         self.max_bytes = max_bytes

@@ -122,13 +122,13 @@ def _timed_out(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None, faul
         now, cooldown = time.monotonic(), worlds.current().policy.setting("breaker_cooldown")
         change_health(kernel.health, lambda old: health.failed(old, reason, now, True, 1, cooldown))
     return KernelFailed(
-        f"lz.{dispatcher.op.name}: {name} {reason.message}, the call_timeout of the policy. It cannot be stopped and may "
-        "be at work on the inputs still, so no other kernel was tried.\n  hint: leave these inputs alone and call "
+        f"lz.{dispatcher.op.name}: {name} {reason.message}, the call_timeout of the policy. It cannot be stopped "
+        "and may be at work on the inputs still, so no other kernel was tried.\n  hint: leave these inputs alone and call "
         "again with others; lz.probe runs a kernel in a process of its own, where it can be stopped", [reason])
 
 
 def _guard_again(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None, failure: Failure) -> None:
-    """Guard the calls of a kernel that has failed for a while: it may fail again."""
+    """Guard the calls of a failed kernel for a while: it may fail again."""
     if kernel is None or failure.kernel is None or protection.is_ours(kernel) or isinstance(entry.run, Exploring):
         return
     if not isinstance(entry.run, protection.Guard) or entry.run.calls_left is not None:

@@ -22,7 +22,7 @@ from ..spec.op import Op, Param
 from .dispatcher import dispatchers
 
 _library = torch.library.Library("layerzero", "FRAGMENT")
-_defined: dict[str, str] = {}                  # op -> its schema; torch never forgets declare
+_defined: dict[str, str] = {}                  # op -> its schema; torch never forgets one
 _TYPES = {"tensor": "Tensor", "bool": "bool", "int": "SymInt", "float": "float", "str": "str",
           "generator": "Generator"}
 

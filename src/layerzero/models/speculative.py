@@ -40,8 +40,9 @@ def verify(draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tenso
            seed: int | None = None, seed_rows: Tensor | None = None, offset: int = 0,
            generator: torch.Generator | None = None) -> Verified:
     """Which tokens of a draft (batch, drafted) to keep, and the one that follows. See lz.speculative_verify."""
-    return Verified(*public_function(_chain)(draft_tokens, draft_probs, target_probs, uniforms, seed=seed, seed_rows=seed_rows,
-                                             offset=offset, generator=generator))
+    return Verified(*public_function(_chain)(
+        draft_tokens, draft_probs, target_probs, uniforms, seed=seed, seed_rows=seed_rows, offset=offset,
+        generator=generator))
 
 
 def verify_tree(draft_tokens: Tensor, parents: Tensor, draft_probs: Tensor | None, target_probs: Tensor,

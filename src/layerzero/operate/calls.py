@@ -46,7 +46,7 @@ def _describe_tensor(tensor: Tensor) -> TensorSpec:
 
 
 def make_values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Return every parameter of the op by name; tensors are values from the seed, equal for equal seeds."""
+    """Return every parameter of the op by name; tensors are made from the seed, equal for equal seeds."""
     if call.case is not None:
         dtype = _torch_dtype(call.dtype)
         try:
@@ -59,7 +59,8 @@ def make_values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[
         if unknown:
             raise InvalidCall(f"lz.{op.name} has no parameter {', '.join(unknown)}; it has {', '.join(op.by_name)}")
         generator = torch.Generator("cpu").manual_seed(seed)
-        arguments = {n: _make_tensor(v, device, generator) if isinstance(v, TensorSpec) else v for n, v in call.arguments.items()}
+        arguments = {n: _make_tensor(v, device, generator) if isinstance(v, TensorSpec) else v
+                     for n, v in call.arguments.items()}
     values = {p.name: arguments.get(p.name, p.default) for p in op.params}
     missing = [p.name for p in op.params if p.required and p.name not in arguments]
     if missing:

@@ -33,7 +33,8 @@ from ..world import context, events, incidents
 from ..world import snapshot as worlds
 from ..world.snapshot import World
 
-LIBRARY_FILES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__, "<")
+LIBRARY_FILES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}",
+                 contextlib.__file__, "<")
 WARM_UPS = 3                                   # calls before a capture: libraries settle their plans within these
 Calls = Mapping[str, Mapping[str, int]]        # op -> kernel -> how often
 
@@ -241,8 +242,8 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
                if address not in segments and tuple(s.get("segment_pool_id", pool)) != tuple(pool)]
     pool_bytes = sum(s["total_size"] for s in in_pool) if known else reserved_after - reserved
     outside_bytes = sum(s["total_size"] for s in outside)
-    problems = [Problem("allocation", f"{outside_bytes} bytes were allocated outside the graph's own pool, so on a stream "
-                        "that is not captured")] if outside else []
+    problems = [Problem("allocation", f"{outside_bytes} bytes were allocated outside the graph's own pool, so on a "
+                        "stream that is not captured")] if outside else []
     return Attempt(cuda_graph, result, since(before), pool_bytes, free - free_after, tuple(problems))
 
 

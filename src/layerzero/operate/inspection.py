@@ -269,16 +269,19 @@ def doctor(deep: bool = False) -> Diagnosis:
         checks.append(DoctorCheck(f"library {kernel.package}", reason is None or missing, found,
                                   reason.code.advice if reason and not missing else ""))
     for name, health in world.health.items():
-        checks.append(DoctorCheck(f"health of {name}", health.blocks is None, f"{health.state}, {health.failures} faults",
+        checks.append(DoctorCheck(f"health of {name}", health.blocks is None,
+                                  f"{health.state}, {health.failures} faults",
                                   str(health.reason.message) if health.reason else ""))
     for name, reason in world.unloadable.items():
         checks.append(DoctorCheck(f"loading {name}", False, reason.message, reason.code.advice))
     for name, kinds in world.refused.items():
         kind, reason = list(kinds.items())[-1]
-        checks.append(DoctorCheck(f"refused by {name}", True, f"{len(kinds)} kinds of calls; last: {kind}", reason.message))
+        checks.append(DoctorCheck(f"refused by {name}", True, f"{len(kinds)} kinds of calls; last: {kind}",
+                                  reason.message))
     compiles = compiling.status()
     if compiles.compiling:
-        checks.append(DoctorCheck("compiling in the background", True, str(compiles), "another kernel serves meanwhile"))
+        checks.append(DoctorCheck("compiling in the background", True, str(compiles),
+                                  "another kernel serves meanwhile"))
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "layerzero": _version()}
     return Diagnosis(tuple(checks), devices, versions)
 

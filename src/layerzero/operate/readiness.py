@@ -124,7 +124,8 @@ def check_policy(world: World) -> Check:
     if settings["disabled"]:
         findings.append(Finding(WARNING, "disabled is set: every call goes to torch's default", "unset disabled"))
     if settings["strict_mode"] and settings["allow_adaptation"]:
-        findings.append(Finding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins", "unset one"))
+        findings.append(Finding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins",
+                                "unset one"))
     if settings["jit"] == "in_request":
         findings.append(Finding(WARNING, "jit is in_request: a request waits while a kernel is compiled for it",
                                 "set jit to background, or warm up all calls"))
@@ -221,7 +222,8 @@ def check_versions(world: World) -> Check:
             backend = kernel.partition(".")[0]
             findings.append(Finding(WARNING, f"{backend}: {reason.message}", "install the version its kernels take"))
     ours = installed_version("layerzero") or "unknown"
-    return Check.of("versions", want, findings, f"layerzero {ours}, python {installed['python']}, torch {installed['torch']}")
+    return Check.of("versions", want, findings,
+                    f"layerzero {ours}, python {installed['python']}, torch {installed['torch']}")
 
 
 def _requirement_findings() -> Iterator[Finding]:
@@ -240,7 +242,8 @@ def _requirement_findings() -> Iterator[Finding]:
             continue
         version = installed_version(requirement.name)
         if version is None or not satisfies(version, str(requirement.specifier)):
-            yield Finding(FAIL, f"layerzero needs {requirement.name} {requirement.specifier}, {version or 'none'} is here",
+            yield Finding(FAIL,
+                          f"layerzero needs {requirement.name} {requirement.specifier}, {version or 'none'} is here",
                           f"pip install '{requirement.name}{requirement.specifier}'")
 
 

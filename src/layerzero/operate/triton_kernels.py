@@ -148,4 +148,5 @@ def _runner(id: str, fn: Any, launch: Callable[..., Any], grid: Grid, meta: Mapp
 
 
 def _emit_compiled(compiled: Compiled) -> None:
-    events.emit(TritonCompiled(kernel=compiled.function, cache=compiled.cache, seconds=compiled.seconds, shared=compiled.shared))
+    events.emit(TritonCompiled(kernel=compiled.function, cache=compiled.cache, seconds=compiled.seconds,
+                               shared=compiled.shared))

@@ -346,7 +346,8 @@ def _serve_now(dispatcher: Dispatcher, values: tuple[Any, ...]) -> str:
     return kernel
 
 
-def _choice(dispatcher: Dispatcher, facts: Mapping[str, Any], left_out: Mapping[str, str]) -> tuple[Kernel, Step] | None:
+def _choice(dispatcher: Dispatcher, facts: Mapping[str, Any],
+            left_out: Mapping[str, str]) -> tuple[Kernel, Step] | None:
     """Return the kernel that would serve if everything were compiled."""
     world = worlds.current()
     plan = world.plan(dispatcher.op, facts, context.current.get(), compiled=True)

@@ -87,7 +87,8 @@ class Contest:
                 run = self.dispatcher.bind(kernel, step, self.facts, {} if kernel.jit else fixed).run
                 inputs = apply_transforms(self.op, step, self.values, self.facts)
                 if kernel.jit:                 # as a request will call it, with the check of its form
-                    run = jit.only_compiled(kernel, run, self.facts, jit.warmed_keys(kernel, self.facts, inputs), _unreachable)
+                    warmed = jit.warmed_keys(kernel, self.facts, inputs)
+                    run = jit.only_compiled(kernel, run, self.facts, warmed, _unreachable)
             except loading.LoadFailed as e:
                 mark_unloadable(kernel, e.reason)
                 self.failed[kernel.id] = e.reason

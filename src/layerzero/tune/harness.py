@@ -202,7 +202,7 @@ class Summary:
     p95: float
     p99: float
     samples: int
-    outliers: int = 0                          # samples far beyond the interquartile range, as when the CPU was taken away
+    outliers: int = 0                          # samples far beyond the interquartile range
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Summary:

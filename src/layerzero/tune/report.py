@@ -123,7 +123,7 @@ class TuneReport:
 
     @property
     def closing(self) -> str:
-        """The last line of the text: how much was done, and text is left."""
+        """The last line of the text: how much was done, and what is left."""
         parts = [f"{len(self.tuned)} kinds of call tuned in {self.seconds:.1f} s"]
         if self.already:
             parts.append(f"{len(self.already)} were measured before")

@@ -179,12 +179,12 @@ def _job(call: Call, device: str) -> Job:
 
 
 def resolve(op: Op, arguments: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any, ...]]:
-    """Return the dispatcher of the call and its arguments in order; an unusual call is arguments canonical first."""
+    """Return the dispatcher of the call and its arguments in order; an unusual call is made canonical first."""
     values = dict(arguments)
     while op.canonical is not None and (redirect := op.canonical(values)) is not None:
         op = worlds.current().catalog.ops[redirect.op]
         values = {p.name: redirect.values.get(p.name, p.default) for p in op.params}
-    public_function(op)                        # arguments now if it was never called
+    public_function(op)                        # made now if it was never called
     dispatcher = dispatchers[op.name]
     dispatcher.ensure_world()
     return dispatcher, tuple(values[name] for name in dispatcher.names)
@@ -212,7 +212,7 @@ class Tuner:
         self.rounds, self.cold, self.deadline, self.save, self.compile = rounds, cold, deadline, save, compile
         self.rates: dict[str, Rates] = {}      # by place, measured in this run
         self._watches: dict[tuple[str, str], Watch] = {}
-        self._last_inputs: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()  # call, dispatcher, values
+        self._last_inputs: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()
 
     @property
     def out_of_time(self) -> bool:

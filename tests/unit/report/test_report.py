@@ -308,7 +308,8 @@ def test_what_lz_regret_writes_is_shown():
 
 
 def test_a_replay_of_nothing_is_no_success():
-    page = Reader(render(overview(regret=_written(regret.RegretReport((), (regret.NotReplayed(Call("moe"), "too large"),))))))
+    nothing = regret.RegretReport((), (regret.NotReplayed(Call("moe"), "too large"),))
+    page = Reader(render(overview(regret=_written(nothing))))
     assert "No call could be replayed" in page.text and "too large" in page.text
 
 

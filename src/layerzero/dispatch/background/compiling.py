@@ -128,7 +128,8 @@ def compile_now(dispatcher: Binder, kernel: Kernel, step: Step, facts: Mapping[s
             change_health(kernel.health, lambda old: health.disabled(reason))
         return reason.message
     events.emit(WarmedUp(dispatcher.op.name, kernel.id, time.perf_counter() - began))
-    worlds.publish(lambda w: w.replace({dispatcher.op.name}, warmed=w.warmed | warmed) if kernel.id in w.catalog.by_id else w,
+    op = dispatcher.op.name
+    worlds.publish(lambda w: w.replace({op}, warmed=w.warmed | warmed) if kernel.id in w.catalog.by_id else w,
                    f"warmed:{kernel.id}")
     return None
 
@@ -243,13 +244,16 @@ _thread: threading.Thread | None = None
 _closing = False
 
 
-def request_better(dispatcher: Binder, world: World, plan: Plan, override: Override | None, values: tuple[Any, ...]) -> None:
+def request_better(dispatcher: Binder, world: World, plan: Plan, override: Override | None,
+                   values: tuple[Any, ...]) -> None:
     """Request the kernels that would serve this call if they were compiled already.
 
     Also those that would serve it while a CUDA graph is captured: nothing can be compiled then.
     """
     facts = plan.facts
-    if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain" or not _may_compile(dispatcher.op, world, facts, override):
+    if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain":
+        return
+    if not _may_compile(dispatcher.op, world, facts, override):
         return
     for graph in (False, True) if facts["device"] == "cuda" else (False,):
         steps = world.plan(dispatcher.op, {**facts, "graph": graph}, override, compiled=True).steps
@@ -271,7 +275,7 @@ def _may_compile(op: Op, world: World, facts: Mapping[str, Any], override: Overr
 
 
 def is_worth_it(kernel: Kernel, step: Step) -> bool:
-    """Is the evidence worth seconds of CPU? A guess is not; less work by construction is, unless Inductor compiles it."""
+    """Is the evidence worth seconds of CPU? A guess is not, nor is less work by construction through Inductor."""
     return step.score.source in (MEASURED, INTERPOLATED, SHIPPED, POLICY) or (
         step.score.source == LESS_WORK and bool(kernel.package))
 

@@ -245,7 +245,8 @@ class Candidate(NamedTuple):
 class Exploring:
     """What an entry runs while its kind is learned. `candidates` grows as their kernels are loaded."""
 
-    def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan, run_plain: Callable[..., Any], base: Candidate) -> None:
+    def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan, run_plain: Callable[..., Any],
+                 base: Candidate) -> None:
         self.dispatcher, self.kind, self.plan = dispatcher, kind, plan
         self.run_plain = run_plain             # serves the calls that are not timed, as without learning
         self.base = plan.steps[0].kernel
@@ -336,7 +337,8 @@ def _run_timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
     start = _now()
     out = run(*values)
     took = _now() - start
-    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, _packed_weights() != packed, (_cpu_time() - worked) * 1e6)
+    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, _packed_weights() != packed,
+                       (_cpu_time() - worked) * 1e6)
 
 
 def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,

@@ -38,7 +38,7 @@ from .. import protection
 from ..binding import Binding
 from ..cache import Entry
 from . import jit
-from .exploring import Exploring, Key, LearnedKind, Candidate, account
+from .exploring import Candidate, Exploring, Key, LearnedKind, account
 
 if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
@@ -105,7 +105,10 @@ def _default(world: World, plan: Plan) -> Step | None:
 
 
 def _candidate_steps(world: World, plan: Plan) -> list[Step]:
-    """Return the steps to try beside the first; if some were measured, only kernels that were compiled too late for it."""
+    """Return the steps to try beside the first.
+
+    If some were measured already, these are only kernels that were compiled too late to be measured too.
+    """
     measured = any(s.score.source == MEASURED for s in plan.steps)
     first, default = plan.steps[0], _default(world, plan)
 
@@ -157,7 +160,8 @@ def _prepare(exploring: Exploring, world: World, steps: list[Step], override: Ov
             continue
         reordered = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
         run = dispatcher.wrap_jit(world, kernel, binding.run, reordered, override) if kernel.jit else binding.run
-        candidates[step.kernel] = _candidate(dispatcher, world, kernel, reordered, dispatcher.wrap_guard(kernel, reordered, run, world))
+        run = dispatcher.wrap_guard(kernel, reordered, run, world)
+        candidates[step.kernel] = _candidate(dispatcher, world, kernel, reordered, run)
     with kind.lock:
         for step in steps:
             if step.kernel in candidates:

@@ -69,7 +69,8 @@ def _axes(op: Op, tokens: tuple[str, ...], t: Tensor) -> dict[int, str]:
 
 def _is_resizable(t: Tensor) -> bool:
     """Integers cannot be made up, and only dense tensors can be given another size."""
-    return (t.is_floating_point() or t.dtype is torch.bool) and jit.memory_order(tuple(t.shape), t.stride())[:1] != (-1,)
+    is_dense = jit.memory_order(tuple(t.shape), t.stride())[:1] != (-1,)
+    return is_dense and (t.is_floating_point() or t.dtype is torch.bool)
 
 
 def _at_bucket_end(sizes: Mapping[str, int], low: bool) -> dict[str, int]:

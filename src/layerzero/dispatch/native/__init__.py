@@ -210,7 +210,8 @@ def dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) ->
     if any(value in floats if code == "fact" else isinstance(value, float) for code, value in steps):
         return None                            # its derived facts are integers
     doc = f"{op.name}{_text_signature(op)}\n--\n\n{op.reference.__doc__ or ''}"
-    return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, _weak_callback(op, miss), _weak_callback(op, recover)))
+    on_miss, on_fault = _weak_callback(op, miss), _weak_callback(op, recover)
+    return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, on_miss, on_fault))
 
 
 def _weak_callback(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:

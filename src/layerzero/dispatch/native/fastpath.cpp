@@ -1,4 +1,4 @@
-// The hot path in C++: `dispatch` is what lz.<op> runs on a find_call. It reads the key of a call straight
+// The hot path in C++: `dispatch` is what lz.<op> runs on a hit. It reads the key of a call straight
 // from its tensors (key.h), finds the entry (table.h) and calls it (call.h, aten.h, launch.h).
 //
 // It does what the Python that hotpath.py generates does, and like it follows the op's key program:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...dispatch import facts as reading
 from ...machine import faults, hardware
 from ...machine.loading import LoadFailed
-from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, why_no_capture, attempt, first_cause, problem_of
+from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, attempt, first_cause, problem_of, why_no_capture
 from ...operate.inspection import dispatcher_of
 from ...select.policy import suggest
 from ...spec.errors import ConfigError

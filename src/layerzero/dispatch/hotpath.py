@@ -444,7 +444,8 @@ def generated_globals(override: Callable[[], Any], for_call: Callable[[str | Non
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
         "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket,
-        "BROADCAST": broadcast_flags, "STRIDED": torch.strided, "STRIDE_LAST": _stride_last, "NUMBERS": _are_numbers, "ALIGNMENT": alignment,
+        "BROADCAST": broadcast_flags, "STRIDED": torch.strided, "STRIDE_LAST": _stride_last,
+        "NUMBERS": _are_numbers, "ALIGNMENT": alignment,
         "OVERRIDE": override, "FOR_CALL": for_call, "FAULTS": faults, "DTYPE_NAME": dtype_name,
         "BROADCAST_AXES": _broadcast_axes,
         **{f"READ_{fact}": reader for fact, reader in TENSOR_READERS.items()},

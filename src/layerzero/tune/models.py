@@ -224,7 +224,7 @@ class _Step:
             self.add("rms_norm", count, x=x, weight=self.tensor(width), eps=m.eps, offset=m.norm_offset or None)
 
     def norms(self) -> None:
-        """Add the norms of all layers and the last one, each after the first fused with its residual add if possible."""
+        """Add the norms of all layers and the last one; after the first, fused with the residual add if possible."""
         m, count = self.model, self.model.norms * self.model.layers
         if m.norm == "layer" or m.norms != 2:
             self.norm(count + 1, m.hidden)

@@ -81,7 +81,7 @@ class Dispatcher:
         self.python_call.__name__ = self.python_call.__qualname__ = op.name
         self.python_call.__doc__ = op.reference.__doc__
         self.python_call.__module__ = "layerzero"
-        self.native = native.dispatcher(op, self.native_miss, self.native_recover)
+        self.native = native.make_dispatcher(op, self.native_miss, self.native_recover)
         self.public: Callable[..., Any] = self.python_call if self.native is None else self.native.call
 
     # A first call: obtain an entry for its key, and run it.

@@ -200,7 +200,7 @@ class NativeDispatcher:
         self.compiled.collect()
 
 
-def dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) -> NativeDispatcher | None:
+def make_dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) -> NativeDispatcher | None:
     """Make the native dispatcher of an op; None if there is no native path for it."""
     compiled = module()
     if compiled is None or op.read is not None or any(p.kind == "str" and not p.choices for p in op.params):

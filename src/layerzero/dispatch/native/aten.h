@@ -200,8 +200,8 @@ template <class Op, class R, class... A> struct Operator<Op, R(A...)> {
 template <class Op> bool call_as(Call *call) {
   using Caller = Operator<Op>;
   bool fits = Caller::results ? (call->item >= 0 ? call->item < Caller::results
-                                                : call->first >= 0 && call->first <= Caller::results)
-                             : call->item < 0 && call->first < 0;
+                                                 : call->first >= 0 && call->first <= Caller::results)
+                              : call->item < 0 && call->first < 0;
   if (!fits || call->inputs.size() != Caller::arity) return false;
   call->invoke = Caller::invoke;
   call->kind = Op::name;

@@ -330,12 +330,13 @@ inline PyObject *named_override(const Extras &extras, PyObject *context) {
   uint64_t mixed = ((uint64_t)(uintptr_t)backend * 31 + (uint64_t)(uintptr_t)policy) * 31 +
                    (uint64_t)(uintptr_t)context;
   NamedOverride &cached = recent[(mixed * 0x9E3779B97F4A7C15ull) >> 58];
-  if (is_immutable && cached.backend == backend && cached.policy == policy && cached.context == context) return cached.result;
+  if (is_immutable && cached.backend == backend && cached.policy == policy && cached.context == context)
+    return cached.result;
   PyObject *result = PyObject_CallFunctionObjArgs(for_call, backend, policy, nullptr);
   if (!result) { PyErr_Clear(); return nullptr; }      // Python reports what is wrong with it
   NamedOverride old = cached;
   cached = is_immutable ? NamedOverride{Py_NewRef(backend), Py_NewRef(policy), Py_NewRef(context), result}
-                 : NamedOverride{nullptr, nullptr, nullptr, result};
+                        : NamedOverride{nullptr, nullptr, nullptr, result};
   for (PyObject *o : {old.backend, old.policy, old.context, old.result}) Py_XDECREF(o);
   return result;
 }

@@ -93,7 +93,8 @@ inline int64_t read_axis(const at::Tensor &t, bool is_stride, int axis) {
   return is_stride ? t.strides()[axis] : t.sizes()[axis];
 }
 
-inline bool within_ranges(const TensorForm &f, c10::IntArrayRef sizes, const std::vector<int64_t> &recorded, bool is_stride) {
+inline bool within_ranges(const TensorForm &f, c10::IntArrayRef sizes, const std::vector<int64_t> &recorded,
+                          bool is_stride) {
   if (sizes.size() != recorded.size()) return false;
   for (size_t i = 0; i < recorded.size(); i++) {
     if (sizes[i] == recorded[i]) continue;
@@ -158,13 +159,13 @@ struct WithoutGil {
 };
 
 // Allocate and launch; returns the driver's error code, and in `at` the launch that failed.
-inline int allocate_and_launch(const Recording &r, const uint8_t *const *inputs, const int64_t *varying, uintptr_t stream,
-                   at::Tensor *allocated, size_t *at) {
+inline int allocate_and_launch(const Recording &r, const uint8_t *const *inputs, const int64_t *varying,
+                               uintptr_t stream, at::Tensor *allocated, size_t *at) {
   for (size_t i = 0; i < r.allocations.size(); i++) {
     const Allocation &a = r.allocations[i];
     allocated[i] = a.is_random ? at::rand(a.sizes, a.options)
-              : a.dense ? at::empty(a.sizes, a.options)
-                        : at::empty_strided(a.sizes, a.strides, a.options);
+                   : a.dense   ? at::empty(a.sizes, a.options)
+                               : at::empty_strided(a.sizes, a.strides, a.options);
   }
   size_t next = 0;
   for (*at = 0; *at < r.launches.size(); ++*at) {

@@ -173,15 +173,15 @@ class OpCache:
     def obtain(self, key: Hashable, make: Callable[[], Entry]) -> Entry:
         """Return the entry for `key`; one thread makes it while the others wait."""
         while True:
-            own = _Flight(sys._getframe())
+            new = _Flight(sys._getframe())
             with self._lock:
                 entry = self.table.get(key)
                 if entry is not None:
                     return entry
-                flight = self._flights.setdefault(key, own)
-            if flight is own:
+                flight = self._flights.setdefault(key, new)
+            if flight is new:
                 return self._make(key, flight, make)
-            if flight.owner == own.owner and flight.is_under_way:
+            if flight.owner == new.owner and flight.is_under_way:
                 return make()                  # a kernel that calls its own op while it loads
             while not flight.done.wait(locks.LOOK_SECONDS) and flight.is_under_way:
                 pass

@@ -119,8 +119,8 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def overrides_comparison(cls: type) -> bool:
     """Does a subclass of int, float or str define comparison in Python? In a key, other calls would run that."""
-    own = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
-    return any(isinstance(vars(base).get(name), FunctionType) for base in own for name in _COMPARISONS)
+    bases = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
+    return any(isinstance(vars(base).get(name), FunctionType) for base in bases for name in _COMPARISONS)
 
 
 def range_text(low: float, high: float) -> str:

@@ -77,9 +77,9 @@ def generate_stub(op: Op) -> str:
 
 def signature(op: Op) -> inspect.Signature:
     """Return the public signature: the op's own, and `backend=` and `policy=` by keyword."""
-    own = inspect.signature(op.reference)
+    declared = inspect.signature(op.reference)
     extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in EXTRAS]
-    return own.replace(parameters=[*own.parameters.values(), *extra])
+    return declared.replace(parameters=[*declared.parameters.values(), *extra])
 
 
 def _declaration(op: Op) -> str:

@@ -53,9 +53,10 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...], fault
     plain = facts["tensor_kind"] == "plain"    # a subclass may make any kernel fail
     blame(world, first, fault, failures, op.name, facts, plain)
     _guard_again(dispatcher, entry, first, failures[0])
-    others = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
+    next_steps = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
     limit = world.surroundings(facts["device"], context.current.get()).policy.setting("call_timeout")
-    for kernel, step in sorted(others, key=lambda other: other[0].jit):    # those that may have to compile come last
+    next_steps.sort(key=lambda candidate: candidate[0].jit)    # those that may have to compile come last
+    for kernel, step in next_steps:
         dispatcher.ledger.count_attempt(kernel.id)
         try:
             run = dispatcher.bind(kernel, step, facts, {}).run

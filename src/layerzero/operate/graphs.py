@@ -158,7 +158,7 @@ def hits() -> dict[str, dict[str, int]]:
 def since(before: Mapping[str, Mapping[str, int]]) -> Calls:
     """Return the calls of each op and kernel since `before`, an earlier result of hits()."""
     grown = {op: {k: n - before.get(op, {}).get(k, 0) for k, n in kernels.items()} for op, kernels in hits().items()}
-    return {op: kept for op, kernels in grown.items() if (kept := {k: n for k, n in kernels.items() if n > 0})}
+    return {op: called for op, kernels in grown.items() if (called := {k: n for k, n in kernels.items() if n > 0})}
 
 
 def warm_up(fn: Callable[[], Any], stream: Any = None, times: int = WARM_UPS) -> None:

@@ -265,8 +265,8 @@ def doctor(deep: bool = False) -> Diagnosis:
             reason = loading.import_in_subprocess(kernel.package)
         distribution = kernel.distribution or kernel.package.replace("_", "-")
         missing = reason is not None and reason.code.value == "NOT_INSTALLED"
-        found = reason.message if reason else f"{distribution} {loading.installed_version(distribution) or ''}".strip()
-        checks.append(DoctorCheck(f"library {kernel.package}", reason is None or missing, found,
+        text = reason.message if reason else f"{distribution} {loading.installed_version(distribution) or ''}".strip()
+        checks.append(DoctorCheck(f"library {kernel.package}", reason is None or missing, text,
                                   reason.code.advice if reason and not missing else ""))
     for name, health in world.health.items():
         checks.append(DoctorCheck(f"health of {name}", health.blocks is None,

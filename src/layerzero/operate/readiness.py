@@ -154,9 +154,9 @@ def check_capabilities(world: World, path: Path | str | None = None) -> Check:
     try:
         capabilities.validate(data, world.catalog)
         if path is not None:
-            theirs = capabilities.capabilities_hash(capabilities.load(path, world.catalog))
-            text = f"{path} is valid, hash {theirs[:16]}; " + (
-                "it is in force" if theirs == digest else f"in force are those with hash {digest[:16]}")
+            file_digest = capabilities.capabilities_hash(capabilities.load(path, world.catalog))
+            text = f"{path} is valid, hash {file_digest[:16]}; " + (
+                "it is in force" if file_digest == digest else f"in force are those with hash {digest[:16]}")
     except LayerZeroError as e:
         findings = [Finding(FAIL, " ".join(str(e).split()), "correct the file, or export it again from this release")]
     return Check.of("capabilities", want, findings, text)
@@ -290,15 +290,16 @@ def check_ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -
             return None
         rank, size = distributed.get_rank(), distributed.get_world_size()
         store = distributed.distributed_c10d._get_default_store()
-    mine = _line(identity(world))
+    own_identity = _line(identity(world))
     try:
-        store.set(_key(rank), mine)
+        store.set(_key(rank), own_identity)
         identities = {r: store.get(_key(r)).decode() for r in range(size) if r == rank or store.check([_key(r)])}
     except (RuntimeError, ValueError) as e:    # DistStoreError is a RuntimeError: the rank with the store is gone
         return Check("ranks", FAIL, want, f"the store of the process group does not answer: {first_line(e)}",
                      "restart the process group")
-    findings = [Finding(FAIL, f"rank {r}: {_difference(mine, line)}", "give every rank the same files and settings")
-                for r, line in sorted(identities.items()) if line != mine]
+    findings = [Finding(FAIL, f"rank {r}: {_difference(own_identity, line)}",
+                        "give every rank the same files and settings")
+                for r, line in sorted(identities.items()) if line != own_identity]
     missing = [r for r in range(size) if r not in identities]
     if missing:
         findings.append(Finding(WARNING, f"{len(missing)} of {size} ranks have not been checked yet: "

@@ -175,11 +175,12 @@ def warmup(calls: Source, *, critical: Source | None = None, background: bool = 
     if timeout is not None and not timeout >= 0:
         raise ConfigError(f"lz.warmup: timeout must be seconds >= 0, got {timeout!r}")
     critical_calls = _read_source(calls if critical is None else critical)
-    others = tuple(call for call in _read_source(calls) if call not in critical_calls) if critical is not None else ()
+    background_calls = () if critical is None else tuple(
+        call for call in _read_source(calls) if call not in critical_calls)
     target = device or hardware.main_kind()
     hardware.probe(target.partition(":")[0])
     share_caches()
-    report = WarmupReport((*critical_calls, *others))
+    report = WarmupReport((*critical_calls, *background_calls))
     caller_context = contextvars.copy_context()
     jobs = [_Job(report, i, target, progress, caller_context) for i in range(len(report.outcomes))]
     urgent = jobs[:len(critical_calls)] if background else jobs
@@ -273,9 +274,9 @@ def _settle(group: _Settling) -> None:
 def _cancel(report: WarmupReport, settling: _Settling) -> None:
     with _lock:
         for queue in (_critical, _rest):
-            kept = [job for job in queue if job is not settling and getattr(job, "report", None) is not report]
+            remaining = [job for job in queue if job is not settling and getattr(job, "report", None) is not report]
             queue.clear()
-            queue.extend(kept)  # type: ignore[arg-type]
+            queue.extend(remaining)  # type: ignore[arg-type]
         for i, outcome in enumerate(report._outcomes):
             if outcome.state == "waiting" and not (_current and _current.report is report and _current.index == i):
                 report._outcomes[i] = Outcome(outcome.call, "skipped", why="interrupted")

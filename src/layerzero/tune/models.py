@@ -197,8 +197,8 @@ class _Step:
     def tensor(self, *shape: int, dtype: str = "") -> TensorSpec:
         return TensorSpec(shape, dtype or self.dtype)
 
-    def optional(self, wanted: bool, *shape: int) -> TensorSpec | None:
-        return self.tensor(*shape) if wanted else None
+    def optional(self, present: bool, *shape: int) -> TensorSpec | None:
+        return self.tensor(*shape) if present else None
 
     def integers(self, values: list[int], *shape: int, dtype: str = "int64") -> TensorSpec:
         return TensorSpec(shape, dtype, values=tuple(values))

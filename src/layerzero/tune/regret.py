@@ -259,12 +259,13 @@ def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch,
     return Replayed(call, label, chosen, default if default in rounds else "", rounds, far_slower, failed)
 
 
-def _run(race: Race, seconds: float, kept: set[str]) -> dict[str, float]:
+def _run(race: Race, seconds: float, never_dropped: set[str]) -> dict[str, float]:
     """Run rounds for about `seconds`; return the medians of those that were dropped after the first few."""
     end = time.perf_counter() + seconds
     race.run(FIRST_ROUNDS)
     medians = {name: statistics.median(race.rounds[name]) for name in race.running}
-    far = {name: us for name, us in medians.items() if name not in kept and us > FAR_SLOWER * min(medians.values())}
+    limit = FAR_SLOWER * min(medians.values())
+    far = {name: us for name, us in medians.items() if name not in never_dropped and us > limit}
     for name in far:
         race.drop(name)
     for turn in range(FIRST_ROUNDS, MAX_ROUNDS):

@@ -85,10 +85,10 @@ def _own_cache(name: str) -> Path:
             return root / name
         return trusted_folder(root, name)
     except (OSError, DataError) as e:
-        own = tempfile.mkdtemp(prefix=f"layerzero-{name}-")
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix=f"layerzero-{name}-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         events.log.warning("%s; %s compiles into a folder of this process instead", e, name)
-        return Path(own)
+        return Path(folder)
 
 
 # compiling one kernel now
@@ -269,9 +269,9 @@ def request_better(dispatcher: Binder, world: World, plan: Plan, override: Overr
 
 def _may_compile(op: Op, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
     """Does an op have kernels that compile, and may they compile in the background?"""
-    around = world.surroundings(facts["device"], override)
-    return around.policy.setting("jit") == "background" and any(
-        k.jit for k in world.roster(op, facts["device"], around).viable)
+    surroundings = world.surroundings(facts["device"], override)
+    return surroundings.policy.setting("jit") == "background" and any(
+        k.jit for k in world.roster(op, facts["device"], surroundings).viable)
 
 
 def is_worth_it(kernel: Kernel, step: Step) -> bool:

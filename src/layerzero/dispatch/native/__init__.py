@@ -228,9 +228,9 @@ def _weak_callback(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _text_signature(op: Op) -> str:
-    own = signature(op)
-    plain = [p.replace(annotation=p.empty) for p in own.parameters.values()]
-    return str(own.replace(parameters=plain, return_annotation=own.empty))
+    full = signature(op)
+    plain = [p.replace(annotation=p.empty) for p in full.parameters.values()]
+    return str(full.replace(parameters=plain, return_annotation=full.empty))
 
 
 def encode(program: KeyProgram) -> tuple[Any, ...]:
@@ -292,8 +292,8 @@ def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...
 
 def _is_read_by(op: Op, name: str, read: set[str]) -> bool:
     """Is a derived fact an input of one that the key reads?"""
-    users = [other for other, text in op.derived.items() if name in parse(text).names]
-    return any(user in read or _is_read_by(op, user, read) for user in users)
+    readers = [user for user, text in op.derived.items() if name in parse(text).names]
+    return any(user in read or _is_read_by(op, user, read) for user in readers)
 
 
 def _shape(tokens: tuple[str, ...], slots: dict[str, int]) -> tuple[tuple[int, int], ...]:

@@ -264,7 +264,7 @@ def _run(race: Race, seconds: float, never_dropped: set[str]) -> dict[str, float
     end = time.perf_counter() + seconds
     race.run(FIRST_ROUNDS)
     medians = {name: statistics.median(race.rounds[name]) for name in race.running}
-    limit = FAR_SLOWER * min(medians.values())
+    limit = FAR_SLOWER * min(medians.values(), default=math.inf)
     far = {name: us for name, us in medians.items() if name not in never_dropped and us > limit}
     for name in far:
         race.drop(name)

@@ -56,7 +56,7 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
     lines: list[str] = []
     target = variant
     for t in sorted(transforms, key=lambda t: _ORDER.index(t.kind)):
-        if not is_valid(op, t):
+        if not is_valid_transform(op, t):
             raise SpecError(f"wanted a tensor of {op.name}, one of its layouts or a dtype, got {t}")
         if t.kind == "layout":
             target = t.target
@@ -84,7 +84,7 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
     return Binding(scope["run"], None if transforms else call)
 
 
-def is_valid(op: Op, t: Transform) -> bool:
+def is_valid_transform(op: Op, t: Transform) -> bool:
     """Is this a transform of the op's inputs? A plan may come from a file, and its words become code here."""
     if t.kind == "contiguous":
         return t.target in op.by_name and op.by_name[t.target].kind == "tensor"

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
-from layerzero.dispatch.binding import operator_call
+from layerzero.dispatch.binding import as_operator_call
 from layerzero.machine.loading import satisfies
 from layerzero.select.policy import Layer
 from layerzero.spec.errors import InvalidCall, NamedKernelRefused
@@ -334,14 +334,14 @@ def test_errors_leak_nothing(locked):
 # declarations
 
 def test_a_call_of_torchs_own_function_is_known_as_its_operator():
-    name, arguments = operator_call(direct(torch.group_norm, "x", "groups", eps="eps"))
+    name, arguments = as_operator_call(direct(torch.group_norm, "x", "groups", eps="eps"))
     assert name == "group_norm"
     assert arguments == ("x", "groups", Const(None), Const(None), "eps", Const(True))
-    assert operator_call(direct(len, "x")) is None, "no function of torch"
-    assert operator_call(direct(torch.group_norm, "x")) is None, "an argument is missing"
-    assert operator_call(direct(torch.group_norm, "x", "groups", nonsense="eps")) is None
-    assert operator_call(direct(torch.sum, "x")) is not None, "of several forms the plain one"
-    assert operator_call(direct(lambda x: x, "x")) is None
+    assert as_operator_call(direct(len, "x")) is None, "no function of torch"
+    assert as_operator_call(direct(torch.group_norm, "x")) is None, "an argument is missing"
+    assert as_operator_call(direct(torch.group_norm, "x", "groups", nonsense="eps")) is None
+    assert as_operator_call(direct(torch.sum, "x")) is not None, "of several forms the plain one"
+    assert as_operator_call(direct(lambda x: x, "x")) is None
 
 
 def test_a_constant_by_fact_is_right_for_every_call_until_more_is_known():
@@ -365,7 +365,7 @@ def test_groups_of_heads_are_asked_for_only_where_there_are_some(both):
 
 # backend= and policy=
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_call_that_names_its_kernel_is_remembered(both, path_name):
     found, (q, k, v) = both("attention"), qkv()
     run, compiled = getattr(found, path_name), found.native.compiled
@@ -385,7 +385,7 @@ def test_a_call_that_names_its_kernel_is_remembered(both, path_name):
     assert compiled.lookup(q, k, v, backend="torch.sdpa") is None
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_context_around_a_call_that_names_its_kernel(both, path_name):
     found, (q, k, v) = both("attention"), qkv()
     run = getattr(found, path_name)
@@ -400,7 +400,7 @@ def test_a_context_around_a_call_that_names_its_kernel(both, path_name):
     assert sorted(kernels) == ["torch.sdpa", "torch.sdpa", "torch.sdpa", "torch.sdpa_math"]
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_policy_is_read_again_when_it_has_changed(both, path_name):
     found, (q, k, v) = both("attention"), qkv()
     run, policy = getattr(found, path_name), {"deterministic": False}

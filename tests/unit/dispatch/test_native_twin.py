@@ -344,7 +344,7 @@ def test_vmap_over_an_op_whose_rules_read_addresses(both):
     torch.testing.assert_close(out, torch.stack([found.python_call(a, b) for a, b in zip(x, y)]))
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_gradients_flow(both, path_name):
     run = getattr(both("attention"), path_name)
     inputs = [t.double().requires_grad_() for t in qkv(5, 7)]
@@ -511,7 +511,7 @@ def test_failing_kernels_leak_no_references(both):
 
 # faults
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_an_exception_keeps_its_traceback(both, path_name):
     def deep_inside(x, weight=None, eps=1e-6):
         raise RuntimeError("boom")
@@ -528,7 +528,7 @@ def test_an_exception_keeps_its_traceback(both, path_name):
         assert "deep_inside" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 @pytest.mark.parametrize("thrown", [KeyboardInterrupt(), SystemExit(3), UserWarning("as an error"), GeneratorExit()])
 def test_what_is_not_a_kernels_fault_passes_through(both, path_name, thrown):
     fake = Fake()
@@ -544,7 +544,7 @@ def test_what_is_not_a_kernels_fault_passes_through(both, path_name, thrown):
     run(rows())
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_the_next_kernel_serves_when_one_fails_after_hits(both, path_name):
     fake = Fake()
     register(fake)

@@ -49,16 +49,16 @@ def test_made_twice_is_equal_and_another_seed_differs():
 
 def test_expanded_tensor_keeps_its_stride():
     k = torch.randn(1, 2, 1, 5, 8).expand(1, 2, 3, 5, 8)
-    spec = calls._describe(k)
-    made = calls._make(spec, "cpu", torch.Generator())
+    spec = calls._describe_tensor(k)
+    made = calls._make_tensor(spec, "cpu", torch.Generator())
     assert made.stride() == k.stride() and torch.equal(made[:, :, 0], made[:, :, 2])
 
 
 def test_many_whole_numbers_are_kept_as_their_range():
     ids = torch.arange(70_000) % 500
-    spec = calls._describe(ids)
+    spec = calls._describe_tensor(ids)
     assert spec.values is None and spec.below == 500
-    made = calls._make(spec, "cpu", torch.Generator().manual_seed(0))
+    made = calls._make_tensor(spec, "cpu", torch.Generator().manual_seed(0))
     assert made.max() < 500 and made.min() >= 0 and made.dtype == torch.int64
 
 

@@ -229,7 +229,7 @@ class Hub:
         return self._load(name, sources.checked_version(version, revision))
 
     def _load(self, name: str, version: str) -> Loaded:
-        explained, found = self.ensure_world(name, version)
+        explained, found = self._ready(name, version)
         needed = self._dependencies(found, ())
         for key, build in needed.items():      # the innermost first
             needed[key] = importing.home_of(importing.import_build(build, needed, self.backend))
@@ -256,7 +256,7 @@ class Hub:
                 raise HubError(f"{wanted.repo_id} needs itself, by way of {' -> '.join((*above, found.place.name))}; "
                                "this repository cannot be loaded")
             key = importing.dependency_key(wanted)
-            _, other = self.ensure_world(wanted.repo_id, key.rpartition("@")[2])
+            _, other = self._ready(wanted.repo_id, key.rpartition("@")[2])
             needed |= self._dependencies(other, (*above, found.place.name))
             needed[key] = other.folder
         return needed
@@ -275,7 +275,7 @@ class Hub:
         """
         if not function and adapt is None:
             raise HubError(f"{name}: say which function serves the op, or give adapt=, got neither")
-        explained, found = self.ensure_world(name, sources.checked_version(version, revision))
+        explained, found = self._ready(name, sources.checked_version(version, revision))
         kind = _device_of(found)
         kernel = Kernel(
             id or kernel_id(name, explained.version, function or getattr(adapt, "__name__", "adapted")), _op(op),

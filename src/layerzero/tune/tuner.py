@@ -163,7 +163,8 @@ def _weight(job: Job) -> float:
 def _job(call: Call, device: str) -> Job:
     """Return what is known of a call without memory for its tensors."""
     op = dispatcher_of(call.op).op
-    arguments: dict[str, Any] = {n: meta_tensor(v) if isinstance(v, TensorSpec) else v for n, v in call.arguments.items()}
+    arguments: dict[str, Any] = {
+        n: meta_tensor(v) if isinstance(v, TensorSpec) else v for n, v in call.arguments.items()}
     with _grad_mode(call):
         values_by_name = make_values(op, replace(call, arguments=arguments), "meta")
         dispatcher, values = resolve(op, values_by_name)

@@ -70,7 +70,7 @@ def register(item: Op | Kernel) -> Any:
         _torch_face.check(item)
     _world.register(item)
     if isinstance(item, Op):
-        fn = _dispatch.function(item)
+        fn = _dispatch.public_function(item)
         try:
             _torch_face.define(item)
         except _RegistrationError:
@@ -100,7 +100,7 @@ def __dir__() -> list[str]:
 def _builtin(name: str) -> Any:
     """Return the public function of one of our own operations."""
     declared = _catalog.builtin_op(name)
-    function = globals()[name] = _dispatch.function(declared)
+    function = globals()[name] = _dispatch.public_function(declared)
     _torch_face.define(declared)
     return function
 
@@ -120,7 +120,7 @@ def __getattr__(name: str) -> Any:
         return _builtin(name)
     if not name.startswith("_") and name in _world.current().catalog.ops:
         added = _world.current().catalog.ops[name]
-        function = _dispatch.function(added)
+        function = _dispatch.public_function(added)
         _torch_face.define(added)
         return function
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")

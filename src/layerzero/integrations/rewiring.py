@@ -24,7 +24,7 @@ _torchs_own = torch._C._nn.scaled_dot_product_attention        # nn.functional m
 def public(name: str) -> Any:
     """Return lz.<name>, defined for torch.compile too."""
     op = catalog.builtin_op(name)
-    function = dispatch.function(op)
+    function = dispatch.public_function(op)
     torch_face.define(op)
     return function
 

@@ -457,7 +457,7 @@ def kv_cache(kind: str, **options: Any) -> KVCache:
 
 def _call(op: str) -> Callable[..., Any]:
     """Returns the public function of an op, whether or not lz has loaded it by name yet."""
-    return dispatch.function(catalog.builtin_op(op))
+    return dispatch.public_function(catalog.builtin_op(op))
 
 
 def _bytes(t: Tensor) -> Tensor:

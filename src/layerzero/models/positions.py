@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..dispatch.dispatcher import function
+from ..dispatch.dispatcher import public_function
 from ..ops.alibi import OP as _alibi
 from ..ops.alibi import default_slopes
 from ..ops.formulas import rope as formulas
@@ -94,8 +94,8 @@ def alibi_bias(
 ) -> Tensor:
     """Returns lz.alibi with the paper's slopes: the bias (num_heads, seq_q, seq_k)."""
     slopes = alibi_slopes(num_heads, dtype=dtype, device=device)
-    bias: Tensor = function(_alibi)(slopes, seq_q, seq_k, causal_align=causal_align, is_causal=is_causal,
-                                    backend=backend)
+    bias: Tensor = public_function(_alibi)(slopes, seq_q, seq_k, causal_align=causal_align, is_causal=is_causal,
+                                           backend=backend)
     return bias
 
 

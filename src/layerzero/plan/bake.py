@@ -62,10 +62,10 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     itself serve other calls, with the event plan_missed. The function follows neither policy nor breakers.
     """
     dispatcher = dispatcher_of(op)
-    dispatcher._ready()
+    dispatcher.ensure_world()
     override = context.override_for_call(backend, None)
     extend_keys(override)
-    values = dispatcher.bound(args, kwargs)
+    values = dispatcher.order_arguments(args, kwargs)
     named = dict(zip(dispatcher.names, values))
     tensors = reading.check_types(dispatcher.op, named)
     if not tensors:

@@ -227,7 +227,7 @@ class _Search:
 
     def kernels(self, part: Stage, op: Op, arguments: Mapping[str, Any], layout: str, dtype: torch.dtype,
                 path: _Path) -> Iterator[_Path]:
-        dispatch.function(op)
+        dispatch.public_function(op)
         owner, moved = dispatch.dispatchers[op.name], _Conversion(op, arguments, layout, dtype)
         values = moved.inputs(arguments)
         kind = values[op.main_tensor].device.type
@@ -243,7 +243,7 @@ class _Search:
         for step in self.world.plan(op, facts).steps:
             self.seen += 1
             try:
-                binding = owner.binding(self.world.catalog.by_id[step.kernel], step, facts, {})
+                binding = owner.bind(self.world.catalog.by_id[step.kernel], step, facts, {})
                 out = moved.outputs(binding.run(*(values[p.name] for p in op.params)))
             except faults.FAULTS as e:         # LoadFailed among them
                 if isinstance(e, faults.PASSED_ON):

@@ -51,10 +51,10 @@ def assumed_alignment(values: Mapping[str, Any], facts: Facts) -> dict[str, int]
 
 def _values(op: Op, call: Call) -> dict[str, Any]:
     if call.case is not None:
-        values = described.values(op, call)
+        values = described.make_values(op, call)
         return {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in values.items()}
     plain = {n: v for n, v in call.arguments.items() if not isinstance(v, TensorSpec)}
-    values = described.values(op, replace(call, arguments={**plain, **{
+    values = described.make_values(op, replace(call, arguments={**plain, **{
         n: None for n in call.arguments if n not in plain}}, grad=False))
     for name, spec in call.arguments.items():
         if not isinstance(spec, TensorSpec):

@@ -98,7 +98,7 @@ def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
 @contextmanager
 def _recording(seen: dict[str, PlannedCall]) -> Iterator[None]:
     def note(op: Op, values: dict[str, Any], facts: Mapping[str, Any], override: Override | None) -> Any:
-        known = {**tracing.seen_facts(facts), **assumed_alignment(values, facts)}
+        known = {**tracing.hinted_facts(facts), **assumed_alignment(values, facts)}
         call = _call(op, values, known)
         row = _planned(op, call, known, override, shapes(op, values))
         key = f"{row.kernel} {json.dumps(call.to_json())}"   # calls alike are counted, not listed again

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..dispatch.background import jit
-from ..dispatch.binding import can_change
-from ..operate.calls import values
+from ..dispatch.binding import is_valid_transform
+from ..operate.calls import make_values
 from ..operate.inspection import dispatcher_of
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.op import Op
@@ -63,7 +63,7 @@ def check_table(table: Table, world: World) -> None:
         unknown = [] if op is None else unknown_facts(row, op)
         if op is None or unknown:
             reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(), "absent", row.op))
-        impossible = [t for step in row.steps for t in step.transforms if op is not None and not can_change(op, t)]
+        impossible = [t for step in row.steps for t in step.transforms if op is not None and not is_valid_transform(op, t)]
         if impossible:
             raise DataError(f"{table} is refused: no call of {row.op} can be changed that way: "
                             f"{str(impossible[0])[:120]!r}. "
@@ -90,9 +90,9 @@ def _warmed(table: Table) -> frozenset[Any]:
         dispatcher = dispatcher_of(artefact.call.op)
         try:
             with torch.set_grad_enabled(artefact.call.grad):
-                arguments = values(dispatcher.op, artefact.call, table.stamp.device.type)
+                arguments = make_values(dispatcher.op, artefact.call, table.stamp.device.type)
                 ordered = tuple(arguments[name] for name in dispatcher.names)
-                ready = jit.entries(world.catalog.by_id[artefact.kernel], dispatcher.facts(ordered, world), ordered)
+                ready = jit.warmed_keys(world.catalog.by_id[artefact.kernel], dispatcher.facts(ordered, world), ordered)
                 if not ready <= world.warmed:
                     dispatcher.public(**arguments, backend=artefact.kernel)
             warm |= ready

@@ -178,8 +178,8 @@ def test_what_a_plugin_says_is_text_and_nothing_else():
                           failed={"c.c": HOSTILE})
     rejected = RejectedKernel(HOSTILE, HOSTILE, (RejectReason(HOSTILE, HOSTILE, HOSTILE),), HOSTILE)
     page = Reader(render(overview(
-        rows, rejected=(rejected,), facts={HOSTILE: HOSTILE}, measured_at=HOSTILE, regret=_written(regret.Report(
-            (row,), (regret.Skipped(Call("linear"), HOSTILE),), HOSTILE)))))
+        rows, rejected=(rejected,), facts={HOSTILE: HOSTILE}, measured_at=HOSTILE, regret=_written(regret.RegretReport(
+            (row,), (regret.NotReplayed(Call("linear"), HOSTILE),), HOSTILE)))))
     assert page.text.count(HOSTILE) > 15
     _harmless(page)
 
@@ -310,8 +310,8 @@ def _written(found):
 
 
 def test_what_lz_regret_writes_is_shown():
-    found = regret.Report((replayed("torch.own", {"torch.own": 10.0, "fast.one": 5.0}, count=3),
-                           replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})), place="here-2t")
+    found = regret.RegretReport((replayed("torch.own", {"torch.own": 10.0, "fast.one": 5.0}, count=3),
+                                 replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})), place="here-2t")
     read = _written(found)
     assert [row.regret for row in read.calls] == pytest.approx([1.0, 0.0])
     assert (read.median, read.p95) == (found.regret(0.5), found.regret(0.95))
@@ -327,15 +327,16 @@ def test_what_lz_regret_writes_is_shown():
 
 
 def test_a_replay_of_nothing_is_no_success():
-    page = Reader(render(overview(regret=_written(regret.Report((), (regret.Skipped(Call("moe"), "too large"),))))))
+    nothing = regret.RegretReport((), (regret.NotReplayed(Call("moe"), "too large"),))
+    page = Reader(render(overview(regret=_written(nothing))))
     assert "No call could be replayed" in page.text and "too large" in page.text
 
 
 @pytest.mark.parametrize("text", [
     "", "[]", "3", "{}", '{"rows": []}', "\N{SNOWMAN}", '{"rows": [{}]}', "[" * 100_000,
-    json.dumps({**regret.Report(()).to_json(), "median_regret": math.nan}),
-    json.dumps({**regret.Report(()).to_json(), "lost": "much"}),
-    json.dumps({**regret.Report(()).to_json(), "rows": [None]})])
+    json.dumps({**regret.RegretReport(()).to_json(), "median_regret": math.nan}),
+    json.dumps({**regret.RegretReport(()).to_json(), "lost": "much"}),
+    json.dumps({**regret.RegretReport(()).to_json(), "rows": [None]})])
 def test_a_file_of_something_else_is_refused_by_name(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text, "utf-8")

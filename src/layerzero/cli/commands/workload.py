@@ -120,7 +120,7 @@ def regret(
     raise typer.Exit(1 if problems else 0)
 
 
-def show_report(report: regrets.Report, most: int = SHOWN) -> None:
+def show_report(report: regrets.RegretReport, most: int = SHOWN) -> None:
     """Print the calls with the greatest regret, and the totals of the workload."""
     worst = sorted(report.rows, key=lambda row: row.regret, reverse=True)[:most]
     show.heading(f"Regret of {len(report.rows)} calls on {report.place}" + (

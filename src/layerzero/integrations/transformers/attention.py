@@ -24,7 +24,7 @@ logger = logging.get_logger("transformers.layerzero")
 CAPTURING = "transformers.utils.output_capturing"       # the hooks by which transformers collects outputs
 
 _op = catalog.builtin_op("attention")
-attention = dispatch.function(_op)
+attention = dispatch.public_function(_op)
 torch_face.define(_op)                          # torch.compile and torch.export find it under torch.ops.layerzero
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...dispatch import facts as reading
 from ...machine import faults, hardware
 from ...machine.loading import LoadFailed
-from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, absence, attempt, first_cause, problem_of
+from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, attempt, first_cause, problem_of, why_no_capture
 from ...operate.inspection import dispatcher_of
 from ...select.policy import suggest
 from ...spec.codec import Record
@@ -66,7 +66,7 @@ def is_graph_safe(kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any
     """
     kernel = kernel_or_op if isinstance(kernel_or_op, Kernel) else (
         worlds.current().catalog.by_id.get(kernel_or_op) if isinstance(kernel_or_op, str) else None)
-    if absent := absence():
+    if absent := why_no_capture():
         return GraphVerdict(kernel.id if kernel else str(kernel_or_op), None, absent)
     if kernel is not None and not args and not kwargs:
         return verdict_of_certificate(kernel) or capture_cases(kernel)
@@ -82,7 +82,7 @@ def _op_name(op: Any) -> str:
 
 def _verdict_of_call(kernel: Kernel | None, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GraphVerdict:
     dispatcher = dispatcher_of(op)
-    values = dispatcher.bound(args, kwargs)
+    values = dispatcher.order_arguments(args, kwargs)
     if kernel is None:
         with context.overriding({"graph_strict_mode": True}) as override:
             plan = worlds.current().plan(dispatcher.op, dispatcher.facts(values), override, thorough=True)
@@ -139,7 +139,7 @@ def _conclude(kernel: Kernel, problems: list[Problem], graph: Attempt, captures:
 
 def certificate_fields(kernel: Kernel, device: str) -> dict[str, Any]:
     """Returns the fields of a certificate about graph capture."""
-    if device != "cuda" or kernel.op.read is not None or absence():
+    if device != "cuda" or kernel.op.read is not None or why_no_capture():
         return {}
     verdict = capture_cases(kernel)
     return {"graph_safe": verdict.safe, "graph_problem": verdict.why if verdict.safe is False else "",
@@ -287,7 +287,7 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
     Floating-point tensors among the arguments are overwritten meanwhile and restored afterwards. `fn` runs several
     times: state that it keeps elsewhere, such as a cache, advances.
     """
-    if absent := absence():
+    if absent := why_no_capture():
         return GraphReport(problems=(Problem("no cuda", absent),))
     inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     originals = [t.detach().clone() for t in inputs]

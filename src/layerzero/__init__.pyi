@@ -34,7 +34,7 @@ from .ops.formulas.tokenization import Tokens
 from .plan.bake import Baked
 from .plan.dryrun import DryRun
 from .plan.lockfile import Lockfile
-from .plan.readiness import Calls, Given
+from .plan.readiness import Calls, OrPath
 from .plan.table import Table
 from .select.policy import Layer
 from .select.policy import PolicyRule as PolicyRule
@@ -171,7 +171,7 @@ def accelerate(
 
 
 def attn_processor(like: Any = None) -> Any:
-    """For `set_attn_processor`: does what `like` does (AttnProcessor2_0, which is a UNet's) with lz.attention.
+    """Return a copy of the processor `like`, by default AttnProcessor2_0, that calls lz.attention.
 
     Args:
         like (Any)
@@ -245,7 +245,7 @@ def disabled() -> AbstractContextManager[Override]:
 
 
 def doctor(deep: bool = False) -> Diagnosis:
-    """What is here, what is broken, and what to do. `deep` imports each library in a process of its own.
+    """Report what is installed, what is broken and what to do. `deep` imports each library in its own process.
 
     Args:
         deep (bool)
@@ -258,9 +258,9 @@ def doctor(deep: bool = False) -> Diagnosis:
 
 
 def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
-    """Which kernel would serve each lz call of this model, without running any: tensors have shapes and no memory.
+    """Find the kernel for each lz call of this model without running any: tensors have shapes and no memory.
 
-    A model that looks at the values of tensors cannot be followed this way, and is refused.
+    A model that reads the values of tensors cannot be followed this way: DataError.
 
     Args:
         model (Callable[..., Any])
@@ -278,7 +278,7 @@ def explain(
     op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, policy: Any = None,
     on: Device | None = None, **kwargs: Any,
 ) -> Plan:
-    """The whole decision for this call: every kernel, accepted or rejected, every reason. Runs nothing.
+    """Return the whole decision for this call: every kernel, accepted or rejected, every reason. Runs nothing.
 
     `on` asks for another device than the tensors' own, so that a choice can be examined anywhere.
 
@@ -298,7 +298,7 @@ def explain(
 
 
 def get_config() -> dict[str, Any]:
-    """Every setting with its value and where it comes from, and the rules in force.
+    """Return every setting with its value and its source, and the rules in force.
 
     Returns: dict[str, Any]
 
@@ -337,7 +337,7 @@ def kv_cache(kind: str, **options: Any) -> KVCache:
 
 
 def list_kernels(op: str | None = None, device: str | None = None) -> list[KernelInfo]:
-    """Every kernel and how it stands on this machine's device (the first accelerator, else the CPU).
+    """Return every kernel with its status on this machine's device (the first accelerator, else the CPU).
 
     Args:
         op (str | None)
@@ -351,7 +351,7 @@ def list_kernels(op: str | None = None, device: str | None = None) -> list[Kerne
 
 
 def load_config(path: str | os.PathLike[str] | None) -> None:
-    """Put a policy file in force and keep watching it; None stops that. A broken file changes nothing.
+    """Apply a policy file and keep watching it; None stops that. A broken file changes nothing.
 
     Args:
         path (str | os.PathLike[str] | None)
@@ -398,11 +398,12 @@ def op(name: str) -> Op:
 def page_table_from_csr(
     indptr: Tensor, indices: Tensor, last_page_len: Tensor | None = None, page_size: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """(block_table, context_lens) of a page table in CSR form, as FlashInfer has it.
+    """Returns (block_table, context_lens) of a page table in FlashInfer's CSR form.
 
-    The pages of sequence i are indices[indptr[i]:indptr[i+1]]; its last page holds last_page_len[i] tokens, or is full.
-    Reads the sizes on the host. Ragged keys (tokens, heads, dim) are such a cache too, with pages of one token:
-    `page_table_from_csr(indptr, torch.arange(tokens))` and `key[:, None]`.
+    The pages of sequence i are indices[indptr[i]:indptr[i+1]]; its last page holds last_page_len[i]
+    tokens, by default all. Reads the sizes on the host. Ragged keys (tokens, heads, dim) are such a
+    cache with pages of one token: `page_table_from_csr(indptr, torch.arange(tokens))` and `key[:,
+    None]`.
 
     Args:
         indptr (Tensor)
@@ -476,10 +477,10 @@ def prefer(
 
 
 def readiness_check(
-    calls: Calls = (), device: str | None = None, *, table: Given[Table] = None,
-    lock: Given[Lockfile] = None, capabilities: str | os.PathLike[str] | None = None,
+    calls: Calls = (), device: str | None = None, *, table: OrPath[Table] = None,
+    lock: OrPath[Lockfile] = None, capabilities: str | os.PathLike[str] | None = None,
 ) -> Readiness:
-    """Is everything here that these calls need? True where nothing failed; print it for the whole report.
+    """Check that everything these calls need is here. The report is true where nothing failed; print it to see all.
 
     `calls` are descriptions or a file of them; without any, the kernels of this device are checked as they stand.
     `table`, `lock` and `capabilities` are what will be put in force. Nothing is run, compiled or written.
@@ -487,8 +488,8 @@ def readiness_check(
     Args:
         calls (Calls)
         device (str | None)
-        table (Given[Table])
-        lock (Given[Lockfile])
+        table (OrPath[Table])
+        lock (OrPath[Lockfile])
         capabilities (str | os.PathLike[str] | None)
 
     Returns: Readiness
@@ -502,7 +503,7 @@ def readiness_check(
 def recording(path: str | os.PathLike[str] | None = None) -> AbstractContextManager[Recorder]:
     """Write the calls of this process, in all threads, to `path` as JSON lines; without a path only count them.
 
-    The file is there while the block runs, and complete after it. It can be replayed: lz tune, lz regret.
+    The file exists while the block runs, and is complete after it. It can be replayed: lz tune, lz regret.
 
     Args:
         path (str | os.PathLike[str] | None)
@@ -531,7 +532,7 @@ def register(item: Op | Kernel) -> Any:
 
 
 def register_diffusers() -> None:
-    """Make "layerzero" an attention backend of diffusers, as for `model.set_attention_backend`. Sets none.
+    """Add "layerzero" to the attention backends of diffusers, for `model.set_attention_backend`.
 
     Returns: None
 
@@ -551,7 +552,7 @@ def register_transformers() -> None:
 
 
 def reload() -> None:
-    """Look at the policy file now.
+    """Check the policy file now.
 
     Returns: None
 
@@ -564,7 +565,8 @@ def sample_minp(
     logits: Tensor, p: Rows, temperature: Rows = 1.0, *, seed: int | None = None, offset: int = 0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """A token for each row of logits (batch, vocab), from those at least p times as likely as the likeliest.
+    """Draws a token for each row of logits (batch, vocab) from those at least p times as likely as
+    the likeliest.
 
     Args:
         logits (Tensor)
@@ -585,7 +587,7 @@ def sample_topk(
     logits: Tensor, k: Union[Tensor, int], temperature: Rows = 1.0, *, seed: int | None = None,
     offset: int = 0, generator: torch.Generator | None = None,
 ) -> Tensor:
-    """A token for each row of logits (batch, vocab), from the k likeliest.
+    """Draws a token for each row of logits (batch, vocab) from the k likeliest.
 
     Args:
         logits (Tensor)
@@ -606,7 +608,8 @@ def sample_topp(
     logits: Tensor, p: Rows, temperature: Rows = 1.0, *, seed: int | None = None, offset: int = 0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """A token for each row of logits (batch, vocab), from the fewest whose probabilities reach p.
+    """Draws a token for each row of logits (batch, vocab) from the fewest whose probabilities reach
+    p.
 
     Args:
         logits (Tensor)
@@ -624,7 +627,7 @@ def sample_topp(
 
 
 def select(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
-    """As explain, but an error if nothing can serve the call.
+    """Return the plan as explain does; raise if no kernel can serve the call.
 
     Args:
         op (str | Callable[..., Any])
@@ -640,7 +643,7 @@ def select(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
 
 def serve_metrics(
     port: int = 0, host: str = "127.0.0.1", *, calls: Calls = (), device: str | None = None,
-    table: Given[Table] = None, lock: Given[Lockfile] = None, every: float = 5.0,
+    table: OrPath[Table] = None, lock: OrPath[Lockfile] = None, every: float = 5.0,
 ) -> Server:
     """Serve /metrics, /ready and /live of this process from a daemon thread; port 0 takes a free one.
 
@@ -651,8 +654,8 @@ def serve_metrics(
         host (str)
         calls (Calls)
         device (str | None)
-        table (Given[Table])
-        lock (Given[Lockfile])
+        table (OrPath[Table])
+        lock (OrPath[Lockfile])
         every (float)
 
     Returns: Server
@@ -673,9 +676,10 @@ def stats() -> Stats:
 
 
 def subscribe(sink: Sink, reasons: bool = True) -> Callable[[], None]:
-    """Call `sink` with every event from now on; returns a function that stops it.
+    """Calls `sink` with every event from now on; returns a function that stops it.
 
-    Without `reasons`, a choice does not say why the others were rejected, and takes less time.
+    Without `reasons`, a selection does not report why the others were rejected, and takes less
+    time.
 
     Args:
         sink (Sink)
@@ -695,7 +699,7 @@ def tune(
     mode: str | Sequence[str] | None = None, cold: bool = False, compile: bool = True,
     progress: Progress | None = None, save: Save | None = None,
 ) -> TuneReport:
-    """Time the kernels that may serve these calls, and choose by what was measured from then on.
+    """Time the kernels that may serve these calls, and select by the measurements from then on.
 
     calls     some, or what they come from: an operation, a model, a file of calls
     device    where; the accelerator of this machine, else its CPU
@@ -747,7 +751,7 @@ def unaccelerate(model: nn.Module) -> bool:
 
 
 def unlock(op: str | None = None) -> None:
-    """Take back the locks made by lz.lock, all of them or those of one op.
+    """Remove the locks made by lz.lock, all of them or those of one op.
 
     Args:
         op (str | None)
@@ -795,7 +799,7 @@ def unregister(name: str) -> None:
 def validate(
     op: str | Callable[..., Any], kernel: str, /, *args: Any, **kwargs: Any,
 ) -> tuple[Reason, ...]:
-    """Why `kernel` may not serve this call; empty if it may. The caller's own mistakes are reasons too.
+    """Return why `kernel` may not serve this call, empty if it may; mistakes of the caller are reasons too.
 
     Args:
         op (str | Callable[..., Any])
@@ -815,11 +819,11 @@ def warmup(
     timeout: float | None = None, device: str | None = None,
     progress: _warmup_Progress | None = None, most_waiting: int = 256,
 ) -> WarmupReport:
-    """Compile and load whatever `calls` need: descriptions, a file of them (JSON lines), or a dispatch table.
+    """Compile and load what `calls` need: descriptions, a file of them (JSON lines), or a dispatch table.
 
     Waits for the `critical` ones, by default all; the others are done in the background, at most `most_waiting`
-    of them, or with background=False before it returns. After `timeout` seconds it returns all the same: what is
-    not ready is compiled later, and calls are served by other kernels until then.
+    of them, or with background=False before it returns. After `timeout` seconds it returns in any case: what is
+    not ready is compiled later, and other kernels serve the calls until then.
 
     Args:
         calls (Source)
@@ -839,7 +843,7 @@ def warmup(
 
 
 def which(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
-    """The id of the kernel that would serve this call.
+    """Return the id of the kernel that would serve this call.
 
     Args:
         op (str | Callable[..., Any])
@@ -855,19 +859,19 @@ def which(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
 
 def write_bundle(
     path: str | os.PathLike[str], *, calls: Calls = (), device: str | None = None,
-    table: Given[Table] = None, lock: Given[Lockfile] = None,
+    table: OrPath[Table] = None, lock: OrPath[Lockfile] = None,
     log: str | os.PathLike[str] | None = None, force: bool = False,
 ) -> dict[str, Any]:
-    """Write the archive (tar.gz) to `path` and return its manifest. A file that is there stays, unless `force`.
+    """Write the archive (tar.gz) to `path` and return its manifest; only `force` replaces an existing file.
 
-    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; of `log`, a log file, the end is added.
+    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; the end of the file `log` is added.
 
     Args:
         path (str | os.PathLike[str])
         calls (Calls)
         device (str | None)
-        table (Given[Table])
-        lock (Given[Lockfile])
+        table (OrPath[Table])
+        lock (OrPath[Lockfile])
         log (str | os.PathLike[str] | None)
         force (bool)
 

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def graph(cuda_graph: Any, **options: Any) -> AbstractContextManager[HeldGraph]:
-    """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and hold what the calls choose.
+    """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and remember the kernels of the calls.
 
     Takes the options of torch.cuda.graph (pool, stream, capture_error_mode). Warm up first:
     `lz.graphs.warmup_capture(fn)`.
@@ -46,9 +46,11 @@ def graph(cuda_graph: Any, **options: Any) -> AbstractContextManager[HeldGraph]:
 def is_graph_safe(
     kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any, **kwargs: Any,
 ) -> GraphVerdict:
-    """Can this kernel be captured in a CUDA graph on this machine? With an op and a call: the kernel it would get.
+    """Can this kernel be captured in a CUDA graph on this machine? With an op and arguments: the
+    selected kernel.
 
-    What its certificate says, if that holds and says it; else it is captured now. With a call, that very call is.
+    Answers from a valid certificate, if there is one; else the kernel is captured now, with the
+    given arguments if any.
 
     Args:
         kernel_or_op (str | Kernel | Callable[..., Any])
@@ -68,8 +70,8 @@ def validate_graph_capture(
 ) -> GraphReport:
     """Capture `fn(*args, **kwargs)`, replay it with changed inputs, and compare with `fn` itself.
 
-    The tensors among the arguments get other numbers meanwhile and their own back afterwards; those of whole numbers
-    keep theirs. `fn` runs several times: what it keeps elsewhere, such as a cache, moves on.
+    Floating-point tensors among the arguments are overwritten meanwhile and restored afterwards. `fn` runs several
+    times: state that it keeps elsewhere, such as a cache, advances.
 
     Args:
         fn (Callable[..., Any])
@@ -86,7 +88,7 @@ def validate_graph_capture(
 
 
 def warmup_capture(fn: Callable[..., Any], *args: Any, times: int = 3, **kwargs: Any) -> None:
-    """Call this before capturing `fn(*args, **kwargs)`: it runs it a few times as it will be captured.
+    """Run `fn(*args, **kwargs)` a few times as it will be captured; call this before the capture.
 
     Args:
         fn (Callable[..., Any])

@@ -50,7 +50,7 @@ def direct(
 
 
 def triton_cache() -> tuple[TritonCache, ...]:
-    """What compiling has cost: a row for each of your Triton kernels that was loaded.
+    """Return a row of counts for each of your Triton kernels that was loaded.
 
     Returns: tuple[TritonCache, ...]
 
@@ -63,12 +63,12 @@ def triton_kernel(
     id: str, op: Op, fn: Any, *, launch: Callable[..., Any], grid: Grid,
     meta: Mapping[str, Any] | None = None, requires: Iterable[Condition] = (), **declared: Any,
 ) -> Kernel:
-    """A kernel of `op` that launches `fn`; register it with lz.register, or list it in a plugin's KERNELS.
+    """Make a kernel of `op` that launches `fn`; register it with lz.register, or list it in a plugin's KERNELS.
 
     fn      the @triton.jit function, or where it is: "package.module:name", imported when it is first needed
-    launch  takes parameters of the op by name; allocates the results and gives (results, arguments of fn in order),
-            and, where constants depend on the call, a third: their values
-    grid    the grid, or a function of all arguments and constants by name that gives it
+    launch  takes parameters of the op by name; allocates the results and returns (results, arguments of fn in order)
+            or, where constants depend on the call, (results, arguments, constants)
+    grid    the grid, or a function of all arguments and constants by name that returns it
     meta    constants (BLOCK...: powers of two) and num_warps, num_stages, num_ctas, maxnreg
 
     Args:
@@ -98,7 +98,7 @@ def triton_kernels(
     id: str, op: Op, fn: Any, *, configs: Sequence[Mapping[str, Any]], launch: Callable[..., Any],
     grid: Grid, meta: Mapping[str, Any] | None = None, **more: Any,
 ) -> tuple[Kernel, ...]:
-    """One kernel for each configuration, called `id` and what it sets: lz.tune times them, and the fastest serves.
+    """Make one kernel for each configuration, named `id` and its settings: lz.tune times them, the fastest serves.
 
     Args:
         id (str)
@@ -125,9 +125,9 @@ def triton_kernels(
 
 
 def use_capabilities(source: Mapping[str, Any] | str | os.PathLike[str]) -> str:
-    """Put a descriptor, or the file of one, in force for this process; returns its hash.
+    """Activates a descriptor, or the file of one, for this process; returns its hash.
 
-    Every remembered choice is dropped. To go back, `export` before and `use` that.
+    Every cached selection is dropped. To go back, `export` before and `use` that.
 
     Args:
         source (Mapping[str, Any] | str | os.PathLike[str])

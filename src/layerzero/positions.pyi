@@ -23,7 +23,7 @@ def alibi_bias(
     dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """lz.alibi with the paper's slopes for so many heads: the bias (num_heads, seq_q, seq_k).
+    """Returns lz.alibi with the paper's slopes: the bias (num_heads, seq_q, seq_k).
 
     Args:
         num_heads (int)
@@ -45,7 +45,7 @@ def alibi_bias(
 def alibi_slopes(
     heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
 ) -> Tensor:
-    """One slope for each head, for lz.alibi and lz.attention; the number of heads need be no power of two.
+    """Returns one slope per head, for lz.alibi and lz.attention; any number of heads.
 
     Args:
         heads (int)
@@ -65,12 +65,13 @@ def rope_tables(
     seq_len: int | None = None, dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each (max_positions, rotary_dim / 2): row n holds the angles of position n.
+    """Returns (cos, sin), each (max_positions, rotary_dim / 2): row n holds the angles of position
+    n.
 
     scaling: {"rope_type": "default" | "linear" | "ntk" | "dynamic" | "yarn" | "llama3" | "longrope" |
     "proportional", ...} with the keys of a model's configuration.
-    rotary_dim: how many elements of a head turn; all if neither it nor partial_rotary_factor says otherwise.
-    seq_len: the length in use, which "dynamic" and "longrope" depend on; max_positions if not said.
+    rotary_dim: how many elements of a head are rotated; default: all, or by partial_rotary_factor.
+    seq_len: the length in use, which "dynamic" and "longrope" depend on; default: max_positions.
 
     Args:
         head_dim (int)
@@ -96,9 +97,10 @@ def xpos_tables(
     rotary_dim: int | None = None, dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """((cos, sin) for queries, (cos, sin) for keys) of XPos: turn q and k by lz.rope in a call of its own each.
+    """Returns ((cos, sin) for queries, (cos, sin) for keys) of XPos: rotate q and k by one lz.rope
+    call each.
 
-    Scores then fade with the distance, the faster the smaller scale_base.
+    Scores then decay with distance, the faster the smaller scale_base.
 
     Args:
         head_dim (int)

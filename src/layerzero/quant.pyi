@@ -26,7 +26,8 @@ def choose_format(
     device: str | Device = "cpu", accuracy: float | str = "balanced",
     formats: Sequence[str] | None = None,
 ) -> FormatChoice:
-    """The smallest format whose expected relative error is at most `accuracy` and that the device computes with.
+    """Returns the smallest format with an expected relative error of at most `accuracy` that the
+    device supports.
 
     accuracy: a relative RMS error, or "high" (0.01), "balanced" (0.03), "small" (0.12). formats: only these.
 
@@ -43,9 +44,10 @@ def choose_format(
 
 
 def column_shard(weight: Tensor, rank: int, world: int, *, parts: int = 1) -> Tensor:
-    """The rows of `weight` (..., out, in), or of a bias (out,), that belong to `rank`.
+    """Returns the rows of `weight` (..., out, in), or of a bias (out,), that belong to `rank`.
 
-    parts: how many weights are stacked in it, each of which is cut by itself: 2 for a fused gate and up.
+    parts: how many weights are stacked in it, each of which is sharded separately: 2 for a fused
+    gate and up.
 
     Args:
         weight (Tensor)
@@ -61,7 +63,7 @@ def column_shard(weight: Tensor, rank: int, world: int, *, parts: int = 1) -> Te
 
 
 def forget_packed(*weights: Tensor) -> int:
-    """Drop the copies made from these weights, or all of them; returns how many there were.
+    """Drop the packed copies of these weights, or all of them; returns how many there were.
 
     Needed only after a write that bumps no version, as through `weight.data` or a NumPy view.
 
@@ -76,7 +78,7 @@ def forget_packed(*weights: Tensor) -> int:
 
 
 def limit_packed(nbytes: int) -> None:
-    """How many bytes the rearranged copies of weights may take; 0 for none. What is there stays.
+    """Set how many bytes packed copies of weights may take; 0 for none. Existing copies stay.
 
     Args:
         nbytes (int)
@@ -101,9 +103,10 @@ def quantized_shard(
     weight_q: Tensor, scales: Tensor, zeros: Tensor | None, rank: int, world: int, *, format: str,
     group_size: int = 0, by: str = "column", parts: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What `rank` needs of a quantized weight, its scales and zeros, in the layout of lz.quantized_linear.
+    """Returns the shard of a quantized weight, its scales and zeros for `rank`, in
+    lz.quantized_linear's layout.
 
-    Cut by rows of inputs, a shard must be whole groups; with one scale for the row every rank gets that scale.
+    A shard by inputs must be whole groups; with one scale per row every rank gets that scale.
 
     Args:
         weight_q (Tensor)
@@ -125,7 +128,8 @@ def quantized_shard(
 
 
 def row_shard(weight: Tensor, rank: int, world: int, *, unit: int = 1) -> Tensor:
-    """The inputs of `weight` (..., out, in) that belong to `rank`; of a bias (out,) nothing but on rank 0.
+    """Returns the inputs of `weight` (..., out, in) that belong to `rank`; a bias (out,) is zero
+    except on rank 0.
 
     unit: how many neighbouring inputs must stay together, such as a quantization group.
 

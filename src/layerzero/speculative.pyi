@@ -25,11 +25,12 @@ def generate(
 ) -> Generated:
     """Continue `prompt` (batch, length) as the target model would, in fewer calls of it.
 
-    draft_step(tokens, lengths) returns logits (batch, vocab) of the token after the first lengths[i] of each row i;
-    target_step(tokens, lengths, count) returns logits (batch, count, vocab) after each of the last `count` of these.
-    Rows are padded with -1 and advance at their own pace. The two models share nothing here: each is handed its own
-    copy of the tokens and keeps its own state. One that caches must drop what lies beyond the tokens it is given: what
-    a row held before the last round's draft stays, the draft itself may have been replaced.
+    draft_step(tokens, lengths) returns logits (batch, vocab) of the token after the first
+    lengths[i] of each row i; target_step(tokens, lengths, count) returns logits (batch, count,
+    vocab) after each of the last `count` of these. Rows are padded with -1 and advance
+    independently. The two models share nothing: each gets its own copy of the tokens and keeps its
+    own state. A model with a KV cache must drop what lies beyond the tokens it is given: what a row
+    held before the last round's draft is unchanged, the draft itself may have been replaced.
 
     Args:
         draft_step (DraftStep)
@@ -59,7 +60,8 @@ def generate(
 
 
 def tree_attention_mask(parents: Tensor, context_len: int = 0) -> Tensor:
-    """True where a node of the tree may look: at the whole context, its ancestors and itself.
+    """Returns a mask, True where a node of the tree attends: the whole context, its ancestors and
+    itself.
 
     (nodes, context_len + nodes) for parents (nodes,), and (batch, 1, nodes, context_len + nodes) for (batch, nodes): an
     attn_mask of lz.attention, with the nodes as queries and the context before them in the keys.
@@ -76,7 +78,8 @@ def tree_attention_mask(parents: Tensor, context_len: int = 0) -> Tensor:
 
 
 def tree_positions(parents: Tensor, context_len: int = 0) -> Tensor:
-    """The position of each node in its sequence: the context's length and its depth; shaped like parents.
+    """Returns the position of each node, the context's length plus its depth; shaped like
+    parents.
 
     Args:
         parents (Tensor)
@@ -94,7 +97,8 @@ def verify(
     uniforms: Tensor | None = None, *, seed: int | None = None, seed_rows: Tensor | None = None,
     offset: int = 0, generator: torch.Generator | None = None,
 ) -> Verified:
-    """Which tokens of a draft (batch, drafted) to keep, and the one that follows. See lz.speculative_verify.
+    """Returns which tokens of a draft (batch, drafted) to keep, and the next one. See
+    lz.speculative_verify.
 
     Args:
         draft_tokens (Tensor)
@@ -119,7 +123,7 @@ def verify_tree(
     uniforms: Tensor | None = None, *, without_replacement: bool = False, seed: int | None = None,
     seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
 ) -> VerifiedTree:
-    """Which path of a tree to keep, and the token that follows. See lz.speculative_verify_tree.
+    """Returns which path of a tree to keep, and the next token. See lz.speculative_verify_tree.
 
     `parents` (nodes,) is one tree for all rows, (batch, nodes) one for each.
 

@@ -37,11 +37,11 @@ __all__ = [
 def bind(
     op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any,
 ) -> BoundKernel:
-    """The kernel for calls like this one, as a function of the tensors that were given here, in their order.
+    """Return the kernel for calls like this one, as a function of the tensors given here, in their order.
 
-    Everything else of the call is fixed. The function checks nothing: it is right for the calls that its `row`
-    describes, which `covers(*tensors)` asks, and `checked(*tensors)` asks each time: a call outside of the row is
-    served by the op itself, with the event plan_missed. It follows neither policy nor breakers from now on.
+    All other arguments are fixed. The function checks nothing: it is right for the calls that its `row` describes.
+    `covers(*tensors)` tells whether a call is one of them; `checked(*tensors)` asks that each time and lets the op
+    itself serve other calls, with the event plan_missed. The function follows neither policy nor breakers.
 
     Args:
         op (str | Callable[..., Any])
@@ -61,7 +61,7 @@ def bind(
 def check_lockfile(
     lock: Lockfile | str | os.PathLike[str] = "layerzero.lock",
 ) -> tuple[Violation, ...]:
-    """Where this machine cannot do as the lockfile says; empty if it can everywhere.
+    """Return where this machine differs from the lockfile; empty if it can serve all of it.
 
     Args:
         lock (Lockfile | str | os.PathLike[str])
@@ -76,10 +76,10 @@ def check_lockfile(
 
 
 def plan_block(block: Block, values: Values, greedy: bool = False) -> BlockPlan:
-    """The cheapest way through `block` for inputs like `values`; remembered by their signature.
+    """Find the cheapest path through `block` for inputs like `values`; plans are kept by their signature.
 
-    `greedy` is what choosing op by op amounts to: the fastest kernel for each in the layout it is called in,
-    and the plain form of every alternative.
+    `greedy` chooses op by op: the fastest kernel for each in the layout it is called in, and the first of every
+    set of alternatives.
 
     Args:
         block (Block)
@@ -101,10 +101,10 @@ def solve(
     path: str | os.PathLike[str] | None = None, device: str | None = None, fill: bool = True,
     **named: Any,
 ) -> Table:
-    """Decide all these calls now, in the world in force; with `path`, write the table there.
+    """Select the kernels of all these calls now, under the policy in force; with `path`, write the table there.
 
     `calls` are descriptions (a recorded trace, a model's), or a model with example arguments, whose calls are
-    found by a dry run. `fill=False` decides the calls that are given and nothing between them.
+    found by a dry run. With `fill=False` the sizes between those of the calls are left out.
 
     Args:
         calls (Iterable[Call] | Callable[..., Any])
@@ -123,7 +123,7 @@ def solve(
 
 
 def table_in_force() -> Table | None:
-    """The table that calls are looked up in, if there is one.
+    """Return the table that calls are looked up in, if there is one.
 
     Returns: Table | None
 
@@ -133,7 +133,7 @@ def table_in_force() -> Table | None:
 
 
 def use_lockfile(lock: Lockfile | str | os.PathLike[str] = "layerzero.lock") -> Table:
-    """Put the choices of a lockfile in force, as a table. One violation, and nothing of it is.
+    """Put the choices of a lockfile in force, as a table. DataError, and no change, on any violation.
 
     Args:
         lock (Lockfile | str | os.PathLike[str])
@@ -148,9 +148,9 @@ def use_lockfile(lock: Lockfile | str | os.PathLike[str] = "layerzero.lock") -> 
 
 
 def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -> Table | None:
-    """Put a table in force for the process; None takes it away. Refused if anything it depends on has changed.
+    """Put a table in force for the process; None takes it away. DataError if anything it depends on has changed.
 
-    Kernels of it that compile on first use are compiled now, unless `warm=False`: then they wait for a warm-up.
+    Those of its kernels that compile on first use are compiled now; with `warm=False` they wait for a warm-up.
 
     Args:
         table (Table | str | os.PathLike[str] | None)
@@ -167,7 +167,7 @@ def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -
 def write_lockfile(
     table: Table | str | os.PathLike[str], path: str | os.PathLike[str] = "layerzero.lock",
 ) -> Lockfile:
-    """Write down what of a table another machine must hold to.
+    """Write the lockfile of a table.
 
     Args:
         table (Table | str | os.PathLike[str])

@@ -13,7 +13,7 @@ from .spec.call import TensorSpec as TensorSpec
 from .spec.kernel import Kernel
 from .spec.reason import Reason
 from .tune.harness import Watch
-from .tune.regret import Report
+from .tune.regret import RegretReport
 
 __all__ = [
     "Call",
@@ -32,10 +32,10 @@ def calls_for(
     batch: int = 1, prompt: int = 512, context: int = 4096, scale: float = 1.0, decode: bool = True,
     prefill: bool = True,
 ) -> tuple[Call, ...]:
-    """The calls that `source` names: "standard", a model, an op, or a file of JSON lines such as lz record writes.
+    """Return the calls of `source`: "standard", a model, an op, or a file of JSON lines such as lz record writes.
 
-    Of an op these are its own cases, or with `arguments` the one call that has these arguments. `batch` to `prefill`
-    say which steps of a model are meant.
+    An op stands for its own cases, or with `arguments` for one call with these. `batch` to `prefill` say which steps
+    of a model are meant.
 
     Args:
         source (str | Path)
@@ -56,7 +56,8 @@ def calls_for(
 
 
 def probe(kernel: Kernel, device: str = "cpu", timeout: float = 120.0) -> Reason | None:
-    """Run it in a process of its own. If it hangs, crashes or fails there, it is taken out here: the reason why.
+    """Runs a kernel in another process. If it hangs, crashes or fails there, it is disabled here;
+    returns the reason.
 
     None: it ran. It must be importable: a kernel of the catalog, of a plugin, or one whose load is a named function.
 
@@ -91,7 +92,7 @@ def read_calls(path: Path) -> tuple[Call, ...]:
 def regret(
     calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", seed: int = 0,
     watch: Watch | None = None, mode: str = "eager", advance: Callable[[Call], None] = ...,
-) -> Report:
+) -> RegretReport:
     """Time each call for about `seconds`: the kernel that is chosen now, and all others that may serve.
 
     `mode`: as eager, captured or compiled calls are made and chosen.
@@ -105,7 +106,7 @@ def regret(
         mode (str)
         advance (Callable[[Call], None])
 
-    Returns: Report
+    Returns: RegretReport
 
     Example:
         calls = lz.testing.calls_for("rms_norm", arguments={"x": torch.ones(8, 64)})
@@ -117,7 +118,8 @@ def run_isolated(
     function: str, *args: Any, timeout: float = 120.0, path: Sequence[str] = (),
     environ: dict[str, str] | None = None,
 ) -> Outcome:
-    """Call `function` ("module:name") with `args` elsewhere. Whatever it does, this process goes on.
+    """Calls `function` ("module:name") with `args` in another process. Whatever it does, this
+    process goes on.
 
     Args:
         function (str)

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def forget_prefixes() -> None:
-    """Drop every remembered text.
+    """Drops every cached text.
 
     Returns: None
 
@@ -33,11 +33,13 @@ def load_tokenizer(
     source: Any, *, pattern: str | None = None, special_tokens: Mapping[str, int] | None = None,
     identity: str | None = None,
 ) -> TokenizerHandle:
-    """A handle on a tokenizer as it is now: calls with it need not look whether it changed, and do not see it change.
+    """Returns a handle on a tokenizer as it is now: calls with it do not check whether its file
+    changed.
 
-    `source` is all that lz.tokenize takes as its tokenizer. `pattern` and `special_tokens` belong to a *.tiktoken file,
-    which holds neither; without them its name must be that of an encoding tiktoken knows. `identity` is the id it must
-    have: DataError if it is another tokenizer.
+    `source` is anything that lz.tokenize takes as its tokenizer. `pattern` and `special_tokens`
+    belong to a *.tiktoken file, which holds neither; without them its name must be that of an
+    encoding tiktoken knows. `identity` is the id it must have: DataError if it is another
+    tokenizer.
 
     Args:
         source (Any)
@@ -55,7 +57,7 @@ def load_tokenizer(
 
 
 def patch_tokenizer(target: Any) -> tuple[str, ...]:
-    """Let a tokenizer, or those of a pipeline, encode by lz.tokenize. Returns their names ("" for one on its own).
+    """Let the tokenizers of a pipeline, or a single one, encode through lz.tokenize; returns their names.
 
     Args:
         target (Any)
@@ -72,7 +74,7 @@ def patch_tokenizer(target: Any) -> tuple[str, ...]:
 
 
 def prefix_memories() -> dict[str, Counts]:
-    """By the id of each tokenizer: how often a remembered prefix served, and how much is remembered.
+    """Returns by tokenizer id how often a cached prefix was used, and how much is cached.
 
     Returns: dict[str, Counts]
 
@@ -82,7 +84,7 @@ def prefix_memories() -> dict[str, Counts]:
 
 
 def tokenizer_for(source: Any) -> TokenizerHandle:
-    """The tokenizer that belongs to a model, config, pipeline or tokenizer object, to a folder, or to a GGUF file.
+    """Return the tokenizer of a model, config, pipeline or tokenizer object, of a folder, or of a GGUF file.
 
     Args:
         source (Any)
@@ -99,7 +101,7 @@ def tokenizer_for(source: Any) -> TokenizerHandle:
 
 
 def unpatch_tokenizer(target: Any) -> None:
-    """As it was before patch_tokenizer.
+    """Undo patch_tokenizer.
 
     Args:
         target (Any)

@@ -120,11 +120,7 @@ class HealthChanged(Event):
 
 @dataclass(frozen=True)
 class KernelRefused(Event):
-    """A kernel is not used any more for a kind of call.
-
-    It could not be compiled or launched, gave a wrong result or damaged its inputs. If it ran out
-    of memory too often, it is used again after a while.
-    """
+    """A kernel cannot serve a kind of call any more, or for a while if it ran out of memory."""
 
     name: ClassVar[str] = "refused"
     kind: str = ""

@@ -57,7 +57,7 @@ EXAMPLES = {
     "compile": 'model = lz.compile(lambda x: lz.rms_norm(x), torch.ones(2, 8))\nout = model(torch.ones(2, 8))',
     "dry_run": 'print(lz.dry_run(lambda x: lz.rms_norm(x), torch.ones(2, 8)))',
     "readiness_check": CALLS + 'assert lz.readiness_check(calls, device="cpu").ok',
-    "recording": 'with lz.recording("calls.jsonl") as recorder:\n    lz.rms_norm(torch.ones(2, 8))\n'
+    "recording": 'with lz.recording() as recorder:\n    lz.rms_norm(torch.ones(2, 8))\n'
                  'print(recorder.calls)',
     "tune": CALLS + 'report = lz.tune(calls, device="cpu", rounds=5, compile=False)',
     "warmup": CALLS + 'report = lz.warmup(calls, device="cpu")',

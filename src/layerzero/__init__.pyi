@@ -511,7 +511,7 @@ def recording(path: str | os.PathLike[str] | None = None) -> AbstractContextMana
     Returns: AbstractContextManager[Recorder]
 
     Example:
-        with lz.recording("calls.jsonl") as recorder:
+        with lz.recording() as recorder:
             lz.rms_norm(torch.ones(2, 8))
         print(recorder.calls)
     """

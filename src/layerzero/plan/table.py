@@ -86,7 +86,7 @@ class Span(NamedTuple):
     @classmethod
     def read_json(cls, data: Any, at: At) -> Span | None:
         ranged = read_fields(_Range, data if isinstance(data, Mapping) else {"range": data}, at)
-        return ranged and cls(*ranged.range, ranged.multiple_of, ranged.not_multiple_of)
+        return ranged and cls(ranged.range[0], ranged.range[1], ranged.multiple_of, ranged.not_multiple_of)
 
 
 class Choice(NamedTuple):

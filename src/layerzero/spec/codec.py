@@ -106,7 +106,8 @@ def encode(value: Any) -> Any:
 
 def encode_fields(value: Any) -> dict[str, Any]:
     """The members of a dataclass or named tuple, without its own `to_json`."""
-    layout, members, defaults = _shape(type(value))
+    kind: Any = type(value)
+    layout, members, defaults = _shape(kind)
     data = dict(layout.header)
     for key, name in members.items():
         item = getattr(value, name)

@@ -437,7 +437,7 @@ def test_without_quick_a_kernel_is_verified_once_and_then_its_certificate_holds(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     register(Halved("fake.half", prior=1e6))
-    monkeypatch.setattr(stages, "_here", lambda kernel, device: kernel.id in ("torch.layer_norm", "fake.half"))
+    monkeypatch.setattr(stages, "_can_run", lambda kernel, device: kernel.id in ("torch.layer_norm", "fake.half"))
     usual = replace(asked(ROOT), lane="usual")
     for proven, verified in ((0, 1), (1, 0)):
         (check,) = stages.run_stage("correctness", usual)

@@ -583,7 +583,8 @@ def test_every_way_to_fail_is_a_trace_of_the_schema(world, references, tmp_path)
 
 
 def solution(content: str, folder: Path, style: bool = False, **changes) -> Solution:
-    spec = BuildSpec("python", ("cpu",), "main.py::run", destination_passing_style=style)
+    language = changes.pop("language", "python")
+    spec = BuildSpec(language, ("cpu",), "main.py::run", destination_passing_style=style)
     found = Solution("mine", NORM.name, "me", spec, (SourceFile("main.py", content),))
     found = replace(found, **changes)
     path = folder / "mine.json"

@@ -97,7 +97,7 @@ class _AxisMembers(Record, lenient=True):
 class TensorSpec(Record, omit="description", lenient=True):
     """A tensor by the names of its axes, or a scalar (`shape` is None)."""
 
-    shape: tuple[Text, ...] | None
+    shape: tuple[str, ...] | None
     dtype: Annotated[str, one_of(DTYPES)]
     description: str = ""
 

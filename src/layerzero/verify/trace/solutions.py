@@ -124,10 +124,10 @@ def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op,
         bound.apply_defaults()
         values = bound.arguments
         everything = {p.name: values.get(p.name, p.default) for p in op.params}
-        results = op.meta(**everything)
-        like = dict(zip(definition.outputs, results if isinstance(results, (tuple, list)) else (results,)))
+        shaped = op.meta(**everything)
+        like = dict(zip(definition.outputs, shaped if isinstance(shaped, (tuple, list)) else (shaped,)))
         results = _called(solution, definition, entry, [values[of_input[n]] for n in definition.inputs], like)
-        return tuple(results) if isinstance(results, (tuple, list)) else results[0]
+        return tuple(results) if isinstance(shaped, (tuple, list)) else results[0]
 
     run.__signature__ = taken  # type: ignore[attr-defined]
     return run

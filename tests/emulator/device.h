@@ -141,7 +141,7 @@ static bool run_cluster(std::vector<Fiber>& fibers) {
 extern "C" int lz_emulate(void (*kernel)(const void*), int x, int y, int z, int threads, int shared_bytes, int cluster,
                           const void* given) {
     using namespace emulator;
-    static std::mutex launch_mutex;                         // one launch at a time
+    static std::mutex launch_mutex;                // one launch at a time
     const std::lock_guard<std::mutex> lock(launch_mutex);
     size_x = x; cluster_blocks = cluster;
     entry = kernel; params = given; outcome = FINE;
@@ -422,7 +422,7 @@ FN u32 permute_bytes(u32 low, u32 high, u32 which) {
     return r;
 }
 
-FN i32 round_to_int(float v) {                          // saturates, and NaN is 0, as on hardware
+FN i32 round_to_int(float v) {                     // saturates, and NaN is 0, as on hardware
     if (v != v) return 0;
     return v >= 0x1p31f ? 0x7FFFFFFF : v < -0x1p31f ? i32(1u << 31) : i32(lrintf(v));
 }

@@ -225,7 +225,7 @@ def test_a_launch_that_the_driver_refuses(serve: Any, monkeypatch: pytest.Monkey
         assert isinstance(watcher, Recorder)
         watcher.launches.append(dataclasses.replace(watcher.launches.pop(), grid=(1, 70000, 1)))
 
-    monkeypatch.setattr(Kernel, "_refused", refused)
+    monkeypatch.setattr(Kernel, "_launch_error", refused)
     call, x = serve("cuda.rms_norm"), half(2, 264)
     call(x, eps=1e-3)
     monkeypatch.setattr(Kernel, "launch", too_tall)

@@ -25,7 +25,7 @@ from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
 
-MAX_WIDTH = 65536                                 # a row must fit into one block
+MAX_WIDTH = 65536                              # a row must fit into one block
 
 
 # Norms.
@@ -35,7 +35,7 @@ def _rms_norm() -> Callable[..., Any]:
 
     def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
         out: Tensor = Norm.apply(x, weight, eps, offset, "gemma",
-                                 False)       # "gemma": all in float32; the gradient not in place
+                                 False)        # "gemma": all in float32; the gradient not in place
         return out
 
     return run

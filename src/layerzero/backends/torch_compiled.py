@@ -75,7 +75,7 @@ class Compiled:
             marked = {name: self.mark_dynamic(v, exact.get(name, NO_AXES)) if isinstance(v, Tensor) else v
                       for name, v in values.items()}
             out = run(*[marked[name] for name in self.names[:len(args)]], **{name: marked[name] for name in kwargs})
-            self.specializations[key] = run   # two threads may both compile it: torch serializes them
+            self.specializations[key] = run    # two threads may both compile it: torch serializes them
             return out
 
     @staticmethod

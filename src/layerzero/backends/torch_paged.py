@@ -27,8 +27,8 @@ from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
 
-PIECE_BYTES = 1 << 21            # bytes of keys and values gathered at a time: a core's cache
-IN_PLACE_BYTES = 1 << 19         # average bytes of adjacent pages that are worth a separate call
+PIECE_BYTES = 1 << 21      # bytes of keys and values gathered at a time: a core's cache
+IN_PLACE_BYTES = 1 << 19   # average bytes of adjacent pages that are worth a separate call
 BLOCK = 512                # queries at a time under a window: keys that none sees are skipped
 FEW_ROWS = 32              # query rows per KV head up to which the cache reads dominate
 
@@ -80,7 +80,7 @@ def gather_attention(
             attended = scaled_dot_product_attention(q, k, v, None if hidden is None else ~hidden,
                                                     0.0, square, scale=scale)
             out[rows] = ungroup_heads(attended)
-        if is_causal and count > s.length:                     # torch's kernels differ on rows that see no key
+        if is_causal and count > s.length:     # torch's kernels differ on rows that see no key
             out[s.first:s.last - s.length] = 0
     return (out, lse) if return_lse else out
 
@@ -204,7 +204,7 @@ def _read_pieces(cache: Cache, row: Tensor, start: int, stop: int, whole: bool) 
 
 def _contiguous_runs(cache: _PagedCache, pages: Tensor) -> list[int]:
     """Returns the indices in `pages` where a run of tokens contiguous in memory begins."""
-    if cache.layout == "HND":                 # only the tokens of one page are contiguous
+    if cache.layout == "HND":                  # only the tokens of one page are contiguous
         return list(range(pages.shape[0]))
     return [0, *(1 + (pages[1:] != pages[:-1] + 1).nonzero().flatten()).tolist()]
 

@@ -49,7 +49,7 @@ BIN_BITS = 17                  # low bits of a float32 that a bin of the histogr
 BINS = 1 << 31 - BIN_BITS
 ID_BITS = (1 << 29) - 1        # bits of a float64 that a float32 leaves zero
 
-Selection = tuple[Tensor, Tensor, Tensor]           # token, its weight, the total weight: each (batch, 1)
+Selection = tuple[Tensor, Tensor, Tensor]      # token, its weight, the total weight: each (batch, 1)
 
 
 def make_sampler(choose: Callable[[Tensor, Filters, Tensor, bool], Selection],

@@ -23,7 +23,7 @@ from ..spec.reason import Code
 
 HALF = ("float16", "bfloat16")
 NONE = Const(None)
-FLASH, EFFICIENT, MATH, CUDNN = SDPA_BACKENDS  # torch's names of its implementations
+FLASH, EFFICIENT, MATH, CUDNN = SDPA_BACKENDS   # torch's names of its implementations
 
 # Rules of kernels that do not support a parameter.
 NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
@@ -266,7 +266,7 @@ SDPA_ON_CPU: tuple[r.Condition, ...] = tuple(r.when(r.device("cpu"), rule) for r
 # On CUDA torch may choose cuDNN or flash, which need alignment; for another head_dim it pads, which
 # copies.
 SDPA_ON_CUDA: tuple[r.Condition, ...] = (
-    r.when(r.device("cuda"), HAS_BATCH),            # cuDNN gives None for an empty batch
+    r.when(r.device("cuda"), HAS_BATCH),               # cuDNN gives None for an empty batch
     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
 
 CPU_FLASH: tuple[r.Condition, ...] = (

@@ -25,9 +25,9 @@ from . import compiler
 # Tests in the emulator, on the CPU, drop these rules. Clusters need compute capability 9.0.
 HARDWARE: tuple[r.Condition, ...] = (r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=90))
 HALF = r.dtypes("float16", "bfloat16")
-MAX_GRID = 65535          # grid limit of the second and third axis
-MAX_ROWS = 32             # of decode.cu: query heads of a KV head times their tokens
-MAX_ROWS_WIDE = 16        # for head_dim > 128: more do not fit into registers
+MAX_GRID = 65535           # grid limit of the second and third axis
+MAX_ROWS = 32              # of decode.cu: query heads of a KV head times their tokens
+MAX_ROWS_WIDE = 16         # for head_dim > 128: more do not fit into registers
 
 
 def _attention() -> Callable[..., Any]:
@@ -104,7 +104,7 @@ def _decode_shared(rows: str) -> str:
 GEMV_SHARED = "(1 + (rows > 1) + 2 * (rows > 2) + 4 * (rows > 4) + 8 * (rows > 8)) * in_features // 4 + 73728"
 
 INT4, EIGHT_BITS = r.one_of("format", "int4"), r.one_of("format", "int8", "fp8_e4m3")
-WEIGHT_RULES: tuple[r.Condition, ...] = (             # how gemv.cu reads a weight
+WEIGHT_RULES: tuple[r.Condition, ...] = (      # how gemv.cu reads a weight
     r.contiguous("weight_q", repair=False),
     *_read_in_place("weight_q"), r.multiple_of("in_features", 16), r.when(INT4, r.multiple_of("in_features", 32)),
     r.at_most("in_features", 1 << 15),         # 16 rows of x fit into the shared memory of a cluster

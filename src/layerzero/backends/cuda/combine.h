@@ -21,7 +21,7 @@ template <int MOST, int WIDTH> struct Combine {
     static constexpr int PART = (MOST * (PITCH + 2) * 4 + 15) / 16 * 16;        // bytes
     static constexpr int INBOX_BYTES = SPLITS * MOST * SHARE * 16;
     Four* inbox;                                   // per block, row and quad of columns
-    u64* max_sums;                                    // per block and row: maximum and sum
+    u64* max_sums;                                 // per block and row: maximum and sum
     u64* mbarrier;
     int rank;                                      // of this block
 };

@@ -270,7 +270,7 @@ class Machine(NamedTuple):
     Hopper."""
 
     processors: int = 8
-    shared: int = 227 << 10    # bytes per block
+    shared: int = 227 << 10                    # bytes per block
 
 
 @lru_cache(maxsize=None)

@@ -119,7 +119,7 @@ KERNEL(decode, Params, WARPS * 32)
     const int query_at = swizzle(lane() % 8, lane() / 8), key_at = mine + swizzle(lane() % 16, lane() / 16);
     const int value_at = mine + swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
     const int first_masked = CAUSAL ? offset + 1 : length;                          // keys before this one are visible to all
-    const int first_unwindowed = WINDOW ? offset + tokens - 1 - p.left : 0;        // as are keys from this one on
+    const int first_unwindowed = WINDOW ? offset + tokens - 1 - p.left : 0;    // as are keys from this one on
 
     float best[COLS][2], threshold[COLS][2], total[COLS][2], acc[COLS][DIM / 16][4];
     UNROLL for (int c = 0; c < COLS; ++c) {
@@ -174,7 +174,7 @@ KERNEL(decode, Params, WARPS * 32)
         bool higher = false;
         UNROLL for (int c = 0; c < COLS; ++c)
             UNROLL for (int n = 0; n < 4; ++n) higher |= scores[c][n] > threshold[c][n % 2];
-        if (ballot(higher)) {                   // at the first keys, and rarely after
+        if (ballot(higher)) {                  // at the first keys, and rarely after
             UNROLL for (int c = 0; c < COLS; ++c) {
                 UNROLL for (int e = 0; e < 2; ++e) {
                     float top = fmaxf(scores[c][e], scores[c][e + 2]);

@@ -14,7 +14,7 @@ from ...spec.replay import Varying
 from . import compiler
 
 LOG2E = 1.4426950408889634
-MAX_ROWS = 32             # query heads of a KV head times their tokens
+MAX_ROWS = 32              # query heads of a KV head times their tokens
 KEYS = 16                  # per step of a warp
 SPLITS = (8, 4, 2)         # cluster sizes
 
@@ -30,7 +30,7 @@ class Config(NamedTuple):
 def shared_bytes(rows: int, dim: int, warps: int, stages: int) -> int:
     """Returns the bytes of shared memory: keys and values of each warp, queries in tiles of 8, and
     the inbox."""
-    inbox = rows * (dim * 4 + SPLITS[0] * 24) + 16             # an upper bound: columns are distributed in fours
+    inbox = rows * (dim * 4 + SPLITS[0] * 24) + 16         # an upper bound: columns are distributed in fours
     return warps * stages * 2 * KEYS * dim * 2 + -(-rows // 8) * 8 * dim * 2 + inbox
 
 
@@ -60,7 +60,7 @@ def config(rows: int, kv_rows: int, keys: int, dim: int, paged: bool, machine: c
 def same_config_range(keys: int, left: int, max_queries: int) -> tuple[int, int]:
     """Returns the range of key counts with the same `config`, whose bounds are powers of two."""
     if left >= 0 and left + max_queries <= keys:
-        return left + max_queries, replay.MOST                    # only the window matters
+        return left + max_queries, replay.MOST             # only the window matters
     last = 2 * SPLITS[0] * 8 * KEYS                        # its highest bound
     low, high = 1, replay.MOST
     if keys < last:
@@ -112,7 +112,7 @@ def varying_keys(key: Tensor, value: Tensor, head: int, seq: int, left: int, max
     varying = [Varying(key, "size", seq, KEY_COUNT, low, high), Varying(value, "size", seq, -1, low, high)]
     for tensor, fields in ((key, K_STRIDES), (value, V_STRIDES)):
         varying += [Varying(tensor, "stride", axis, field, 1) for axis, field in zip((0, head), fields)
-                    if tensor.stride(axis) > 0]              # 0: expanded, read as one
+                    if tensor.stride(axis) > 0]            # 0: expanded, read as one
     return tuple(varying)
 
 

@@ -184,7 +184,7 @@ KERNEL(gemv, Params, BOUNDS)
                 }
                 fill_line = fill_line + 1 == p.tiles_ahead ? 0 : fill_line + 1;
             }
-            const u32 piece = minimum(next_block * 4 + t, pieces - 1);       // past the end x is zero
+            const u32 piece = minimum(next_block * 4 + t, pieces - 1);     // past the end x is zero
             UNROLL for (int r = 0; r < LINES; ++r)
                 copy_async(ring + fill_at + r * 512, p.weight + (u64(row_at[r] + piece) << 4), true);
             if (++next_block == from + count) {
@@ -204,7 +204,7 @@ KERNEL(gemv, Params, BOUNDS)
 
     // The columns of this lane: where they begin in a block, and the distance to the next block.
     const u8* column[TILES];
-    int step[TILES], piece_offset[PIECES];                        // its rows have equal parity
+    int step[TILES], piece_offset[PIECES];                 // its rows have equal parity
     UNROLL for (int h = 0; h < PIECES; ++h) piece_offset[h] = swizzle(ROWS == 1 ? 0 : g / PER_BLOCK, t, h) - t * PIECES * 16;
     UNROLL for (int c = 0; c < TILES; ++c) {
         const int row = (c * 8 + g) / PER_BLOCK;

@@ -17,7 +17,7 @@ from .planes import MAX_SPLIT, SCALES, clusters
 MAX_ROWS = 16
 FORMATS = ("int4", "int8", "fp8_e4m3")
 MIN_STAGES = 3
-STAGES = {"int4": 5, "int8": 8, "fp8_e4m3": 8}          # the fastest on an H200
+STAGES = {"int4": 5, "int8": 8, "fp8_e4m3": 8}             # the fastest on an H200
 
 # Bits that are combined with those of codes, in both halves: exponents of 16 for int4, of 128 and
 # -128 for int8, and the sign bit for fp8. See gemv.cu.
@@ -103,7 +103,7 @@ def with_slots(shape: Shape, cfg: Config, machine: Machine) -> Config:
     if cfg.slots:
         return cfg
     teams, tiles = cfg.warps // cfg.parts, -(-shape.n // (16 * cfg.tall))
-    most = max(1, 2 * cfg.parts // cfg.tall)             # one thread per row of the weight
+    most = max(1, 2 * cfg.parts // cfg.tall)               # one thread per row of the weight
     turns = min(most, -(-tiles // clusters(tiles, cfg.split, cfg.blocks, machine.processors) // teams))
     while turns > 1 and shape.shared(cfg._replace(slots=turns * teams)) > machine.shared // cfg.blocks:
         turns -= 1

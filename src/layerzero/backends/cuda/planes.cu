@@ -97,7 +97,7 @@ KERNEL(planes, Params, BOUNDS)
             const u32 row = minimum(next * 16 + r * 8 + g, p.n - 1);
             const u8* const current = codes + u64(row) * row_bytes;
             UNROLL for (int h = 0; h < 2; ++h) {
-                int byte_offset = c * 128 + h * 64;              // clamped: past the end x is zero
+                int byte_offset = c * 128 + h * 64;        // clamped: past the end x is zero
                 if (!WHOLE) byte_offset = minimum(byte_offset, int(row_bytes) - first_pair * 128 - t * 16 - 16);
                 const Four v = load4_once(current + byte_offset);
                 to.code[h][r][0] = v.x, to.code[h][r][1] = v.y, to.code[h][r][2] = v.z, to.code[h][r][3] = v.w;
@@ -128,7 +128,7 @@ KERNEL(planes, Params, BOUNDS)
     if (!BF16) top = top >= 0x7C000000 ? 0x7F800000 : float_bits(to_float<false>(u16(top >> 16)));
     const int exponent = top >> 23 ? top >> 23 : 1;
     const float unit = bits_float(exponent == 255 ? 0x7FC00000 : u32(exponent) << 23);         // exponent of the largest input
-    const bool is_tiny = exponent < 64;                      // else the power of two would overflow
+    const bool is_tiny = exponent < 64;                    // else the power of two would overflow
     const float to_integer = bits_float(u32(283 - exponent - (is_tiny ? 100 : 0)) << 23);
     UNROLL for (int c = 0; c < COUNT; ++c) {
         u32 q[8], even[4], odd[4];
@@ -195,7 +195,7 @@ KERNEL(planes, Params, BOUNDS)
 
     int tile = cluster;
     ROLLED for (int first_tile = tile; first_tile < tiles; first_tile = tile) {
-        int tile_count = 0;                                      // tiles in this round
+        int tile_count = 0;                                // tiles in this round
         ROLLED while (tile_count < SLOTS && tile < tiles)
             UNROLL for (int s = 0; s < DEPTH; ++s) if (s < COUNT || tile < tiles) {
                 compute(stage[s], s % COUNT);

@@ -15,7 +15,7 @@ from .compiler import Machine
 
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_WARPS, MAX_PAIRS_PER_WARP = 16, 2             # per multiprocessor; pairs of blocks whose planes fit into registers
-MAX_SPLIT = 8                             # cluster size
+MAX_SPLIT = 8                  # cluster size
 MAX_SLOTS = 32
 
 _PARAMS = struct.Struct("@6P3i")

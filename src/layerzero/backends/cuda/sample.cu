@@ -39,13 +39,13 @@ FN int pick_mass(const double* mass, int n, double& target) {
         before = reached;
         last = i;
         reached += mass[i];
-        if (reached > target) break;                 // else by rounding: the last with any mass
+        if (reached > target) break;               // else by rounding: the last with any mass
     }
     target -= before;
     return last;
 }
 
-struct Found { bool here; u32 at; double weight, whole; };     // `here`: this thread found it
+struct Found { bool here; u32 at; double weight, whole; };                     // `here`: this thread found it
 
 // Finds the first token, in the order of ids, at which the cumulative weight exceeds the goal.
 // `mine`: the mass of this thread's tokens, or of others of its warp.

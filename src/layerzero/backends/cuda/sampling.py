@@ -13,8 +13,8 @@ from ...ops.formulas.sampling import GOLDEN, Penalties, apply_penalties, mix_int
 from . import compiler
 
 PIECE = 4                  # tokens per read of a thread
-MAX_BLOCKS = 16           # per cluster
-SHARED_BYTES = 227 << 10           # bytes of shared memory per block on Hopper
+MAX_BLOCKS = 16            # per cluster
+SHARED_BYTES = 227 << 10   # bytes of shared memory per block on Hopper
 
 _WORD = (1 << 64) - 1
 _PARAMS = struct.Struct("@11PqQ2d7if")

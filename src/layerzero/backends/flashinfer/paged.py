@@ -31,7 +31,7 @@ from ...spec.reason import Code
 from .common import HALF, HARDWARE, HEAD_DIMS, LN2, TESTED
 
 WORKSPACE = 128 << 20                          # bytes, what FlashInfer recommends
-MAX_PLANS = 8                                 # of a kind per device and stream; each holds 16 MiB
+MAX_PLANS = 8                                  # of a kind per device and stream; each holds 16 MiB
 
 
 class _Plan(NamedTuple):
@@ -66,7 +66,7 @@ class Plans:
         cached = self._plans.pop(key, None)
         if cached is not None and versions is not None and cached.versions == versions and all(
                 owner() is t.untyped_storage() for owner, t in zip(cached.owners, tensors)):
-            self._plans[key] = cached            # the most recent again
+            self._plans[key] = cached          # the most recent again
             self.reused += 1
             return cached
         if cached is None and len(self._plans) >= MAX_PLANS:

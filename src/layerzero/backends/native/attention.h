@@ -128,7 +128,7 @@ void add_values(const T *value, int64_t row, int keys, int64_t dim, const float 
     if constexpr (MOST == 4)
       if (units == 2 || units == 3) add = units == 2 ? add_columns<T, ROWS, 2> : add_columns<T, ROWS, 3>;
     add(value + d, row, keys, weights, rescale, weighted + d, weighted_row, some, prefetch);
-    prefetch.at = nullptr;                          // prefetch once
+    prefetch.at = nullptr;                      // prefetch once
   }
 }
 

@@ -66,7 +66,7 @@ def quantize_kernel(
             scale = tl.load(scale_ptr + row * groups, mask=row < rows, other=1.0)
     else:
         magnitude = tl.abs(x)
-        amax = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)             # without NaN and infinity
+        amax = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)   # without NaN and infinity
         if SHARED:
             amax = tl.max(amax, 0) + tl.zeros((ROWS_POW,), tl.float32)
         # torch multiplies by the reciprocal of a constant on a GPU, and divides on the CPU.

@@ -17,9 +17,9 @@ from .decode_attention import decode_kernel
 from .launch import Launcher
 from .machine import counters, device_size
 
-MAX_ROWS = 64             # of one tile: query heads of a KV head times their tokens
-MAX_SPLITS = 32           # the last program of a KV head merges all: more cost more than they save
-MERGE_TILE = 8192      # elements of a tile of parts
+MAX_ROWS = 64              # of one tile: query heads of a KV head times their tokens
+MAX_SPLITS = 32            # the last program of a KV head merges all: more cost more than they save
+MERGE_TILE = 8192          # elements of a tile of parts
 
 
 _launch = Launcher(decode_kernel)

@@ -147,7 +147,7 @@ def decode_kernel(
     # Loaded before the loop: loaded in it, to overlap with the first keys, results were wrong on an
     # H200 with Triton 3.6.
     q = tl.load(q_ptr + head[None, :] * q_head + token[None, :] * q_token + dim[:, None],
-                mask=valid[None, :] & (dim[:, None] < DIM), other=0.0)          # (DIM, ROWS)
+                mask=valid[None, :] & (dim[:, None] < DIM), other=0.0)         # (DIM, ROWS)
     position = offset + token
     slope = 0.0
     if ALIBI:
@@ -187,11 +187,11 @@ def decode_kernel(
             lse = tl.where(total > 0, (row_max + tl.log2(total)) / LOG2E, float("-inf"))
             tl.store(lse_ptr + head * lse_head + token * lse_token, lse, mask=valid)
     else:
-        used = GROUP * max_queries                        # rows that are stored
+        used = GROUP * max_queries                 # rows that are stored
         kv_row = batch64 * kv_heads + kv_head
         part_index = kv_row * splits + split
         part_lse = tl.where(total > 0, row_max + tl.log2(total),
-                            float("-inf"))    # log2 of the part's sum of exponentials
+                            float("-inf"))         # log2 of the part's sum of exponentials
         tl.store(part_ptr + part_index * used * DIM_V + dim_v[:, None] * used + row[None, :],
                  acc * tl.where(total > 0, 1.0 / total, 0.0)[None, :], mask=valid[None, :] & (dim_v[:, None] < DIM_V))
         tl.store(stat_ptr + part_index * used + row, part_lse, mask=valid)

@@ -230,7 +230,7 @@ def few_rows_kernel(
     source = tl.minimum(row, n - 1).to(tl.int64)
     m = tl.arange(0, ROWS)
     width: tl.constexpr = K // 2 if INT4 else K
-    inputs_per_column: tl.constexpr = 2 if INT4 else 1                  # inputs per stored column
+    inputs_per_column: tl.constexpr = 2 if INT4 else 1     # inputs per stored column
     even: tl.constexpr = width % BLOCK_K == 0
     split_width = tl.cdiv(tl.cdiv(width, BLOCK_K), splits) * BLOCK_K
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)

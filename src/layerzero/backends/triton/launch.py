@@ -155,7 +155,7 @@ class Launcher:
         reasons = block_problems(compiled.metadata.num_warps, compiled.metadata.shared, limits_of(device))
         if reasons:
             raise LaunchRefused.of(self.name, reasons)
-        compiled[(1, 1, 1)]                        # loads it without a launch
+        compiled[(1, 1, 1)]                    # loads it without a launch
         cache = "memory" if not cache_hits else "disk" if cache_hits[-1] else "compiled"
         self._made[cache] += 1
         event = Compiled(self.name, cache, time.perf_counter() - start, compiled.metadata.shared,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...spec import replay
 
-COUNTERS_PER_STREAM = 1 << 16             # counters of one stream
+COUNTERS_PER_STREAM = 1 << 16                  # counters of one stream
 CAPTURED_COUNTERS = 1 << 20    # of all captured calls of a device; beyond it a captured call zeroes its own
 
 _lock = threading.Lock()

@@ -16,7 +16,7 @@ from torch import Tensor
 from .launch import Launcher
 from .machine import device_size
 
-TILE = 4096                # elements of narrow rows per program
+TILE = 4096                                    # elements of narrow rows per program
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -61,7 +61,7 @@ def config(rows: int, hidden: int, device: torch.device) -> tuple[int, int, int,
     tile = 1 if block >= TILE // 2 else min(TILE // block, triton.next_power_of_2(rows))
     tiles = -(-rows // tile)
     elements = tile * block
-    if tiles <= device_size(device)[0]:            # latency-bound: one thread per 16-byte load
+    if tiles <= device_size(device)[0]:        # latency-bound: one thread per 16-byte load
         return tile, max(1, min(16, elements // 256)), tiles, 1
     return tile, max(1, min(16, elements // 1024)), tiles, 1
 

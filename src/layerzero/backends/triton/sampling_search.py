@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 MAX_LISTED = 2048         # candidates that draw_kernel can hold
-MASS_ERROR = tl.constexpr(4e-6)    # the relative error of a mass of narrow_kernel
+MASS_ERROR = tl.constexpr(4e-6)                    # the relative error of a mass of narrow_kernel
 ID_BITS = tl.constexpr(20)
 ID_MASK = tl.constexpr((1 << 20) - 1)
 LIST = tl.constexpr(MAX_LISTED)

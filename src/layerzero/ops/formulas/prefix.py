@@ -32,8 +32,8 @@ from typing import Any
 
 from .tokenization import EncodedText, Span
 
-MIN_CHARACTERS = 512                                 # shorter texts are not stored
-KEY_CHARACTERS = 64                                       # texts are looked up by their first characters
+MIN_CHARACTERS = 512                           # shorter texts are not stored
+KEY_CHARACTERS = 64                            # texts are looked up by their first characters
 MAX_TEXTS_PER_KEY = 4
 MAX_TEXTS = 64                                 # of a tokenizer
 MAX_CHARACTERS = 1 << 20                       # of a tokenizer's texts

@@ -186,7 +186,7 @@ def encode(ratio: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
     """Encodes float32 values that are divided by their scale: nearest, ties to even, saturating;
     NaN is 0."""
     if fmt.name == "fp8_e4m3" or fmt.name == "fp8_e5m2":
-        return ratio.clamp(-fmt.largest, fmt.largest).to(fmt.storage)   # NaN stays NaN
+        return ratio.clamp(-fmt.largest, fmt.largest).to(fmt.storage)      # NaN stays NaN
     ratio = ratio.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     if fmt.name == "int8":
         low = -127.0 if zeros is None else -128.0

@@ -102,7 +102,7 @@ class Filters(NamedTuple):
     top_k: Number
     top_p: Number
     min_p: Number
-    max_top_k: int                                  # the largest top_k of any row
+    max_top_k: int                             # the largest top_k of any row
 
 
 def make_filters(vocab: int, temperature: float, top_k: int, top_p: float, min_p: float,

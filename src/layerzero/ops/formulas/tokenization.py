@@ -19,7 +19,7 @@ from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
 from .tokenizer_identity import Settings, TokenizerHandle, identify_again
 
-MAX_PADDED_LENGTH = 1 << 26                          # ids of a row; a tokenizer's file may ask for more
+MAX_PADDED_LENGTH = 1 << 26                    # ids of a row; a tokenizer's file may ask for more
 Span = tuple[int, int]
 
 

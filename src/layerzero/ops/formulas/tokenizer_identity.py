@@ -34,7 +34,7 @@ ACCEPTED = ("a tokenizers.Tokenizer, a fast tokenizer of transformers, a tiktoke
             "folder with one, or what lz.tokens.load_tokenizer returned")
 FACTS = ("tokenizer_kind", "tokenizer_id", "vocab_hash", "merges_hash", "normalizer_id", "pretokenizer_id",
          "special_tokens_hash", "algorithm", "normalizer", "pretokenizer", "decoder", "plain_bpe", "sampled")
-MAX_REMEMBERED = 64                                     # objects and files; the objects are kept alive
+MAX_REMEMBERED = 64                                        # objects and files; the objects are kept alive
 UNLIMITED = 10 ** 9                            # transformers writes a far larger number for "no limit"
 
 # tokenizers raises Exception itself, for a component written in Python.

@@ -14,7 +14,7 @@ from ...spec.reading import Limits, parse_json
 from ...spec.reason import shown
 
 LIMITS = Limits(size=256 << 20)                # files of large vocabularies have 40 MB
-_MAX_ID = 2 ** 31                                # exclusive, for ids and lengths
+_MAX_ID = 2 ** 31                              # exclusive, for ids and lengths
 _MEMBERS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors",
             "decoder": "decoders"}
 
@@ -30,7 +30,7 @@ def parse_tokenizer_json(text: str, source: str) -> dict[str, Any]:
     return checked
 
 
-Errors = Iterator[tuple[str, str, Any]]           # where, what is required, what was found
+Errors = Iterator[tuple[str, str, Any]]        # where, what is required, what was found
 
 
 def _errors(data: Any) -> Errors:

@@ -34,8 +34,7 @@ PASSED_ON: tuple[type[BaseException], ...] = (
 
 
 class PlanExhausted(RuntimeError):
-    """A nested dispatch has tried its whole plan for this call and failed; `error` is what it
-    raised."""
+    """The plan that serves while a kernel compiles has failed too; `error` is what it raised."""
 
     def __init__(self, error: LayerZeroError) -> None:
         super().__init__(str(error))

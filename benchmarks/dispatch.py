@@ -147,7 +147,7 @@ def _attention(s: Setting) -> Iterator[Contestant]:
     yield one(SDPA, "out = f(q, k, v)", F.scaled_dot_product_attention)
     if d.native is not None:
         yield one(NATIVE, "out = f(q, k, v)", d.native.call)
-    yield one(PYTHON, "out = f(q, k, v)", d.twin)
+    yield one(PYTHON, "out = f(q, k, v)", d.python_call)
     yield one("lz.attention's bound kernel alone", f"out = f({everything})", entry.run)
     yield dataclasses.replace(one("lz.attention in lz.prefer(...)", "out = f(q, k, v)", d.public),
                               around=lambda: lz.prefer(kernel))
@@ -171,7 +171,7 @@ def _rms_norm(s: Setting) -> Iterator[Contestant]:
     yield one(RMS_DIRECT, f"out = {call}", getattr(torch, name), "")
     if d.native is not None:
         yield one("lz.rms_norm, native", "out = f(x, w, eps)", d.native.call)
-    yield one("lz.rms_norm, pure Python", "out = f(x, w, eps)", d.twin)
+    yield one("lz.rms_norm, pure Python", "out = f(x, w, eps)", d.python_call)
     yield one("lz.rms_norm's bound kernel alone", "out = f(x, w, eps, 0.0)",
               entry_of(d, (s.norm["x"], s.norm["w"], s.norm["eps"])).run)
 
@@ -208,7 +208,7 @@ def misses(s: Setting, effort: Effort) -> list[dict[str, Any]]:
 
 
 def _viable(s: Setting) -> tuple[lz.Kernel, ...]:
-    world, device = s.attention._ready(), s.tiny.device
+    world, device = s.attention.ensure_world(), s.tiny.device
     return world.roster(s.attention.op, device, world.surroundings(device, None)).viable
 
 
@@ -230,19 +230,20 @@ def _misses(s: Setting, effort: Effort) -> dict[str, Any]:
             marks.append(now())
             # the first one in a new world also works out what depends on the device alone
             taken["whole" if i else "first"].append(marks[1] - marks[0] - (marks[2] - marks[1]))
-            world, values = d._ready(), (*call, *rest)
+            world, values = d.ensure_world(), (*call, *rest)
             marks = [now()]
             facts = d.facts(values)
             marks.append(now())
             step = world.plan(d.op, facts, None).steps[0]
             marks.append(now())
-            d.binding(world.catalog.by_id[step.kernel], step, facts, fixed_by_key(world.program(d.op), facts))
+            d.bind(world.catalog.by_id[step.kernel], step, facts, fixed_by_key(world.program(d.op), facts))
             marks.append(now())
             for name, began, ended in zip(("facts", "select", "bind"), marks, marks[1:]):
                 taken[name].append(ended - began)
     micros = {name: Spread.of([ns / 1e3 for ns in samples]).to_json() for name, samples in taken.items()}
     told = sum(micros[n]["median"] for n in ("facts", "select", "bind"))
-    return {"kernels": len(d._ready().kernels(d.op.name)), "viable": len(_viable(s)), "keys": len(calls), "us": micros,
+    return {"kernels": len(d.ensure_world().kernels(d.op.name)), "viable": len(_viable(s)), "keys": len(calls),
+            "us": micros,
             "rest_us": round(micros["whole"]["median"] - told, 1)}
 
 

@@ -190,11 +190,11 @@ def measured(row: Row, bare: Bare) -> dict[str, Any]:
         public(*row.args, **row.kwargs)                        # compiles
         own = getattr(run, "fn", run)
         own(*row.args, **row.kwargs)
-        values = dispatcher_of(op.name).bound(row.args, row.kwargs)
+        values = dispatcher_of(op.name).order_arguments(row.args, row.kwargs)
         recorder = Recorder(values)
         with replay.watching(recorder), recorder:
             out = own(*row.args, **row.kwargs)
-        recorder.told(out)
+        recorder.finish(out)
         result: dict[str, Any] = {
             "kernel": row.kernel, "note": row.note, "launches": len(recorder.launches),
             "torch": host(row.torch) if row.torch else None, "python": host(stepping(own, row)),

@@ -41,7 +41,7 @@ from layerzero.perf.record import PerfView, kind_of
 from layerzero.spec.call import Call
 from layerzero.spec.event import Event, Learned, LearningStarted
 from layerzero.tune import regret
-from layerzero.tune.contest import eligible
+from layerzero.tune.contest import eligible_plan
 from layerzero.world import snapshot as worlds
 
 WITHIN_CALLS, MAX_REGRET, MAX_SHARE = 200, 0.03, 0.02
@@ -102,7 +102,7 @@ class Traffic:
         self.buckets: list[tuple[str, str]] = []
         for call in self.calls:
             found = dispatcher_of(call.op)
-            values = written.values(found.op, call, device)
+            values = written.make_values(found.op, call, device)
             facts = found.facts(tuple(values[n] for n in found.names), worlds.current())
             self.buckets.append((call.op, kind_of(found.op, facts).bucket))
             self.ways.append(_way(found.public, values))
@@ -144,9 +144,9 @@ def compile_ahead(traffic: Traffic, seconds: float) -> list[str]:
     end, late = time.perf_counter() + seconds, []
     for call in traffic.calls:
         found = dispatcher_of(call.op)
-        values = written.values(found.op, call, traffic.device)
+        values = written.make_values(found.op, call, traffic.device)
         world = worlds.current()
-        plan = eligible(world, found.op, found.facts(tuple(values[n] for n in found.names), world))
+        plan = eligible_plan(world, found.op, found.facts(tuple(values[n] for n in found.names), world))
         for name in [s.kernel for s in plan.steps if s.kernel.startswith(OWN) and world.catalog.by_id[s.kernel].jit]:
             if time.perf_counter() > end:
                 late.append(name)

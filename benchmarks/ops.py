@@ -134,7 +134,7 @@ def _ways(shape: Shape, dtype: str, values: Mapping[str, Any], plan: Any) -> Ite
     for step in plan.steps:
         kernel = next(k for k in dispatcher.world.kernels(shape.op) if k.id == step.kernel)  # type: ignore[union-attr]
         try:
-            run = dispatcher.binding(kernel, step, plan.facts, {}).run
+            run = dispatcher.bind(kernel, step, plan.facts, {}).run
         except LoadFailed:
             continue
         yield kernel.id, lambda run=run: run(*arguments)

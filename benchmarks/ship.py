@@ -31,7 +31,7 @@ from layerzero.perf.store import SqliteStore
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.tune.models import calls_of
 from layerzero.tune.tuner import survey, tune
-from layerzero.tune.workload import merged, standard
+from layerzero.tune.workload import merge, standard
 from layerzero.world import snapshot as worlds
 
 TABLES = shipped.FOLDER
@@ -88,12 +88,12 @@ def gpu_calls() -> Iterator[Call]:
 
 def calls(device: str) -> tuple[Call, ...]:
     if device == "cuda":
-        return merged([*gpu_calls(), *calls_of("sdxl", dtype="float16")])
+        return merge([*gpu_calls(), *calls_of("sdxl", dtype="float16")])
     small = [*calls_of("smollm2-135m", prompt=128, context=512, dtype="float32"),
              *calls_of("smollm2-135m", prompt=128, context=512, dtype="bfloat16"),
              *calls_of("llama-3-8b", prompt=64, context=2048, dtype="float32", scale=1 / 8, prefill=False),
              *calls_of("llama-3-8b", prompt=64, context=2048, dtype="bfloat16", scale=1 / 8, prefill=False)]
-    return merged([*standard(), *small])
+    return merge([*standard(), *small])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -49,7 +49,7 @@ def calls(dtype: str) -> list[Call]:
 
 def lookups(table: lz.Table, attention: Dispatcher, tensors: tuple[Tensor, ...]) -> Iterator[Contestant]:
     """Finding the row of a call: from plain sizes, from its facts, from its tensors."""
-    values = attention.bound(tensors, {})
+    values = attention.order_arguments(tensors, {})
     facts = attention.facts(values, worlds.current())
     cut = crowded(table, facts)
     for found, label in ((table, ""), (cut, f", {len(cut.rows)} rows")):

@@ -34,9 +34,9 @@ from layerzero.operate import calls as written
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.perf.record import CAPTURED, EAGER
 from layerzero.spec.call import Call, TensorSpec
-from layerzero.tune.contest import facts_of
+from layerzero.tune.contest import mode_facts
 from layerzero.tune.harness import Race, stopwatch
-from layerzero.tune.tuner import resolved, survey
+from layerzero.tune.tuner import resolve, survey
 
 BEHIND = 0.97
 MOST_BYTES = 1 << 30
@@ -88,7 +88,7 @@ def torch_way(op: str, values: Mapping[str, Any]) -> Callable[[], Any] | None:
 
 
 def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> Row | None:
-    op, values = dispatcher_of(call.op).op, written.values(dispatcher_of(call.op).op, call, device)
+    op, values = dispatcher_of(call.op).op, written.make_values(dispatcher_of(call.op).op, call, device)
     theirs = torch_way(op.name, values)
     if theirs is None:
         return None
@@ -101,7 +101,7 @@ def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> R
             public(**given)
         compiling.wait(WAIT)
         row["seconds_to_compile"] = time.perf_counter() - began
-        found, ordered = resolved(op, values)
+        found, ordered = resolve(op, values)
         for mode in modes:
             race = Race(stopwatch(device, mode), (RuntimeError, lz.LayerZeroError))
             for name, way in (("torch", theirs), ("lz", lambda: public(**given))):
@@ -125,7 +125,7 @@ def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> R
 
 def lz_plan(found: Any, values: tuple[Any, ...], mode: str) -> Any:
     from layerzero.world import snapshot as worlds
-    facts = {**found.facts(values), **facts_of(mode)}
+    facts = {**found.facts(values), **mode_facts(mode)}
     return worlds.current().plan(found.op, facts)
 
 

@@ -22,7 +22,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent / "src"))
 
 from layerzero.backends import CATALOG as BACKENDS  # noqa: E402
-from layerzero.dispatch.facts import in_range  # noqa: E402
+from layerzero.dispatch.facts import range_text  # noqa: E402
 from layerzero.select.policy import LAYERS, SETTINGS  # noqa: E402
 from layerzero.spec import event as event_module  # noqa: E402
 from layerzero.spec.event import Event  # noqa: E402
@@ -168,7 +168,7 @@ def op_page(op: Op) -> Iterator[str]:
                                     for r in op.requires])
     if op.limits:
         yield "What its numbers must lie in to be read at all; else `VALUE_OUT_OF_RANGE`:\n\n" + table(
-            ("number", "range"), [(code(name), in_range(*limits)) for name, limits in op.limits.items()])
+            ("number", "range"), [(code(name), range_text(*limits)) for name, limits in op.limits.items()])
     yield "How wrong a kernel may be, against the reference computed in a wider dtype: at most " \
         f"{op.tolerance.times_eager:g} x the error of the eager formula at the same dtype and a few roundings, and " \
         "inside this table unless the eager formula is not:\n\n" + table(

@@ -37,7 +37,7 @@ from layerzero.spec.call import Call, read_calls
 from layerzero.spec.device import Device, table_from_json
 from layerzero.spec.errors import DataError, LayerZeroError
 from layerzero.spec.expr import parse
-from layerzero.tune.workload import merged, read_recordings
+from layerzero.tune.workload import merge, read_recordings
 from layerzero.verify.trace.constraints import solved, total_axis, violated
 from layerzero.verify.trace.definition import Definition, Solution, Trace, Workload
 from layerzero.world import capabilities, certificates
@@ -195,7 +195,7 @@ def calls(content: bytes) -> None:
         assert json.dumps(Call.from_json(json.loads(text)).to_json()) == text
     if all(type(n) is not int or n < 5000 for call in made for n in _leaves(call.case)):    # of a case inputs are made
         known = worlds.current().catalog.ops
-        merged(call for call in made if call.op in known)
+        merge(call for call in made if call.op in known)
         read_recordings(path.parent)
 
 

@@ -197,7 +197,7 @@ def policy(*rules: lz.PolicyRule, **settings) -> Policy:
 def path_of(op: Op | str, path: str) -> Callable:
     """The public function of an op by its native or by its Python path."""
     found = dispatcher_of(op if isinstance(op, str) else op.name)
-    return found.twin if path == "python" else found.public
+    return found.python_call if path == "python" else found.public
 
 
 def python(code: str, *, timeout: float = 120.0, **environ: str) -> str:

@@ -114,7 +114,7 @@ _OTHERWISE = {"use_capabilities": "use", "compile": "compile_model", "regret": "
 def _load(name: str) -> Any:
     """The public function of one of our own operations."""
     declared = _catalog.builtin_op(name)
-    found = globals()[name] = _dispatch.function(declared)
+    found = globals()[name] = _dispatch.public_function(declared)
     _torch_face.define(declared)
     return found
 
@@ -152,7 +152,7 @@ def register(item: Op | Kernel) -> Any:
         _torch_face.check(item)
     _world.register(item)
     if isinstance(item, Op):
-        fn = _dispatch.function(item)
+        fn = _dispatch.public_function(item)
         try:
             _torch_face.define(item)
         except RegistrationError:
@@ -183,7 +183,7 @@ def __getattr__(name: str) -> Any:
         return _load(name)
     if not name.startswith("_") and name in _world.current().catalog.ops:
         added = _world.current().catalog.ops[name]
-        fn = _dispatch.function(added)
+        fn = _dispatch.public_function(added)
         _torch_face.define(added)
         return fn
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")

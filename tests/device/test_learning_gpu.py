@@ -8,7 +8,7 @@ from helpers import world
 
 import layerzero as lz
 from layerzero.dispatch.background import learning
-from layerzero.dispatch.background.exploring import Kind
+from layerzero.dispatch.background.exploring import LearnedKind
 
 __all__ = ["world"]                            # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world")]
@@ -27,7 +27,7 @@ def tensors(rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
             torch.ones(4096, device="cuda", dtype=torch.bfloat16))
 
 
-def start(*values: torch.Tensor) -> Kind:
+def start(*values: torch.Tensor) -> LearnedKind:
     lz.rms_norm(*values)
     assert learning.flush()
     return next(iter(learning._kinds.values()))

@@ -120,7 +120,7 @@ def facts_in(mode, call):
     """The plan for the call in this mode."""
     found = dispatcher_of("rms_norm")
     shapes = (torch.randn(a.shape, dtype=getattr(torch, a.dtype), device="cuda") for a in call.arguments.values())
-    facts = {**found.facts(found.bound(tuple(shapes), {})), "graph": mode == "captured"}
+    facts = {**found.facts(found.order_arguments(tuple(shapes), {})), "graph": mode == "captured"}
     return worlds.current().plan(found.op, facts)
 
 

@@ -30,7 +30,7 @@ PREPARED = (norm._prepared, decode._compiled, gemv._prepared, planes._prepared, 
 
 @pytest.fixture(scope="session")
 def compiled() -> None:
-    if native.module() is None and native.wanted() and shutil.which("g++"):
+    if native.module() is None and native.is_enabled() and shutil.which("g++"):
         native.build_fast_path(False, print)
     if native.module() is None:
         pytest.skip(f"there is no native path here: {native.status().text}")

@@ -89,7 +89,7 @@ def take_every_lock() -> None:
     for lock in list(locks._all):
         assert lock.acquire(timeout=5), "a lock stays held"
         lock.release()
-    for plain in (compiling._compiling,):
+    for plain in (compiling._compile_lock,):
         assert plain.acquire(timeout=5), "the lock of the compiler stays held"
         plain.release()
 
@@ -144,7 +144,7 @@ def sweep(prepare: Callable[[], Any], act: Callable[[Any], Any], x: torch.Tensor
 def test_a_miss(path):
     x = rows()
     call = dispatcher_of("rms_norm")
-    public = call.public if path == "native" else call.twin
+    public = call.public if path == "native" else call.python_call
     register(Fake())
     sweep(lz.clear_cache, lambda _: public(x), x)
 
@@ -283,7 +283,7 @@ def test_handing_a_call_over_to_the_compiler(monkeypatch):
 
     def prepare():
         assert compiling.wait(10)
-        compiling._known.clear(), compiling._forms.clear(), made.clear()
+        compiling._requested.clear(), compiling._forms.clear(), made.clear()
 
     def asked_again(where):
         assert compiling.wait(10), where

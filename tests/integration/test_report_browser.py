@@ -66,7 +66,7 @@ def overview(folder: Path) -> Overview:
         Call("linear"), f"linear float32 rows={n} {HOSTILE}", "fast.one", "torch.own",
         {"fast.one": [10.0 + n] * 8, LONG: [10.0] * 8, "torch.own": [20.0] * 8}) for n in range(30))
     written = folder / "regret.json"
-    written.write_text(json.dumps(regret.Report(replayed, (), place).to_json()))
+    written.write_text(json.dumps(regret.RegretReport(replayed, (), place).to_json()))
     here = gather("cpu")
     kinds = kinds_of(rows, rates, frozenset({"torch.own"}))
     return Overview(here.device, place, here.made_at, here.facts, kinds, rates,

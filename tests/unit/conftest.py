@@ -17,7 +17,7 @@ __all__ = ["happened", "path", "world"]
 @pytest.fixture(scope="session")
 def compiled():
     """The native module, built now if it is not there and a compiler is."""
-    if native.module() is None and native.wanted() and (shutil.which("g++") or shutil.which("clang++")):
+    if native.module() is None and native.is_enabled() and (shutil.which("g++") or shutil.which("clang++")):
         native.build()
     if native.module() is None:
         pytest.skip(f"there is no native path here: {native.status().text}")
@@ -28,13 +28,13 @@ def compiled():
 
 @pytest.fixture
 def both(compiled, world):
-    """The dispatcher of an op: `both("attention").public` is native, `.twin` is Python."""
+    """The dispatcher of an op: `both("attention").public` is native, `.python_call` is Python."""
     def find(name):
         if name == "synthetic" and name not in worlds.current().catalog.ops:
             register_synthetic()
         found = dispatcher_of(name)
-        found._ready()
-        assert found.native is not None and found.public is not found.twin
+        found.ensure_world()
+        assert found.native is not None and found.public is not found.python_call
         return found
 
     return find

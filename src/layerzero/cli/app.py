@@ -161,7 +161,7 @@ def build(force: Annotated[bool, typer.Option("--force", help="compile even if i
         path = native.build(force=force, say=say)
     state = native.status()
     show.text(f"{path}\nnative fast path: {state.text}" + (f"\nhint: {state.hint}" if state.hint else ""))
-    raise typer.Exit(0 if state.ok or not state.wanted else 1)
+    raise typer.Exit(0 if state.ok or not state.expected else 1)
 
 
 @app.command()

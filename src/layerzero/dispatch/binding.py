@@ -1,4 +1,4 @@
-"""From a step of a plan to something callable with the op's arguments, in order."""
+"""Binding: from a step of a plan to a function of the op's parameters, in order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
+
+import torch
 
 from ..spec import codegen
 from ..spec.errors import SpecError
@@ -20,20 +22,23 @@ _ORDER = ("layout", "cast", "contiguous")      # a copy comes last: what the ker
 
 @dataclass(frozen=True)
 class Binding:
-    """`run` takes all the op's parameters by position. `call` is the same without a Python frame, if it can be."""
+    """`run` takes all the op's parameters by position. `call` is the same without a Python frame, or None."""
 
     run: Callable[..., Any]
     call: Direct | None
 
     @cached_property
     def operator(self) -> tuple[str, tuple[Any, ...]] | None:
-        """The ATen operator that `call` comes to, and its arguments, if it is one."""
-        return None if self.call is None else operator_call(self.call)
+        """The name and the arguments of the ATen operator that `call` calls, if it calls one."""
+        return None if self.call is None else as_operator_call(self.call)
 
 
 def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms: Sequence[Transform],
          variant: str, fixed: Mapping[str, Any] = MappingProxyType({})) -> Binding:
-    """`fixed`: parameters and sizes that have these values in every call this binding will serve."""
+    """Bind a loaded kernel: transform its inputs, call it with those it takes, restore the caller's layout and dtype.
+
+    `fixed` holds parameters and sizes that have these values in every call this binding will serve.
+    """
     accepted = accepted_params(kernel.id, op, loaded)
     if isinstance(loaded, Direct) and loaded.otherwise is not None and not all(
             name in loaded.params or _at_default(op, name, fixed) for name in accepted):
@@ -42,25 +47,25 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
     if isinstance(loaded, Direct):
         call = loaded.settled(fixed) if loaded.facts else loaded
     else:
-        by_position = [n for n in accepted if _positional(loaded, n)]
+        by_position = [n for n in accepted if _is_positional(loaded, n)]
         call = Direct(loaded, tuple(by_position), {n: n for n in accepted if n not in by_position})
-    moves = any(t.kind == "layout" for t in transforms)
-    call = lean(call, {n: v for n, v in fixed.items() if not (moves and n == op.variant)})
+    changes_layout = any(t.kind == "layout" for t in transforms)
+    call = drop_defaults(call, {n: v for n, v in fixed.items() if not (changes_layout and n == op.variant)})
     names = ", ".join(p.name for p in op.params)
     scope: dict[str, Any] = {"FN": call.fn}
     lines: list[str] = []
     target = variant
     for t in sorted(transforms, key=lambda t: _ORDER.index(t.kind)):
-        if not can_change(op, t):
+        if not is_valid_transform(op, t):
             raise SpecError(f"wanted a tensor of {op.name}, one of its layouts or a dtype, got {t}")
         if t.kind == "layout":
             target = t.target
-            lines += _permute_inputs(op, variant, target)
+            lines += _permute_lines(op, variant, target)
         elif t.kind == "contiguous":
             lines.append(f"if {t.target} is not None: {t.target} = {t.target}.contiguous()")
         else:
             scope["DTYPE"] = _torch_dtype(t.target)
-            lines += _cast_inputs(op, variant)
+            lines += _cast_lines(op, variant)
     if target != variant:
         lines.append(f"{op.variant} = {target!r}")
     arguments = [_argument(a, scope) for a in call.args]
@@ -72,34 +77,34 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
         result += f"[:{call.first}]"
     lines.append(f"out = {result}" if transforms else f"return {result}")
     if transforms:
-        lines += _restore(op, transforms, variant, target, scope)
+        lines += _restore_lines(op, transforms, variant, target, scope)
         lines.append("return out")
     source = f"def run({names}):\n    " + "\n    ".join(lines)     # made above from declarations only
     exec(codegen.compile(source, f"{op.name} run"), scope)
     return Binding(scope["run"], None if transforms else call)
 
 
-def can_change(op: Op, t: Transform) -> bool:
-    """Is this something to be done to the op's inputs? A plan may come from a file, and its words become code here."""
+def is_valid_transform(op: Op, t: Transform) -> bool:
+    """Is this a transform of the op's inputs? A plan may come from a file, and its words become code here."""
     if t.kind == "contiguous":
         return t.target in op.by_name and op.by_name[t.target].kind == "tensor"
     return t.target in op.patterns if t.kind == "layout" else t.kind == "cast" and _is_dtype(t.target)
 
 
-def lean(call: Direct, fixed: Mapping[str, Any]) -> Direct:
-    """The same call without the arguments that are at the function's own defaults: parsing each costs it 100 ns."""
-    order, defaults = own_defaults(call.fn)
+def drop_defaults(call: Direct, fixed: Mapping[str, Any]) -> Direct:
+    """Leave out the arguments that are at the function's own defaults: parsing each costs about 100 ns."""
+    order, defaults = defaults_of(call.fn)
 
-    def idle(name: str, argument: Any) -> bool:
+    def is_default(name: str, argument: Any) -> bool:
         value = argument.value if isinstance(argument, Const) else (
             _UNKNOWN if isinstance(argument, LastSize) else fixed.get(argument, _UNKNOWN))
         default = defaults.get(name, _UNKNOWN)
         return default is not _UNKNOWN and type(value) is type(default) and value == default
 
     args = list(call.args)
-    while args and len(args) <= len(order) and idle(order[len(args) - 1], args[-1]):
+    while args and len(args) <= len(order) and is_default(order[len(args) - 1], args[-1]):
         args.pop()
-    kwargs = {name: argument for name, argument in call.kwargs.items() if not idle(name, argument)}
+    kwargs = {name: argument for name, argument in call.kwargs.items() if not is_default(name, argument)}
     return replace(call, args=tuple(args), kwargs=kwargs)
 
 
@@ -112,23 +117,23 @@ def _at_default(op: Op, name: str, fixed: Mapping[str, Any]) -> bool:
         value == param.default)
 
 
-def own_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """The parameters of a function in order, and the defaults of those that have one; of torch's, by its schema."""
-    return _torchs_defaults(fn) if isinstance(fn, BuiltinFunctionType) else _python_defaults(fn)
+def defaults_of(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Return the parameters of a function in order, and their defaults; those of torch's functions by their schema."""
+    return _operator_defaults(fn) if isinstance(fn, BuiltinFunctionType) else _python_defaults(fn)
 
 
 @lru_cache(maxsize=1024)
-def _torchs_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    found = operator(fn)
-    if found is not None and {*found._overloadpacket.overloads()} <= {"default", "out"}:
-        arguments = found._schema.arguments
+def _operator_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    operator = aten_operator(fn)
+    if operator is not None and {*operator._overloadpacket.overloads()} <= {"default", "out"}:
+        arguments = operator._schema.arguments
         return (tuple(a.name for a in arguments if not a.kwarg_only),
                 {a.name: a.default_value for a in arguments if a.has_default_value()})
     return (), {}
 
 
 def _python_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Not remembered: a function would live as long as the process."""
+    """Not cached: the cache would keep the function alive."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -137,35 +142,34 @@ def _python_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[s
             {p.name: p.default for p in parameters if p.default is not p.empty})
 
 
-def operator(fn: Callable[..., Any]) -> Any:
-    """The ATen operator behind one of torch's built-in functions, or None; of several forms, the plain one."""
-    return _operator(fn) if isinstance(fn, BuiltinFunctionType) else None
+def aten_operator(fn: Callable[..., Any]) -> Any:
+    """Return the default overload of the ATen operator behind one of torch's built-in functions, or None."""
+    return _aten_operator(fn) if isinstance(fn, BuiltinFunctionType) else None
 
 
 @lru_cache(maxsize=1024)
-def _operator(fn: Callable[..., Any]) -> Any:
-    import torch
+def _aten_operator(fn: Callable[..., Any]) -> Any:
     places = (torch, torch._C._nn, torch._C._VariableFunctions)
-    ours = any(getattr(place, fn.__name__, None) is fn for place in places)
-    packet = getattr(torch.ops.aten, fn.__name__, None) if ours else None
+    is_torchs = any(getattr(place, fn.__name__, None) is fn for place in places)
+    packet = getattr(torch.ops.aten, fn.__name__, None) if is_torchs else None
     return packet.default if packet is not None and "default" in packet.overloads() else None
 
 
-def operator_call(call: Direct) -> tuple[str, tuple[Any, ...]] | None:
-    """The same call as an ATen operator's name and all its arguments in order, defaults included; None: it is none."""
-    found = operator(call.fn)
-    if found is None:
+def as_operator_call(call: Direct) -> tuple[str, tuple[Any, ...]] | None:
+    """Return the name and all arguments in order, defaults included, of a call of an ATen operator; else None."""
+    operator = aten_operator(call.fn)
+    if operator is None:
         return None
-    arguments = found._schema.arguments
+    arguments = operator._schema.arguments
     by_position = [a.name for a in arguments if not a.kwarg_only]
-    given = {**dict(zip(by_position, call.args)), **call.kwargs}
-    given = {**{a.name: Const(a.default_value) for a in arguments if a.has_default_value()}, **given}
-    if len(call.args) > len(by_position) or given.keys() != {a.name for a in arguments}:
+    by_name = {**dict(zip(by_position, call.args)), **call.kwargs}
+    by_name = {**{a.name: Const(a.default_value) for a in arguments if a.has_default_value()}, **by_name}
+    if len(call.args) > len(by_position) or by_name.keys() != {a.name for a in arguments}:
         return None
-    return call.fn.__name__, tuple(given[a.name] for a in arguments)
+    return call.fn.__name__, tuple(by_name[a.name] for a in arguments)
 
 
-def _positional(fn: Callable[..., Any], name: str) -> bool:
+def _is_positional(fn: Callable[..., Any], name: str) -> bool:
     p = inspect.signature(fn).parameters[name]
     return p.kind is not p.KEYWORD_ONLY
 
@@ -181,54 +185,53 @@ def _argument(value: Any, scope: dict[str, Any]) -> str:
 
 
 def permutation(source: Sequence[str], target: Sequence[str]) -> tuple[int, ...] | None:
-    """Axes that turn `source` order into `target` order; None when they are equal or not reorderings."""
+    """Return the axes that permute `source` order into `target` order; None if equal or no reordering."""
     if tuple(source) == tuple(target) or sorted(source) != sorted(target):
         return None
     return tuple(source.index(token) for token in target)
 
 
-def _move(name: str, axes: tuple[int, ...]) -> str:
+def _permute_text(name: str, axes: tuple[int, ...]) -> str:
     swapped = [i - len(axes) for i, a in enumerate(axes) if a != i]    # from the end: leading axes may be missing
     if len(swapped) == 2:
         return f"{name}.transpose({swapped[0]}, {swapped[1]})"
     return f"{name}.permute({axes})"
 
 
-def _permute_inputs(op: Op, source: str, target: str) -> list[str]:
+def _permute_lines(op: Op, source: str, target: str) -> list[str]:
     lines = []
     for name, tokens in op.patterns[source].items():
         axes = permutation(tokens, op.patterns[target][name])
         if axes:
             prefix = f"if {name} is not None: " if op.by_name[name].optional else ""
-            lines.append(f"{prefix}{name} = {_move(name, axes)}")
+            lines.append(f"{prefix}{name} = {_permute_text(name, axes)}")
     return lines
 
 
-def _cast_inputs(op: Op, variant: str) -> list[str]:
-    """The tensors that share a dtype, and a mask that has it too."""
+def _cast_lines(op: Op, variant: str) -> list[str]:
+    """Cast the tensors that share a dtype, and a mask that has it too."""
     masks = [n for n, tokens in op.patterns[variant].items() if tokens[0].startswith("~")]
-    return [f"was = {op.main_tensor}.dtype",
+    return [f"_dtype_before = {op.main_tensor}.dtype",
             *(f"if {n} is not None: {n} = {n}.to(DTYPE)" for n in op.same_dtype or (op.main_tensor,)),
-            *(f"if {n} is not None and {n}.dtype == was: {n} = {n}.to(DTYPE)" for n in masks)]
+            *(f"if {n} is not None and {n}.dtype == _dtype_before: {n} = {n}.to(DTYPE)" for n in masks)]
 
 
-def _restore(op: Op, transforms: Sequence[Transform], source: str, target: str, scope: dict[str, Any]) -> list[str]:
-    """Results back in the caller's layout and dtype."""
+def _restore_lines(op: Op, transforms: Sequence[Transform], source: str, target: str,
+                   scope: dict[str, Any]) -> list[str]:
+    """Put the results back into the caller's layout and dtype."""
     lines = []
     if target != source:
-        moves = [permutation(t, s) for s, t in zip(op.result_patterns[source], op.result_patterns[target])]
-        scope["MOVE"] = lambda i, t: t if i >= len(moves) or moves[i] is None else t.permute(moves[i])
-        lines.append("out = tuple(MOVE(i, t) for i, t in enumerate(out)) if type(out) is tuple else MOVE(0, out)")
+        axes = [permutation(t, s) for s, t in zip(op.result_patterns[source], op.result_patterns[target])]
+        scope["PERMUTE"] = lambda i, t: t if i >= len(axes) or axes[i] is None else t.permute(axes[i])
+        lines.append("out = tuple(PERMUTE(i, t) for i, t in enumerate(out)) if type(out) is tuple else PERMUTE(0, out)")
     if any(t.kind == "cast" for t in transforms):
-        lines.append("out = (out[0].to(was), *out[1:]) if type(out) is tuple else out.to(was)")
+        lines.append("out = (out[0].to(_dtype_before), *out[1:]) if type(out) is tuple else out.to(_dtype_before)")
     return lines
 
 
 def _torch_dtype(name: str) -> Any:
-    import torch
     return getattr(torch, name)
 
 
 def _is_dtype(name: str) -> bool:
-    import torch
     return isinstance(getattr(torch, name, None), torch.dtype)

@@ -1,4 +1,4 @@
-"""What is remembered: for each key, what to run. A hit takes no lock and reads no clock.
+"""The remembered choices: for each key the entry to run. A hit takes no lock and reads no clock.
 
 One plain dict per op and world: reading it is atomic. Publishing a world gives every op a new dict,
 which is the invalidation. Writers share a lock; a key that several threads miss at once is selected
@@ -22,7 +22,7 @@ from .binding import Binding
 
 
 class Count:
-    """How often one entry was hit. `tick` counts a hit without a lock; `native` are hits of the native path."""
+    """How often one entry was hit. `tick` counts a hit without a lock; `native` holds the hits of the native path."""
 
     __slots__ = ("_ticks", "native", "tick")
 
@@ -37,26 +37,26 @@ class Count:
 
 
 class Entry:
-    """One remembered choice."""
+    """One remembered choice: the plan, its first step bound, and what a hit runs."""
 
-    __slots__ = ("__weakref__", "binding", "count", "native_hits", "plan", "recordings", "run", "seen", "tick")
+    __slots__ = ("__weakref__", "binding", "count", "native_hits", "plan", "recordings", "run", "swept_hits", "tick")
 
     def __init__(self, plan: Plan, binding: Binding, run: Callable[..., Any], recordings: Any = None) -> None:
-        self.native_hits = 0                   # set by the native path: a plain slot, so that no Python code runs then
+        self.native_hits = 0                   # set by the native path: a plain slot, so that setting it runs no Python
         self.count = Count()
         self.tick = self.count.tick
         self.plan = plan
         self.binding = binding
         self.run = run
-        self.recordings = recordings           # of launches that the native path replays, or None
-        self.seen = 1                          # the call that made it is not yet a use of it
+        self.recordings = recordings           # launches that the native path replays, or None
+        self.swept_hits = 1                    # hits at the last sweep; the call that made the entry is not a use of it
 
     @property
     def hits(self) -> int:
         return self.count.total + self.native_hits
 
     def __del__(self) -> None:
-        count = getattr(self, "count", None)   # an interrupt may have come before it had one
+        count = getattr(self, "count", None)   # None if an interrupt came inside __init__
         if count is not None:
             hits, self.native_hits = self.native_hits, 0
             count.native += hits               # the ledger keeps the count
@@ -65,72 +65,73 @@ class Entry:
 class Ledger:
     """How often each kernel of an op was called, over all worlds, exactly.
 
-    An entry may be hit after its world is gone, by a call that found it before. So its count is kept
-    apart from it, and is closed only when the entry itself is no more.
+    A call that found an entry may hit it after its world is gone. So counts live apart from the caches, and the count
+    of an entry is final only when the entry itself is gone.
     """
 
     def __init__(self) -> None:
-        self.fallbacks: dict[str, int] = {}    # kernel that served in another's place -> how often
-        self._closed: dict[str, int] = {}
-        self._tried: dict[str, Count] = {}     # kernel -> how often it was tried in another's place
+        self.fallbacks: dict[str, int] = {}    # kernel -> how often it served in another's place
+        self._final: dict[str, int] = {}
+        self._attempts: dict[str, Count] = {}  # kernel -> how often it was tried in another's place
         self._open: list[tuple[weakref.ref[Entry], str, Count]] = []
         self._limit = 64
         self._lock = locks.Lock()
 
-    def open(self, entry: Entry) -> Entry:
+    def add(self, entry: Entry) -> Entry:
+        """Count the hits of this entry from now on."""
         with self._lock:
             self._open.append((weakref.ref(entry), entry.plan.kernel or "", entry.count))
             if len(self._open) > self._limit:
-                self._close_dead()
+                self._finalize_dead()
                 self._limit = 2 * len(self._open) + 64
         return entry
 
-    def _close_dead(self) -> None:
+    def _finalize_dead(self) -> None:
         alive = []
         for record in self._open:
             entry, kernel, count = record
             if entry() is not None:
                 alive.append(record)
             else:
-                self._closed[kernel] = self._closed.get(kernel, 0) + count.total
+                self._final[kernel] = self._final.get(kernel, 0) + count.total
         self._open = alive
 
-    def fell_back(self, kernel: str) -> None:
+    def count_fallback(self, kernel: str) -> None:
         with self._lock:
             self.fallbacks[kernel] = self.fallbacks.get(kernel, 0) + 1
 
-    def tried(self, kernel: str) -> None:
-        found = self._tried.get(kernel) or self._tried.setdefault(kernel, Count())
-        found.tick()
+    def count_attempt(self, kernel: str) -> None:
+        count = self._attempts.get(kernel) or self._attempts.setdefault(kernel, Count())
+        count.tick()
 
     def calls(self, kernel: str) -> int:
         """How often a kernel was called so far, chosen or in another's place."""
-        total, tried = self._closed.get(kernel, 0), self._tried.get(kernel)
-        for reference, name, count in self._open:              # it is replaced, never shortened
+        total, attempts = self._final.get(kernel, 0), self._attempts.get(kernel)
+        for reference, name, count in self._open:              # safe without the lock: replaced, never shortened
             if name == kernel:
                 entry = reference()
                 total += count.total if entry is None else entry.hits
-        return total if tried is None else total + tried.total
+        return total if attempts is None else total + attempts.total
 
-    def moved(self, kernel: str, to: str) -> None:
-        """A call that was counted for `kernel` was served by another, to learn how fast that is; "": it is counted."""
+    def reassign(self, kernel: str, to: str) -> None:
+        """Count a call for `to` that was counted for `kernel`; for nobody if `to` is "", which counts by itself."""
         with self._lock:
-            self._closed[kernel] = self._closed.get(kernel, 0) - 1
+            self._final[kernel] = self._final.get(kernel, 0) - 1
             if to:
-                self._closed[to] = self._closed.get(to, 0) + 1
+                self._final[to] = self._final.get(to, 0) + 1
 
     def keep_only(self, kernels: Collection[str]) -> None:
-        """What was unregistered was never called."""
+        """Forget the counts of kernels that were unregistered."""
         with self._lock:
-            for counted in (self.fallbacks, self._closed, self._tried):
+            for counted in (self.fallbacks, self._final, self._attempts):
                 for kernel in [k for k in list(counted) if k not in kernels]:
                     del counted[kernel]  # type: ignore[attr-defined]
             self._open = [record for record in self._open if record[1] in kernels]
 
     def totals(self) -> dict[str, int]:
         with self._lock:
-            self._close_dead()
-            total = dict(self._closed)
+            self._finalize_dead()
+            total = dict(self._final)
             for reference, kernel, count in self._open:
                 entry = reference()
                 total[kernel] = total.get(kernel, 0) + (count.total if entry is None else entry.hits)
@@ -138,7 +139,7 @@ class Ledger:
 
 
 class _Flight:
-    """A choice that one thread makes and others wait for. An interrupt may keep that thread from ending it."""
+    """An entry that one thread makes and others wait for. An interrupt may keep that thread from ending it."""
 
     __slots__ = ("_frame", "done", "entry", "error", "owner")
 
@@ -170,29 +171,29 @@ class OpCache:
         self._on_evict = on_evict
 
     def obtain(self, key: Hashable, make: Callable[[], Entry]) -> Entry:
-        """The entry for `key`; made by one thread while the others wait for it."""
+        """Return the entry for `key`; one thread makes it while the others wait."""
         while True:
-            own = _Flight(sys._getframe())
+            new = _Flight(sys._getframe())
             with self._lock:
                 entry = self.table.get(key)
                 if entry is not None:
                     return entry
-                flight = self._flights.setdefault(key, own)
-            if flight is own:
-                return self._lead(key, flight, make)
-            if flight.owner == own.owner and flight.is_under_way:
+                flight = self._flights.setdefault(key, new)
+            if flight is new:
+                return self._make(key, flight, make)
+            if flight.owner == new.owner and flight.is_under_way:
                 return make()                  # a kernel that calls its own op while it loads
             while not flight.done.wait(locks.LOOK_SECONDS) and flight.is_under_way:
                 pass
-            self._land(key, flight)            # also one that nobody ends any more
+            self._remove(key, flight)          # also a flight that an interrupt left behind
             if flight.entry is not None:
                 return flight.entry
             if isinstance(flight.error, Exception):
                 raise flight.error             # not an interrupt, which is for the thread that got it
 
-    def _lead(self, key: Hashable, flight: _Flight, make: Callable[[], Entry]) -> Entry:
+    def _make(self, key: Hashable, flight: _Flight, make: Callable[[], Entry]) -> Entry:
         evicted = 0
-        with locks.Section():                  # what happens meanwhile is told when nobody waits any more
+        with locks.Section():                  # events are emitted once nobody waits
             try:
                 entry = make()
                 evicted = self._insert(key, entry)
@@ -201,19 +202,19 @@ class OpCache:
                 flight.error = e
                 raise
             finally:
-                self._land(key, flight)
+                self._remove(key, flight)
                 flight.end()
         if evicted:
             self._on_evict(evicted)
         return entry
 
-    def _land(self, key: Hashable, flight: _Flight) -> None:
+    def _remove(self, key: Hashable, flight: _Flight) -> None:
         with self._lock:
             if self._flights.get(key) is flight:
                 del self._flights[key]
 
     def _insert(self, key: Hashable, entry: Entry) -> int:
-        """How many others had to go."""
+        """Add an entry; return how many others were evicted."""
         evicted = 0
         with self._lock:
             if len(self.table) >= self.size:
@@ -223,15 +224,15 @@ class OpCache:
 
     def _sweep(self) -> int:
         """Drop the entries unused since the last sweep; if all were used, the oldest half."""
-        idle = [k for k, e in self.table.items() if e.hits == e.seen]
+        idle = [k for k, e in self.table.items() if e.hits == e.swept_hits]
         if len(idle) < max(len(self.table) // 4, 1):
             idle = list(self.table)[:max(len(self.table) // 2, 1)]
         for k in idle:
             del self.table[k]
         for e in self.table.values():
-            e.seen = e.hits
+            e.swept_hits = e.hits
         return len(idle)
 
     def after_fork(self) -> None:
-        """In the child: what other threads were about to make is not going to come."""
+        """In the child: the threads that were making entries are gone."""
         self._flights = {}

@@ -17,17 +17,17 @@ from ..world.context import Override
 
 
 def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, Any] | None:
-    """As torch does under autocast: the inputs in its dtype, or together in the widest one; float64 as it is.
+    """Cast as torch does under autocast: to its dtype, or all to the widest one ("promote"); float64 stays.
 
-    None: no autocast, or nothing to do.
+    Returns the arguments by name, or None if there is nothing to cast.
     """
     kind = first.device.type if first is not None else "meta"
     if not op.autocast or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
-    together = [n for n in op.same_dtype if n in op.differentiable]
-    dtype, eligible = torch.get_autocast_dtype(kind), {*(together or op.differentiable), "attn_mask"}
+    same_dtype = [n for n in op.same_dtype if n in op.differentiable]
+    dtype, eligible = torch.get_autocast_dtype(kind), {*(same_dtype or op.differentiable), "attn_mask"}
     if op.autocast == "promote":
-        dtypes = {named[n].dtype for n in together if named[n] is not None}
+        dtypes = {named[n].dtype for n in same_dtype if named[n] is not None}
         if len(dtypes) < 2:
             return None
         dtype = reduce(torch.promote_types, dtypes)
@@ -35,8 +35,8 @@ def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, A
             else t for n, t in named.items()}
 
 
-def adapted(op: Op, named: dict[str, Any], error: InvalidCall, override: Override | None) -> Adaptation | None:
-    """Where the policy allows it: mixed dtypes cast to the first tensor's, a KV cache as its op knows how."""
+def adapt(op: Op, named: dict[str, Any], error: InvalidCall, override: Override | None) -> Adaptation | None:
+    """Cast mixed dtypes to the first tensor's, or a KV cache as its op declares; None where policy forbids it."""
     codes = set(error.codes)
     if codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH} or op.adapt is None):
         return None
@@ -46,5 +46,5 @@ def adapted(op: Op, named: dict[str, Any], error: InvalidCall, override: Overrid
     if op.adapt is not None and Code.KV_CACHE_DTYPE_MISMATCH in codes:
         return op.adapt(named)
     dtype = named[op.same_dtype[0]].dtype
-    cast = {n: named[n].to(dtype) for n in op.same_dtype if named[n] is not None and named[n].dtype != dtype}
-    return Adaptation({**named, **cast}, tuple(Transform("cast", n, t.nbytes) for n, t in cast.items()))
+    casts = {n: named[n].to(dtype) for n in op.same_dtype if named[n] is not None and named[n].dtype != dtype}
+    return Adaptation({**named, **casts}, tuple(Transform("cast", n, t.nbytes) for n, t in casts.items()))

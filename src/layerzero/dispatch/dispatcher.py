@@ -1,9 +1,11 @@
-"""The call path. One dispatcher per op; `public` is what users call.
+"""The dispatcher of one op: what happens when the choice for a call is not remembered yet.
 
-hit     generated code (hotpath.py) or its native twin finds the entry and calls it; nothing here runs
-miss    read the facts, plan, bind, remember, run
-slow    anything unusual: nested or 3-D inputs, autocast, subclasses, tracing
-recover the kernel threw: say whose fault it was, and let the next one of the same plan serve
+A hit never comes here: `public` is the function that hotpath.py generates (or its copy in C++, native/), which looks
+the entry up and runs it. This file is in the order in which a first call runs through it:
+
+miss     obtain the entry for the key: read the facts, select a kernel, bind it, remember it; then run it
+slow     anything unusual: nested or 3-D inputs, autocast, subclasses, tracing
+recover  the kernel threw: recovery.py says whose fault it was and has the next kernel of the same plan serve
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from ..world.context import Override
 from ..world.incidents import ProbeBusy, compile_failed, count_success, learn, loaded, mark_unloadable, refusal
 from ..world.snapshot import World
 from . import casting, hotpath, native, protection, recovery, tracing, unregistered
-from . import facts as reading
 from .background import compiling, jit, learning
 from .background.exploring import Exploring
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
+from .facts import check_storage, check_types
+from .facts import read as read_facts
 from .native import replays
 
 _MAX_BINDINGS = 1024
@@ -45,8 +48,18 @@ dispatchers: dict[str, Dispatcher] = {}
 _probes: dict[str, locks.Lock] = {}        # held while a half-open kernel is tried
 
 
+def public_function(op: Op) -> Callable[..., Any]:
+    """Return the public function of an op, `lz.<name>`; it is made once."""
+    dispatcher = dispatchers.get(op.name)
+    if dispatcher is None or dispatcher.op is not op:
+        dispatcher = dispatchers[op.name] = Dispatcher(op)
+        if worlds.exists():
+            worlds.consult(lambda world: dispatcher.install(world) if op.name in world.catalog.ops else None)
+    return dispatcher.public
+
+
 class Dispatcher:
-    """All that belongs to one op: its public function, its generated code, its cache in this world."""
+    """All that belongs to one op: its public function, its generated code, its cache in the current world."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -58,140 +71,75 @@ class Dispatcher:
         self.reader: tuple[KeyProgram | None, Callable[..., Any]] = None, self.facts_of
         self.keeps_contract = compile_verdicts([op.requires])
         self.world: World | None = None
-        self.now: tuple[World, OpCache] | None = None          # both at once: an entry belongs in its own world's cache
+        self.installed: tuple[World, OpCache] | None = None    # in one value: an entry belongs in its own world's cache
         self.ledger = Ledger()
         self._bindings: dict[Any, Binding] = {}
-        self.globals = hotpath.namespace(context.current.get, context.for_call, faults.FAULTS)
+        self.globals = hotpath.generated_globals(context.current.get, context.for_call, faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
-        exec(codegen.compile(hotpath.stub(op), f"{op.name} stub"), self.globals)
-        self.twin: FunctionType = self.globals["call"]
-        self.twin.__name__ = self.twin.__qualname__ = op.name
-        self.twin.__doc__ = op.reference.__doc__
-        self.twin.__module__ = "layerzero"
-        self.native = native.dispatcher(op, self.native_miss, self.native_recover)
-        self.public: Callable[..., Any] = self.twin if self.native is None else self.native.call
+        exec(codegen.compile(hotpath.generate_stub(op), f"{op.name} stub"), self.globals)
+        self.python_call: FunctionType = self.globals["call"]
+        self.python_call.__name__ = self.python_call.__qualname__ = op.name
+        self.python_call.__doc__ = op.reference.__doc__
+        self.python_call.__module__ = "layerzero"
+        self.native = native.make_dispatcher(op, self.native_miss, self.native_recover)
+        self.public: Callable[..., Any] = self.python_call if self.native is None else self.native.call
 
-    # a new world: new cache, and new code where the key changed
-
-    def install(self, world: World, anew: bool = False) -> None:
-        """Take over a world. `anew`: forget what is remembered even if nothing of this op has changed."""
-        version = world.version(self.op.name)
-        if not anew and self.world is not None and self.world.version(self.op.name) == version:
-            self.world, self.cache = self.now = world, self.cache      # another op's business: what is remembered holds
-            return
-        program = world.program(self.op)
-        cache = OpCache(world.policy.setting("cache_size"), self._evicted)
-        # An op without tensors goes the slow way, which is quick beside such work.
-        if self.op.read is None and (self.program is None or program.id != self.program.id):
-            scope = dict(self.globals)
-            text = hotpath.source(program, torch.version.cuda is not None)
-            exec(codegen.compile(text, f"{self.op.name} call"), scope)
-            key_of = scope["key_of"].__code__
-            self.key_of = FunctionType(key_of, self.globals)
-            self.facts_of = FunctionType(scope["facts_of"].__code__, self.globals)
-            self.twin.__code__ = scope["call"].__code__
-        self.program = program
-        self.reader = program, self.facts_of    # both at once, as above
-        self.globals["TABLE"] = cache.table
-        if self.native is not None:
-            self.native.install(program, version, world.policy.setting("cache_size"))
-        self.world, self.cache = self.now = world, cache       # last: what an interrupt cut short is done again
-
-    def _evicted(self, entries: int) -> None:
-        events.emit(Evicted(op=self.op.name, entries=entries))
-
-    def _ready(self) -> World:
-        now = time.monotonic()
-        if clock.due(now):
-            worlds.pass_time(now)
-        if self.world is None:
-            worlds.consult(lambda world: self.install(world) if self.world is None else None)
-        assert self.world is not None
-        return self.world
-
-    def _here(self) -> tuple[World, OpCache]:
-        self._ready()
-        assert self.now is not None
-        return self.now
-
-    # miss
+    # A first call: obtain an entry for its key, and run it.
 
     def miss(self, key: Any, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
+        """Serve a call whose key is not in the table, and remember its choice."""
         override = context.for_call(backend, policy)
         if not learn(override):
             return self.slow(values, backend, policy)
         try:
             entry = self.obtain(key, values, override)
         except InvalidCall as e:
-            return self.served_adapted(values, e, override, backend, policy)
+            return self.serve_adapted(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
-    def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None) -> Entry:
-        world, cache = self._here()
-        if key is None or key[0] != world.program(self.op).id:
-            key = self.key_of(*values)          # the key was made by code of an older world
-            key = key and (key[0], override, *key[2:])
-        if key is None:
-            facts = self.facts(values, world)
-            key = ("facts", override, *facts.values())
-            return cache.obtain(key, lambda: self.entry(world, facts, override, values))
-        return cache.obtain(key, lambda: self.entry(world, self.facts(values, world), override, values))
-
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
-        """The native table does not know this call: serve it, and tell the table if it is an ordinary one."""
-        values, (backend, policy) = self.bound(args, kwargs), (kwargs.get(name) for name in hotpath.EXTRAS)
-        self._ready()
+        """As `miss`, for a call that is not in the native table; puts it there if it is an ordinary one."""
+        values, (backend, policy) = self.order_arguments(args, kwargs), (kwargs.get(name) for name in hotpath.EXTRAS)
+        self.ensure_world()
         override = context.for_call(backend, policy)
-        learned = learn(override)
-        world, cache = self._here()
-        key = self.key_of(*values) if learned else None
+        override_in_key = learn(override)
+        world, cache = self._world_and_cache()
+        key = self.key_of(*values) if override_in_key else None
         if key is None:
             return self.slow(values, backend, policy)
         key = (key[0], override, *key[2:])
         try:
             entry = cache.table.get(key) or self.obtain(key, values, override)
         except InvalidCall as e:
-            return self.served_adapted(values, e, override, backend, policy)
+            return self.serve_adapted(values, e, override, backend, policy)
         entry.tick()
         out = self.serve(entry, values)
-        # Refused if the world has changed meanwhile. What is still looked at stays with Python.
+        # The table refuses it if the world has changed meanwhile. A guarded kernel stays with Python.
         if self.native is not None and not isinstance(entry.run, protection.Guard):
-            anywhere = self.serves_captures(world, entry, override)
-            self.native.put(entry, world.version(self.op.name), values, anywhere, override)
+            same_in_capture = self._serves_captures(world, entry, override)
+            self.native.put(entry, world.version(self.op.name), values, same_in_capture, override)
         return out
 
-    def serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
-        """Would the same be called while a CUDA graph is captured? Not asked of one that has others serve at times."""
-        facts, step = entry.plan.facts, entry.plan.steps[0]
-        kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
-        if facts["device"] != "cuda" or kernel is None or kernel.jit or kernel.health in world.health:
-            return False
-        if isinstance(entry.run, Exploring):
-            return False
-        steps = world.plan(self.op, {**facts, "graph": True}, override).steps
-        return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)
-
-    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: BaseException,
-                       changed: int) -> Any:
-        """`changed`: a bit for each parameter whose tensor was written into."""
-        if changed and not isinstance(fault, (InputsChanged, Settled, *faults.PASSED_ON)):
-            fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1], fault)
-        return self.recover(entry, self.bound(args, kwargs), fault)
-
-    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        values: tuple[Any, ...] = self.globals["values_of"](*args, **kwargs)
-        return values
-
-    # facts, contract, plan, entry
+    def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None) -> Entry:
+        """Return the entry for `key`, made by one thread while others that miss the same key wait for it."""
+        world, cache = self._world_and_cache()
+        if key is None or key[0] != world.program(self.op).id:
+            key = self.key_of(*values)          # the key was made by code of an older world
+            key = key and (key[0], override, *key[2:])
+        if key is None:
+            facts = self.facts(values, world)
+            key = ("facts", override, *facts.values())
+            return cache.obtain(key, lambda: self.make_entry(world, facts, override, values))
+        return cache.obtain(key, lambda: self.make_entry(world, self.facts(values, world), override, values))
 
     def facts(self, values: tuple[Any, ...], world: World | None = None) -> dict[str, Any]:
-        """The facts of a call that keeps the contract, as `world` wants them; InvalidCall for one that does not."""
-        program = (world or self._ready()).program(self.op)
+        """Return the facts of a call that `world` needs; raise InvalidCall for a call that breaks the contract."""
+        program = (world or self.ensure_world()).program(self.op)
         owner, facts_of = self.reader
         facts: dict[str, Any] | None = facts_of(*values) if program is owner else None
-        if facts is None:                       # not an ordinary call: read it with care, and say what is wrong
-            facts = reading.read(self.op, dict(zip(self.names, values)), program.needed)
+        if facts is None:                       # not an ordinary call: this reader names every mistake
+            facts = read_facts(self.op, dict(zip(self.names, values)), program.needed)
         if not self.keeps_contract(facts):
             broken = [r for rule in self.op.requires if (r := rule.check(facts)) is not None]
             raise InvalidCall.of(self.op.name, *broken)
@@ -199,13 +147,34 @@ class Dispatcher:
             self.op.extra_check(dict(zip(self.names, values)), facts)
         return facts
 
-    def entry(self, world: World, facts: Mapping[str, Any], override: Override | None,
-              values: tuple[Any, ...] | None = None) -> Entry:
-        """Select, load and bind. A library that fails to load leaves the world, and the choice is made again.
+    def make_entry(self, world: World, facts: Mapping[str, Any], override: Override | None,
+                   values: tuple[Any, ...] | None = None) -> Entry:
+        """Select a kernel, load and bind it, and wrap it in what watches its calls.
 
-        `values`: of the call it is made for, so that a better kernel can be compiled for calls like it.
+        `values` are those of the call it is made for, so that a better kernel can be compiled for calls like it.
         """
         began = time.perf_counter()
+        world, plan, kernel, binding = self._select(world, facts, override)
+        step = plan.steps[0]
+        if values is not None:
+            compiling.request_better(self, world, plan, override, values)
+        run, unguarded, recordings = self._wrap(world, plan, kernel, binding, override)
+        if (step.workspace or plan.lacking) and memory.note(
+                self.op.name, facts["device"], step.workspace, plan.lacking):
+            worlds.consult(clock.follow)       # from now on the clock looks at what is free
+        micros = (time.perf_counter() - began) * 1e6
+        if plan.missed is not None:
+            events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
+        explained = world.plan(self.op, facts, override, thorough=True) if events.wants_reasons() else plan
+        events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros, tuple(map(
+            str, step.transforms)), step.score.source, step.score.transform_us, explained.rejected))
+        entry = Entry(plan, binding if unguarded is binding.run else Binding(unguarded, None), run, recordings)
+        protection.unguard_later(run, entry, "run")
+        return self.ledger.add(entry)
+
+    def _select(self, world: World, facts: Mapping[str, Any],
+                override: Override | None) -> tuple[World, Plan, Kernel, Binding]:
+        """Plan, and bind the first step. A library that fails to load leaves the world, and the plan is made again."""
         while True:
             plan = world.plan(self.op, facts, override)
             if not plan.steps:
@@ -213,74 +182,67 @@ class Dispatcher:
             step = plan.steps[0]
             kernel = world.catalog.by_id[step.kernel]
             try:
-                # Of what compiles there is one binding, whatever the key holds: another would be compiled for.
+                # A kernel that compiles has one binding for all keys: each binding would be compiled for.
                 fixed = {} if kernel.jit else fixed_by_key(world.program(self.op), facts)
-                binding = self.binding(kernel, step, facts, fixed)
-                break
+                return world, plan, kernel, self.bind(kernel, step, facts, fixed)
             except loading.LoadFailed as e:
                 world = mark_unloadable(kernel, e.reason)
-        watched = world.health.get(kernel.health)
-        run = binding.run if watched is None else self.watched(kernel, binding, watched, bool(plan.locked))
+
+    def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
+        """Load the kernel and bind the step to the op's parameters; equal bindings are made once."""
+        run, variant = loaded(kernel), facts[self.op.variant] if self.op.variant else ""
+        sizes_read = run.facts if isinstance(run, Direct) else ()
+        fixed = {name: value for name, value in fixed.items() if name in self.op.by_name or name in sizes_read}
+        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant, tuple(fixed.items()))
+        binding = self._bindings.get(key)
+        if binding is None:
+            if len(self._bindings) > _MAX_BINDINGS:
+                self._bindings.clear()
+            binding = bind(self.op, kernel, run, step.transforms, variant, fixed)
+            if worlds.current().catalog.by_id.get(kernel.id) is kernel:        # not unregistered meanwhile
+                self._bindings[key] = binding
+        return binding
+
+    def serve(self, entry: Entry, values: tuple[Any, ...]) -> Any:
+        """Run the kernel of an entry; if it throws, the next one of the plan."""
+        try:
+            return entry.run(*values)
+        except faults.FAULTS as fault:
+            return self.recover(entry, values, fault)
+
+    def recover(self, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
+        return recovery.recover(self, entry, values, fault)
+
+    # What an entry runs around its kernel.
+
+    def _wrap(self, world: World, plan: Plan, kernel: Kernel, binding: Binding,
+              override: Override | None) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+        """Return what the entry runs, the same without its guard, and a place for recorded launches or None."""
+        facts, step = plan.facts, plan.steps[0]
+        breaker = world.health.get(kernel.health)
+        run = binding.run if breaker is None else self.wrap_probe(kernel, binding, breaker, bool(plan.locked))
         recordings = None
-        if kernel.replayable and watched is None and not step.transforms and self.native is not None:
+        if kernel.replayable and breaker is None and not step.transforms and self.native is not None:
             recordings = self.native.recordings()
-            run = replays.recorded(run, recordings)
+            run = replays.record_calls(run, recordings)
         if kernel.jit:
-            run = self.warming(world, kernel, run, plan, override)
-        if values is not None:
-            compiling.request_better(self, world, plan, override, values)
+            run = self.wrap_jit(world, kernel, run, plan, override)
         limit = world.surroundings(facts["device"], override).policy.setting("call_timeout")
         if limit is not None and not facts["grad"] and not facts["graph"]:
             run, recordings = watchdog.bounded(run, limit), None
-        bare = run
-        run = learning.exploring(self, world, plan, self.guarded(kernel, plan, run, world, override), override)
-        if isinstance(run, Exploring):
-            bare, recordings = run, None       # what is replayed would not be explored
-        if (step.workspace or plan.lacking) and memory.note(
-                self.op.name, facts["device"], step.workspace, plan.lacking):
-            worlds.consult(clock.follow)       # from now on the clock looks at what is free
-        micros = (time.perf_counter() - began) * 1e6
-        if plan.missed is not None:
-            events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
-        why = world.plan(self.op, facts, override, thorough=True) if events.wants_reasons() else plan
-        events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros, tuple(map(
-            str, step.transforms)), step.score.source, step.score.transform_us, why.rejected))
-        made = Entry(plan, binding if bare is binding.run else Binding(bare, None), run, recordings)
-        protection.place(run, made, "run")
-        return self.ledger.open(made)
+        guarded = self.wrap_guard(kernel, plan, run, world, override)
+        explored = learning.explore(self, world, plan, guarded, override)
+        if isinstance(explored, Exploring):
+            return explored, explored, None    # a replayed call would not be explored
+        return guarded, run, recordings
 
-    def guarded(self, kernel: Kernel, plan: Plan, run: Callable[..., Any], world: World | None = None,
-                override: Override | None = None, clean: int = 1) -> Callable[..., Any]:
-        """`run`, of which the first calls (`clean` of them) are looked at, or all of them where policy says so."""
-        facts = plan.facts
-        always = world is not None and world.surroundings(facts["device"], override).policy.setting("protect_inputs")
-        # What a subclass makes of a kernel is not the kernel's doing, and our own were held to all this before.
-        if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):
-            return run
-        most = 0 if facts["graph"] else protection.ALL if always else protection.SAMPLED
-        return protection.Guard(self.op, kernel, run, most, None if always else clean)
+    def wrap_probe(self, kernel: Kernel, binding: Binding, breaker: health.Health,
+                   named: bool) -> Callable[..., Any]:
+        """Wrap a kernel whose breaker is not closed: its first success closes it.
 
-    def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
-        """Made once for all calls that want the same of it."""
-        run, variant = loaded(kernel), facts[self.op.variant] if self.op.variant else ""
-        asked = run.facts if isinstance(run, Direct) else ()
-        fixed = {name: value for name, value in fixed.items() if name in self.op.by_name or name in asked}
-        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant, tuple(fixed.items()))
-        found = self._bindings.get(key)
-        if found is None:
-            if len(self._bindings) > _MAX_BINDINGS:
-                self._bindings.clear()
-            found = bind(self.op, kernel, run, step.transforms, variant, fixed)
-            if worlds.current().catalog.by_id.get(kernel.id) is kernel:        # not unregistered meanwhile
-                self._bindings[key] = found
-        return found
-
-    def watched(self, kernel: Kernel, binding: Binding, state: health.Health, named: bool) -> Callable[..., Any]:
-        """A kernel whose breaker is half open: the first success closes it.
-
-        It is tried by one call at a time, whatever its shapes; calls that name it have no other choice.
+        A half-open kernel is tried by one call at a time, whatever its shapes; calls that name it have no other choice.
         """
-        probing = state.state == "half_open" and not named
+        probing = breaker.state == "half_open" and not named
 
         def run(*values: Any) -> Any:
             token = _probes.setdefault(kernel.health, locks.Lock()) if probing else None
@@ -296,62 +258,70 @@ class Dispatcher:
 
         return run
 
-    def warming(self, world: World, kernel: Kernel, run: Callable[..., Any], plan: Plan,
-                override: Override | None) -> Callable[..., Any]:
-        """One that compiles on first use: only in forms it was warmed up for, unless a name or a policy allows more."""
+    def wrap_jit(self, world: World, kernel: Kernel, run: Callable[..., Any], plan: Plan,
+                 override: Override | None) -> Callable[..., Any]:
+        """Wrap a kernel that compiles on first use: it serves only the forms it was warmed up for.
+
+        Other forms go to the next kernel, unless the call names this one or policy lets it compile in the request.
+        """
         facts, mode = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("jit")
         if mode == "in_request" or plan.locked or kernel.id in world.warmed:
-            return jit.timed(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault, facts))
-        cold: list[Entry] = []
+            return jit.report_compile(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault, facts))
+        fallbacks: list[Entry] = []
 
-        def instead(values: tuple[Any, ...]) -> tuple[str, Any]:
+        def fall_back(values: tuple[Any, ...]) -> tuple[str, Any]:
             try:
-                if not cold:
-                    cold.append(self.entry(jit.without(world, (kernel.id,)), facts, override))
-                served_by = cold[0].plan.steps[0].kernel
-                self.ledger.fell_back(served_by)
-                return served_by, self.serve(cold[0], values)
+                if not fallbacks:
+                    fallbacks.append(self.make_entry(jit.without_warmed(world, (kernel.id,)), facts, override))
+                served_by = fallbacks[0].plan.steps[0].kernel
+                self.ledger.count_fallback(served_by)
+                return served_by, self.serve(fallbacks[0], values)
             except LayerZeroError as e:
                 raise Settled(e) from e
 
-        def unready(values: tuple[Any, ...]) -> None:
+        def request_compile(values: tuple[Any, ...]) -> None:
             if mode == "background" and not facts["graph"] and compiling.is_worth_it(kernel, plan.steps[0]):
                 compiling.request(self, kernel, plan.steps[0], facts, values)
 
-        return jit.guarded(kernel, run, facts, world.warmed, instead, unready)
+        return jit.only_compiled(kernel, run, facts, world.warmed, fall_back, request_compile)
 
-    # run
+    def wrap_guard(self, kernel: Kernel, plan: Plan, run: Callable[..., Any], world: World | None = None,
+                   override: Override | None = None, clean_calls: int = 1) -> Callable[..., Any]:
+        """Guard the first `clean_calls` calls of `run`, or all of them where policy says so (protection.py)."""
+        facts = plan.facts
+        always = world is not None and world.surroundings(facts["device"], override).policy.setting("protect_inputs")
+        # A subclass may make anything of a kernel's result, and our own kernels are held to all this by tests.
+        if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):
+            return run
+        max_bytes = 0 if facts["graph"] else protection.ALL_BYTES if always else protection.SAMPLE_BYTES
+        return protection.Guard(self.op, kernel, run, max_bytes, None if always else clean_calls)
 
-    def serve(self, entry: Entry, values: tuple[Any, ...]) -> Any:
-        try:
-            return entry.run(*values)
-        except faults.FAULTS as fault:
-            return self.recover(entry, values, fault)
+    def with_backend(self, kernel: str) -> Callable[..., Any]:
+        """Return the public function with `backend=kernel`, of values in the order of the op's parameters."""
+        params, public = self.op.params, self.public
+        split = next((i for i, p in enumerate(params) if p.keyword_only), len(params))
+        names = tuple(p.name for p in params[split:])
 
-    def recover(self, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
-        """The kernel of `entry` threw `fault`. Whose fault is it, and who serves instead?"""
-        return recovery.recover(self, entry, values, fault)
+        def call(*values: Any) -> Any:
+            return public(*values[:split], **dict(zip(names, values[split:])), backend=kernel)
 
-    def calls_of(self, kernel: str) -> int:
-        """How often it was called in this process."""
-        if self.native is not None:
-            self.native.collect()
-        return self.ledger.calls(kernel)
+        return call
 
-    # unusual calls
+    # Unusual calls.
 
     def slow(self, values: tuple[Any, ...], backend: str | None, policy: Any) -> Any:
-        self._ready()
+        """Serve any call, with every check: what is unusual about it is removed or named."""
+        self.ensure_world()
         override = context.for_call(backend, policy)
-        learned = learn(override)
+        override_in_key = learn(override)
         named = dict(zip(self.names, values))
-        tensors = reading.check_types(self.op, named)
-        reading.check_storage(self.op, tensors, may_be_nested=self.op.nested)
+        tensors = check_types(self.op, named)
+        check_storage(self.op, tensors, may_be_nested=self.op.nested)
         first = next(iter(tensors.values()), None)
-        lowered = casting.autocast(self.op, named, first)
-        if lowered is not None and first is not None:
+        cast = casting.autocast(self.op, named, first)
+        if cast is not None and first is not None:
             with torch.autocast(first.device.type, enabled=False):
-                return self.slow(tuple(lowered[n] for n in self.names), backend, policy)
+                return self.slow(tuple(cast[n] for n in self.names), backend, policy)
         if self.op.canonical is not None:
             redirect = self.op.canonical(named)
             if redirect is not None:
@@ -359,48 +329,122 @@ class Dispatcher:
                 filled = tuple(redirect.values.get(p.name, p.default) for p in target.op.params)
                 return redirect.restore(target.slow(filled, backend, policy))
         if tracing.is_traced(list(tensors.values())):
-            return self.traced(values, override)
+            return self.serve_traced(values, override)
         try:
-            key = self.key_of(*values) if learned else None
+            key = self.key_of(*values) if override_in_key else None
             if key is not None:                 # the override of this call takes the place of its context's
                 entry = self.obtain((key[0], override, *key[2:]), values, override)
             else:
-                entry = self._by_facts(values, override, all_of_them=not learned)
+                entry = self._obtain_by_facts(values, override, every_fact=not override_in_key)
         except InvalidCall as e:
-            return self.served_adapted(values, e, override, backend, policy)
+            return self.serve_adapted(values, e, override, backend, policy)
         entry.tick()
         return self.serve(entry, values)
 
-    def _by_facts(self, values: tuple[Any, ...], override: Override | None, all_of_them: bool = False) -> Entry:
-        world, cache = self._here()
+    def _obtain_by_facts(self, values: tuple[Any, ...], override: Override | None, every_fact: bool = False) -> Entry:
+        world, cache = self._world_and_cache()
         facts = self.facts(values, world)
-        if all_of_them:
-            facts = reading.read(self.op, dict(zip(self.names, values)))
+        if every_fact:
+            facts = read_facts(self.op, dict(zip(self.names, values)))
         key = ("facts", override, *facts.values())
-        return cache.table.get(key) or cache.obtain(key, lambda: self.entry(world, facts, override, values))
+        return cache.table.get(key) or cache.obtain(key, lambda: self.make_entry(world, facts, override, values))
 
-    def served_adapted(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
-               backend: str | None = None, policy: Any = None) -> Any:
-        """The same call with its dtypes made to fit, which an event says; the error, where that is not allowed."""
-        found = casting.adapted(self.op, dict(zip(self.names, values)), error, override)
-        if found is None:
+    def serve_adapted(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
+                      backend: str | None = None, policy: Any = None) -> Any:
+        """Serve the call with its dtypes cast to fit, where policy allows that; raise `error` where it does not."""
+        adaptation = casting.adapt(self.op, dict(zip(self.names, values)), error, override)
+        if adaptation is None:
             raise error
-        events.emit(Adapted(op=self.op.name, transforms=tuple(map(str, found.casts))))
-        return self.slow(tuple(found.values[n] for n in self.names), backend, policy)
+        events.emit(Adapted(op=self.op.name, transforms=tuple(map(str, adaptation.casts))))
+        return self.slow(tuple(adaptation.values[n] for n in self.names), backend, policy)
 
-    def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
-        """Under torch.compile or export: choose for symbolic sizes, and run what was chosen so that it is inlined."""
+    def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
+        """Under torch.compile or export: choose for symbolic sizes, and run the kernel so that it is inlined."""
         recorder = tracing.recorder.get()
         if recorder is not None:
             return recorder(self.op, dict(zip(self.names, values)), self.facts(values), override)
-        world, facts = self._ready(), self.facts(values)
+        world, facts = self.ensure_world(), self.facts(values)
         choice = tracing.choose(world, self.op, facts, override)
         if choice is None:
-            raise refusal(world, self.op, tracing.seen_facts(facts), override)
+            raise refusal(world, self.op, tracing.hinted_facts(facts), override)
         step, kernel = choice
-        return self.binding(kernel, step, facts, {}).run(*values)
+        return self.bind(kernel, step, facts, {}).run(*values)
 
-    # what happened
+    # The native path.
+
+    def _serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
+        """Would the same kernel serve while a CUDA graph is captured? False for entries that change who serves."""
+        facts, step = entry.plan.facts, entry.plan.steps[0]
+        kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
+        if facts["device"] != "cuda" or kernel is None or kernel.jit or kernel.health in world.health:
+            return False
+        if isinstance(entry.run, Exploring):
+            return False
+        steps = world.plan(self.op, {**facts, "graph": True}, override).steps
+        return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)
+
+    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: BaseException,
+                       changed: int) -> Any:
+        """As `recover`; `changed` has a bit for each parameter whose tensor was written into."""
+        if changed and not isinstance(fault, (InputsChanged, Settled, *faults.PASSED_ON)):
+            fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1], fault)
+        return self.recover(entry, self.order_arguments(args, kwargs), fault)
+
+    def order_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments in the order of the op's parameters, defaults filled in."""
+        values: tuple[Any, ...] = self.globals["values_of"](*args, **kwargs)
+        return values
+
+    # Worlds: a new one brings a new cache, and new code where the key has changed.
+
+    def install(self, world: World, force: bool = False) -> None:
+        """Take over a world. With `force`, empty the cache even if nothing of this op has changed."""
+        version = world.version(self.op.name)
+        if not force and self.world is not None and self.world.version(self.op.name) == version:
+            self.world, self.cache = self.installed = world, self.cache  # another op changed: the cache holds
+            return
+        program = world.program(self.op)
+        cache = OpCache(world.policy.setting("cache_size"), self._emit_evicted)
+        # An op without tensors takes the slow path, which costs little beside its work.
+        if self.op.read is None and (self.program is None or program.id != self.program.id):
+            scope = dict(self.globals)
+            text = hotpath.generate(program, torch.version.cuda is not None)
+            exec(codegen.compile(text, f"{self.op.name} call"), scope)
+            self.key_of = FunctionType(scope["key_of"].__code__, self.globals)
+            self.facts_of = FunctionType(scope["facts_of"].__code__, self.globals)
+            self.python_call.__code__ = scope["call"].__code__
+        self.program = program
+        self.reader = program, self.facts_of    # in one value, as `installed`
+        self.globals["TABLE"] = cache.table
+        if self.native is not None:
+            self.native.install(program, version, world.policy.setting("cache_size"))
+        self.world, self.cache = self.installed = world, cache     # last: what an interrupt cut short is done again
+
+    def _emit_evicted(self, entries: int) -> None:
+        events.emit(Evicted(op=self.op.name, entries=entries))
+
+    def ensure_world(self) -> World:
+        """Return the world this dispatcher is in, after installing one if it has none and after what is due now."""
+        now = time.monotonic()
+        if clock.due(now):
+            worlds.pass_time(now)
+        if self.world is None:
+            worlds.consult(lambda world: self.install(world) if self.world is None else None)
+        assert self.world is not None
+        return self.world
+
+    def _world_and_cache(self) -> tuple[World, OpCache]:
+        self.ensure_world()
+        assert self.installed is not None
+        return self.installed
+
+    # Counts.
+
+    def calls_of(self, kernel: str) -> int:
+        """How often a kernel was called in this process."""
+        if self.native is not None:
+            self.native.collect()
+        return self.ledger.calls(kernel)
 
     def hits(self) -> dict[str, int]:
         """How often each kernel was chosen for a call, in this process."""
@@ -409,17 +453,7 @@ class Dispatcher:
         return self.ledger.totals()
 
 
-def function(op: Op) -> Callable[..., Any]:
-    """The public function of an op; made once."""
-    found = dispatchers.get(op.name)
-    if found is None or found.op is not op:
-        found = dispatchers[op.name] = Dispatcher(op)
-        if worlds.exists():
-            worlds.consult(lambda world: found.install(world) if op.name in world.catalog.ops else None)
-    return found.public
-
-
-def _follow(world: World) -> None:
+def _install(world: World) -> None:
     unregistered.forget(dispatchers, _probes, world.catalog)
     for name, op in world.catalog.ops.items():
         if name in dispatchers and dispatchers[name].op is op and dispatchers[name].world is not None:
@@ -427,7 +461,7 @@ def _follow(world: World) -> None:
     clock.follow(world)
 
 
-worlds.listen(_follow)
+worlds.listen(_install)
 
 
 def _after_fork() -> None:
@@ -438,13 +472,13 @@ def _after_fork() -> None:
     for dispatcher in dispatchers.values():
         dispatcher.cache.after_fork()
     if worlds.exists():
-        worlds.consult(_follow_if_behind)
+        worlds.consult(_install_if_behind)
 
 
-def _follow_if_behind(world: World) -> None:
+def _install_if_behind(world: World) -> None:
     """The fork may have come between two dispatchers taking over a new world."""
     if any(d.world is not None and d.world is not world for d in dispatchers.values()):
-        _follow(world)
+        _install(world)
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,7 +1,7 @@
-"""What a call is, read from its arguments as the op declares it.
+"""The facts of a call, read from its arguments as the op declares them.
 
-This is the careful reader of the slow path: it names every mistake of the caller. The hot path reads
-the same facts without naming them (`key.py`), and comes here when anything looks unusual.
+`read` is the careful reader: it names every mistake of the caller. hotpath.py generates a fast reader of the same
+facts, which gives up on anything unusual; the call then comes here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..spec.op import FINITE, INT64, Op
 from ..spec.reason import STRANGE, Code, Reason
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_KINDS: dict[str, tuple[type, ...]] = {
+_PARAM_TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int, torch.SymInt), "float": (float, int, torch.SymFloat), "str": (str,),
     "generator": (torch.Generator,), "object": (object,)}
 PLAIN_SCALARS = (bool, int, float, str, torch.SymInt, torch.SymFloat)
 PLAIN_KINDS = ("int", "float", "str")
-_COMPARING = ("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__index__", "__int__",
-              "__float__")
+_COMPARISONS = ("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__index__", "__int__",
+                "__float__")
 _dtype_names: dict[torch.dtype, str] = {}
 
 
@@ -38,8 +38,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = None) -> dict[str, Any]:
-    """All facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming the argument."""
-    with torch._C.DisableTorchFunctionSubclass():      # a subclass may answer any question with any error
+    """Return all facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming the argument."""
+    with torch._C.DisableTorchFunctionSubclass():      # a subclass may raise anything from any method
         return _read(op, values, needed)
 
 
@@ -52,7 +52,7 @@ def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> 
             facts.update(op.read(dict(values)))
         except LayerZeroError:
             raise
-        except STRANGE as e:                   # the methods of an object that the caller gave
+        except STRANGE as e:                   # from a method of an object among the arguments
             if not any(p.kind == "object" for p in op.params):
                 raise
             raise InvalidCall(f"lz.{op.name}: an argument cannot be read: {type(e).__name__}: {e}") from e
@@ -68,7 +68,7 @@ def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> 
         facts["dtype"], facts["itemsize"] = dtype_name(first.dtype), first.dtype.itemsize
         facts["device"] = first.device.type
         facts["tensor_kind"] = tensor_kind(tensors.values())
-        _same_home(op, tensors, first)
+        _check_same_device_and_dtype(op, tensors, first)
     facts.update(dims)
     for name, text in op.derived.items():
         absent = any(facts[n] is None for n in parse(text).names)
@@ -89,7 +89,7 @@ def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> 
 
 
 def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that were given; each argument must have its declared type."""
+    """Return the tensors among the arguments; raise InvalidCall for one that has not its declared type or range."""
     tensors: dict[str, Tensor] = {}
     for p in op.params:
         value = values[p.name]
@@ -100,9 +100,9 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
             if not isinstance(value, Tensor):
                 raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, "a Tensor", type(value).__name__, p.name))
             tensors[p.name] = value
-        elif not isinstance(value, _KINDS[p.kind]) or (p.kind in ("int", "float") and isinstance(value, bool)):
+        elif not isinstance(value, _PARAM_TYPES[p.kind]) or (p.kind in ("int", "float") and isinstance(value, bool)):
             raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, type(value).__name__, p.name))
-        elif type(value) not in PLAIN_SCALARS and p.kind in PLAIN_KINDS and computes_itself(type(value)):
+        elif type(value) not in PLAIN_SCALARS and p.kind in PLAIN_KINDS and overrides_comparison(type(value)):
             raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, f"a plain {p.kind}", type(value).__name__, p.name))
         elif p.choices and value not in p.choices:
             raise InvalidCall.of(op.name, Reason(
@@ -110,32 +110,32 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
                 tuple(c for c in p.choices if c), str(value), p.name))
         elif p.kind in ("int", "float") and isinstance(value, (int, float)):     # a symbol has no value yet
             low, high = op.limits[p.name]
-            unread = p.kind == "float" and isinstance(value, int) and not INT64[0] <= value <= INT64[1]
-            if unread or not low <= value <= high:
+            overflows = p.kind == "float" and isinstance(value, int) and not INT64[0] <= value <= INT64[1]
+            if overflows or not low <= value <= high:
                 raise InvalidCall.of(op.name, Reason(
-                    Code.VALUE_OUT_OF_RANGE, in_range(low, high), shown(value), p.name))
+                    Code.VALUE_OUT_OF_RANGE, range_text(low, high), number_text(value), p.name))
     return tensors
 
 
-def computes_itself(cls: type) -> bool:
-    """Does a subclass of int, float or str say in Python what it is equal to? In a key it would be asked by others."""
-    own = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
-    return any(isinstance(vars(base).get(name), FunctionType) for base in own for name in _COMPARING)
+def overrides_comparison(cls: type) -> bool:
+    """Does a subclass of int, float or str define comparison in Python? In a key, other calls would run that."""
+    bases = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
+    return any(isinstance(vars(base).get(name), FunctionType) for base in bases for name in _COMPARISONS)
 
 
-def in_range(low: float, high: float) -> str:
+def range_text(low: float, high: float) -> str:
     return "a finite float, or an int of 64 bits" if (low, high) == FINITE else f"between {low} and {high}"
 
 
-def shown(value: float) -> str:
-    """A number as text, if need be by its length: Python refuses to write out very long ones."""
+def number_text(value: float) -> str:
+    """Return a number as text, a very long one by its length: Python refuses to write that out."""
     if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
         return f"an int of {value.bit_length()} bits"
     return str(value)
 
 
 def check_storage(op: Op, tensors: Mapping[str, Tensor], may_be_nested: bool = False) -> None:
-    """Sizes and strides must be there to be read: sparse, nested and blocked layouts have none that a kernel knows."""
+    """Refuse sparse, nested and blocked layouts, which have no sizes and strides that a kernel knows."""
     for name, t in tensors.items():
         if type(t) in PLAIN_TYPES and t.layout is torch.strided and not t.is_nested:
             continue
@@ -147,7 +147,7 @@ def check_storage(op: Op, tensors: Mapping[str, Tensor], may_be_nested: bool = F
 
 def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],
                facts: dict[str, Any]) -> dict[str, Any]:
-    """Sizes by name; a size named twice must agree. Broadcast patterns are noted in `facts`."""
+    """Return the sizes by name; a size named twice must agree. Adds the broadcast axes to `facts`."""
     dims: dict[str, Any] = {}
     lead: dict[str, tuple[Any, ...]] = {}
     for name, tokens in patterns.items():
@@ -157,7 +157,7 @@ def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping
                 facts[f"{name}.broadcast"] = None
             continue
         if tokens[0].startswith("~"):
-            facts[f"{name}.broadcast"] = _broadcast(op, name, tokens, tensor, dims)
+            facts[f"{name}.broadcast"] = _broadcast_axes(op, name, tokens, tensor, dims)
             continue
         shape = tuple(tensor.shape)
         if tokens[0].startswith("*"):
@@ -188,24 +188,24 @@ def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping
     return dims
 
 
-def _broadcast(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor, dims: Mapping[str, Any]) -> str:
-    """Which of the named axes the tensor is spread over, comma separated; "" when it has them all."""
+def _broadcast_axes(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor, dims: Mapping[str, Any]) -> str:
+    """Return the named axes that the tensor is broadcast over, comma separated; "" if it has them all."""
     shape = tuple(tensor.shape)
-    want = tuple(dims[t[1:]] for t in tokens)
-    spread = [t[1:] for t in tokens[:len(tokens) - len(shape)]]
+    full_shape = tuple(dims[t[1:]] for t in tokens)
+    repeated = [t[1:] for t in tokens[:len(tokens) - len(shape)]]
     fits = len(shape) <= len(tokens)
-    for token, size, full in zip(tokens[len(tokens) - len(shape):], shape, want[len(tokens) - len(shape):]):
+    for token, size, full in zip(tokens[len(tokens) - len(shape):], shape, full_shape[len(tokens) - len(shape):]):
         if size == full:
             continue
         if size != 1:
             fits = False
-        spread.append(token[1:])
+        repeated.append(token[1:])
     if not fits:
-        raise InvalidCall.of(op.name, Reason(Code.MASK_BROADCAST_INVALID, str(want), str(shape), name))
-    return ",".join(spread)
+        raise InvalidCall.of(op.name, Reason(Code.MASK_BROADCAST_INVALID, str(full_shape), str(shape), name))
+    return ",".join(repeated)
 
 
-def _same_home(op: Op, tensors: Mapping[str, Tensor], first: Tensor) -> None:
+def _check_same_device_and_dtype(op: Op, tensors: Mapping[str, Tensor], first: Tensor) -> None:
     for name, t in tensors.items():
         if t.device != first.device:
             raise InvalidCall.of(op.name, Reason(Code.MIXED_DEVICES, str(first.device), str(t.device), name))
@@ -216,7 +216,7 @@ def _same_home(op: Op, tensors: Mapping[str, Tensor], first: Tensor) -> None:
 
 
 def tensor_kind(tensors: Collection[Tensor]) -> str:
-    """"plain", or what stands in the way of reading the storage directly."""
+    """Return "plain", or the kind of tensor whose storage cannot be read directly."""
     for t in tensors:
         if type(t) not in PLAIN_TYPES:
             return type(t).__name__
@@ -229,7 +229,7 @@ def tensor_kind(tensors: Collection[Tensor]) -> str:
 
 
 def stride_last(t: Tensor) -> Any:
-    """1 also where no element is ever stepped over: such a tensor is contiguous whatever its strides say."""
+    """Return the last stride; 1 also where it has no effect, because the axis or the tensor has one element or none."""
     if t.dim() == 0 or t.layout != torch.strided:
         return 1
     last = t.stride(-1)
@@ -237,14 +237,14 @@ def stride_last(t: Tensor) -> Any:
 
 
 def alignment(t: Tensor) -> int | None:
-    """The largest power of two up to 128 that divides the address and every outer stride in bytes."""
+    """Return the largest power of two up to 128 that divides the address and every outer stride in bytes."""
     if type(t) not in PLAIN_TYPES or t.device.type == "meta":
         return None
     try:
         bits = 128 | t.data_ptr()
-    except RuntimeError:                        # a wrapper, as under vmap: there is no storage to look at
+    except RuntimeError:                        # a wrapper, as under vmap, has no storage
         return None
-    if t.is_contiguous():                       # the innermost rows tell: all outer strides are multiples of them
+    if t.is_contiguous():                       # all outer strides are multiples of the last size
         bits |= t.shape[-1] * t.element_size() if t.dim() > 1 else 0
     else:
         for stride in t.stride()[:-1]:

@@ -1,9 +1,9 @@
-"""The torch.library face: every op in namespace `layerzero`, for torch.compile and torch.export.
+"""Every op as a torch.library op in namespace `layerzero`, for torch.compile and torch.export.
 
 Eager calls never come here. Under Dynamo the public function is replaced by its torch op. That op is
 composite: when AOTAutograd or export takes it apart, the dispatcher chooses a kernel and its torch ops
-land in the graph, where Inductor can fuse them. So there is no graph break and no opaque wall, autograd
-needs no formula of its own, and fake tensors run the very code that real ones do.
+land in the graph, where Inductor can fuse them. So there is no graph break and no opaque call, autograd
+needs no formula of its own, and fake tensors run the code that real ones do.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _TYPES = {"tensor": "Tensor", "bool": "bool", "int": "SymInt", "float": "float",
 def schema(op: Op) -> str:
     written = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(op.in_place)}
 
-    def one(p: Param) -> str:
+    def declare(p: Param) -> str:
         text = f"{_TYPES[p.kind]}{written.get(p.name, '')}{'?' if p.optional else ''} {p.name}"
         if p.required:
             return text
         default = f'"{p.default}"' if isinstance(p.default, str) else str(p.default)
         return f"{text}={default}"
 
-    parts = [one(p) for p in op.params if not p.keyword_only]
-    keyword = [one(p) for p in op.params if p.keyword_only]
-    arguments = ", ".join([*parts, "*", *keyword, "str? backend=None"])
+    positional = [declare(p) for p in op.params if not p.keyword_only]
+    keyword = [declare(p) for p in op.params if p.keyword_only]
+    arguments = ", ".join([*positional, "*", *keyword, "str? backend=None"])
     return f"{op.name}({arguments}) -> {op.outputs}"
 
 
 def check(op: Op) -> None:
-    """Refuses an op whose name torch knows with another signature: that lasts as long as the process."""
+    """Refuse an op whose name torch knows with another signature, which a process cannot change."""
     if op.read is None and op.name in _defined and _defined[op.name] != schema(op):
         raise RegistrationError(f"op {op.name!r} was registered with torch as {_defined[op.name]}, which a "
                                 "process cannot change; give the new one another name")
 
 
 def define(op: Op) -> None:
-    """Register the op with torch. A second op of the same name takes over the first one's schema only if equal."""
-    if op.read is not None:                     # text and the like are not torch's business
+    """Register the op with torch. A second op of the same name must have the schema of the first."""
+    if op.read is not None:                     # an op without tensors
         return
     check(op)
     if op.name in _defined:
@@ -66,10 +66,10 @@ def define(op: Op) -> None:
 
 def _implementation(name: str, as_list: bool) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = dispatchers.get(name)
-        if found is None:
+        dispatcher = dispatchers.get(name)
+        if dispatcher is None:
             raise RegistrationError(f"torch.ops.layerzero.{name}: the op {name!r} was unregistered; register it again")
-        out = found.twin(*args, **kwargs)
+        out = dispatcher.python_call(*args, **kwargs)
         return (list(out) if isinstance(out, tuple) else [out]) if as_list else out
 
     return run
@@ -77,11 +77,11 @@ def _implementation(name: str, as_list: bool) -> Callable[..., Any]:
 
 def substitute(name: str) -> None:
     """Tell Dynamo what to trace in place of the public function."""
-    found = dispatchers.get(name)
-    if found is None:                           # unregistered
+    dispatcher = dispatchers.get(name)
+    if dispatcher is None:                     # unregistered
         return
     packet = getattr(torch.ops.layerzero, name).default
-    several = found.op.outputs == "Tensor[]"
+    as_list = dispatcher.op.outputs == "Tensor[]"
     no_policy = (f"lz.{name}: policy= cannot be traced by torch.compile; put `with lz.prefer(...)` around the "
                  "compiled function, or name a kernel with backend=")
 
@@ -89,28 +89,28 @@ def substitute(name: str) -> None:
         if policy is not None:                  # a plain ValueError: Dynamo cannot build ours
             raise ValueError(no_policy)
         out = packet(*args, **kwargs)
-        if several:
+        if as_list:
             return out[0] if len(out) == 1 else tuple(out)
         return out
 
-    for fn in {id(f): f for f in (found.public, found.twin)}.values():
+    for fn in {id(f): f for f in (dispatcher.public, dispatcher.python_call)}.values():
         torch.compiler.substitute_in_graph(fn, skip_signature_check=True)(traced)
 
 
 class _Namespace(torch._ops._OpNamespace):
-    """`torch.ops.layerzero`, whose ops are loaded when first asked for."""
+    """`torch.ops.layerzero`, which loads an op when it is first read."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in _waiting and name not in _defined:
-            _waiting[name](name)
+        if name in _loaders and name not in _defined:
+            _loaders[name](name)
         return super().__getattr__(name)
 
 
-_waiting: dict[str, Callable[[str], Any]] = {}
+_loaders: dict[str, Callable[[str], Any]] = {}
 
 
-class _WhenDynamoArrives(importlib.abc.MetaPathFinder):
-    """Importing torch._dynamo takes seconds, so it is awaited, not imported: once loaded, it is told."""
+class _DynamoImportHook(importlib.abc.MetaPathFinder):
+    """Substitutes our ops once somebody else imports torch._dynamo, which takes seconds to import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if name != "torch._dynamo":
@@ -131,17 +131,17 @@ class _WhenDynamoArrives(importlib.abc.MetaPathFinder):
 
 
 def _load_all() -> None:
-    """Dynamo looks attributes up without asking for them: every op must be there before it traces."""
-    for name, load in list(_waiting.items()):
+    """Load every op: Dynamo looks attributes up without calling __getattr__."""
+    for name, load in list(_loaders.items()):
         if name not in _defined:
             load(name)
 
 
 def install(names: Sequence[str], load: Callable[[str], Any]) -> None:
-    """`load(name)` loads an op and comes back to `define`; called for each op when it is first needed."""
-    _waiting.update(dict.fromkeys(names, load))
+    """Make the ops available; `load(name)`, which calls `define`, is called when an op is first needed."""
+    _loaders.update(dict.fromkeys(names, load))
     setattr(torch.ops, "layerzero", _Namespace("layerzero"))  # noqa: B010 torch does not declare the attribute
     if "torch._dynamo" in sys.modules:
         _load_all()
     else:
-        sys.meta_path.insert(0, _WhenDynamoArrives())
+        sys.meta_path.insert(0, _DynamoImportHook())

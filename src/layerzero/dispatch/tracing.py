@@ -1,8 +1,8 @@
 """Choosing under torch.compile and torch.export, where sizes are symbols.
 
-The ranking is made for the sizes seen while tracing; then only the chosen kernel's own rules are asked
-of the symbols, so that the graph is guarded by what its validity needs and by nothing else. Kernels
-made of torch ops are run as they are, and so become part of the graph.
+Kernels are ranked for the sizes seen while tracing (the hints); then only the chosen kernel's own rules are checked on
+the symbols, so that the graph is guarded by what its validity needs and by nothing else. Kernels made of torch ops are
+run as they are, and so become part of the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..world.snapshot import World
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 _UNKNOWN_SIZE = 1024
 
-# Instead of choosing and running: gets (op, values, facts, override) and gives what stands for the result.
+# Called instead of choosing and running: takes (op, values, facts, override), returns what stands for the result.
 Recorder = Callable[[Op, dict[str, Any], Mapping[str, Any], Override | None], Any]
 recorder: ContextVar[Recorder | None] = ContextVar("layerzero_recorder", default=None)
 
@@ -31,23 +31,23 @@ def is_traced(tensors: list[torch.Tensor]) -> bool:
     return any(type(t).__name__ in TRACED_TYPES for t in tensors)
 
 
-def seen_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts with the sizes seen while tracing in place of the symbols; measurements of compiled calls count."""
+def hinted_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts with hints in place of symbols, marked as those of a compiled call."""
     return {**{name: hint(value) for name, value in facts.items()}, "tensor_kind": "plain", "compiled": True}
 
 
 def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None,
            opaque: bool = False) -> tuple[Step, Kernel] | None:
-    """The best kernel that can be traced, or None; with `opaque` also one that torch cannot look into."""
-    for step in world.plan(op, seen_facts(facts), override).steps:
+    """Return the best kernel that can be traced, or None; with `opaque`, also one that torch cannot trace into."""
+    for step in world.plan(op, hinted_facts(facts), override).steps:
         kernel = world.catalog.by_id[step.kernel]
-        if (opaque or kernel.traceable) and _holds(kernel, facts, step):
+        if (opaque or kernel.traceable) and _rules_hold(kernel, facts, step):
             return step, kernel
     return None
 
 
-def _holds(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
-    """Asks the symbols, and so guards on the answers. What a transform repairs is not asked again."""
+def _rules_hold(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
+    """Check the rules on the symbols, which guards on the answers; not those that a transform repairs."""
     repaired = {t.target for t in step.transforms}
     return all(rule.check(facts) is None for rule in kernel.requires
                if not (rule.repair and getattr(rule, "fact", "").partition(".")[0] in repaired)
@@ -55,7 +55,7 @@ def _holds(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
 
 
 def hint(value: Any) -> Any:
-    """The size seen while tracing, without a guard on it."""
+    """Return the size seen while tracing, without a guard on it."""
     if isinstance(value, torch.SymInt):
         node = value.node
         return int(node.hint) if node.has_hint() else _UNKNOWN_SIZE

@@ -1,4 +1,4 @@
-"""What was unregistered leaves no trace in the dispatchers: nothing remembered, nothing kept alive, nothing counted."""
+"""Removes what was unregistered from the dispatchers: choices, bindings, counts, and what they keep alive."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from .native import NO_WORLD
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-_last: Catalog | None = None                   # that of the last world that was looked at
+_last_catalog: Catalog | None = None           # the catalog of the last call of `forget`
 
 
 def forget(dispatchers: dict[str, Dispatcher], probes: dict[str, Any], catalog: Catalog) -> None:
-    """Called with the catalog of every new world. `probes`: by what a breaker is for."""
-    global _last
-    before = _last
-    if catalog is before:
+    """Forget all that is not in the catalog of a new world. `probes` is keyed by health group."""
+    global _last_catalog
+    last = _last_catalog
+    if catalog is last:
         return
-    for name, found in list(dispatchers.items()):
-        if before is not None and before.ops.get(name) is found.op and catalog.ops.get(name) is not found.op:
+    for name, dispatcher in list(dispatchers.items()):
+        if last is not None and last.ops.get(name) is dispatcher.op and catalog.ops.get(name) is not dispatcher.op:
             del dispatchers[name]
-            if found.native is not None and found.program is not None:
-                found.native.install(found.program, NO_WORLD, 1)       # its table holds the kernels it called
-    for found in dispatchers.values():
-        for key in [k for k in list(found._bindings) if catalog.by_id.get(k[0].id) is not k[0]]:
-            found._bindings.pop(key, None)
-        found.ledger.keep_only(catalog.by_id)
+            if dispatcher.native is not None and dispatcher.program is not None:
+                dispatcher.native.install(dispatcher.program, NO_WORLD, 1)  # its table holds the kernels it called
+    for dispatcher in dispatchers.values():
+        for key in [k for k in list(dispatcher._bindings) if catalog.by_id.get(k[0].id) is not k[0]]:
+            dispatcher._bindings.pop(key, None)
+        dispatcher.ledger.keep_only(catalog.by_id)
     groups: Collection[str] = {k.health for k in catalog.kernels}
     for group in [g for g in list(probes) if g not in groups]:
         probes.pop(group, None)
-    _last = catalog
+    _last_catalog = catalog

@@ -23,7 +23,7 @@ SDPA = "scaled_dot_product_attention"
 def public(op: str) -> Any:
     """lz.<op>, also for torch.compile."""
     declared = catalog.builtin_op(op)
-    found = dispatch.function(declared)
+    found = dispatch.public_function(declared)
     torch_face.define(declared)
     return found
 

@@ -450,7 +450,7 @@ def kv_cache(kind: str, **options: Any) -> KVCache:
 
 def _call(op: str) -> Callable[..., Any]:
     """The public function of an operation, also where nobody has asked lz for it by name yet."""
-    return dispatch.function(catalog.builtin_op(op))
+    return dispatch.public_function(catalog.builtin_op(op))
 
 
 def _bytes(t: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..dispatch.dispatcher import function
+from ..dispatch.dispatcher import public_function
 from ..ops.alibi import OP as _alibi
 from ..ops.alibi import slopes_of
 from ..ops.formulas import rope as formulas
@@ -91,8 +91,8 @@ def alibi_bias(
 ) -> Tensor:
     """lz.alibi with the paper's slopes for so many heads: the bias (num_heads, seq_q, seq_k)."""
     slopes = alibi_slopes(num_heads, dtype=dtype, device=device)
-    bias: Tensor = function(_alibi)(slopes, seq_q, seq_k, causal_align=causal_align, is_causal=is_causal,
-                                    backend=backend)
+    bias: Tensor = public_function(_alibi)(slopes, seq_q, seq_k, causal_align=causal_align, is_causal=is_causal,
+                                           backend=backend)
     return bias
 
 

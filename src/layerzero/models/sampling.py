@@ -7,7 +7,7 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-from ..dispatch.dispatcher import function
+from ..dispatch.dispatcher import public_function
 from ..ops.sample import OP as _sample
 
 Rows = Union[Tensor, float]
@@ -19,8 +19,8 @@ def _argument(name: str, value: Rows) -> dict[str, Any]:
 
 def _draw(logits: Tensor, name: str, value: Rows, temperature: Rows, seed: int | None, offset: int,
           generator: torch.Generator | None) -> Tensor:
-    token: Tensor = function(_sample)(logits, **_argument(name, value), **_argument("temperature", temperature),
-                                      seed=seed, offset=offset, generator=generator)
+    token: Tensor = public_function(_sample)(logits, **_argument(name, value), **_argument("temperature", temperature),
+                                             seed=seed, offset=offset, generator=generator)
     return token
 
 

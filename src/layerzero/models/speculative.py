@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch.dispatcher import function
+from ..dispatch.dispatcher import public_function
 from ..ops.formulas.sampling import distribution
 from ..ops.sample import OP as _sample
 from ..ops.speculative_verify import OP as _chain
@@ -40,8 +40,9 @@ def verify(draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tenso
            seed: int | None = None, seed_rows: Tensor | None = None, offset: int = 0,
            generator: torch.Generator | None = None) -> Verified:
     """Which tokens of a draft (batch, drafted) to keep, and the one that follows. See lz.speculative_verify."""
-    return Verified(*function(_chain)(draft_tokens, draft_probs, target_probs, uniforms, seed=seed, seed_rows=seed_rows,
-                                      offset=offset, generator=generator))
+    return Verified(*public_function(_chain)(
+        draft_tokens, draft_probs, target_probs, uniforms, seed=seed, seed_rows=seed_rows, offset=offset,
+        generator=generator))
 
 
 def verify_tree(draft_tokens: Tensor, parents: Tensor, draft_probs: Tensor | None, target_probs: Tensor,
@@ -54,7 +55,7 @@ def verify_tree(draft_tokens: Tensor, parents: Tensor, draft_probs: Tensor | Non
     """
     if isinstance(parents, Tensor) and parents.dim() == 1 and isinstance(draft_tokens, Tensor):
         parents = parents.expand(len(draft_tokens), -1)
-    return VerifiedTree(*function(_tree)(
+    return VerifiedTree(*public_function(_tree)(
         draft_tokens, parents, draft_probs, target_probs, uniforms, without_replacement=without_replacement, seed=seed,
         seed_rows=seed_rows, offset=offset, generator=generator))
 
@@ -146,7 +147,7 @@ def generate(
         for j in range(k):
             logits = _checked(name, draft_step(work.clone(), length + j), (batch,), "the logits of draft_step")
             probs.append(distribution(logits, temperature, top_k, top_p, min_p))
-            token = function(_sample)(probs[-1], from_probs=True, seed=seed, offset=drawn)
+            token = public_function(_sample)(probs[-1], from_probs=True, seed=seed, offset=drawn)
             work.scatter_(1, (length + j)[:, None], token[:, None])
             drawn += batch
         logits = target_step(work.clone(), length + k, k + 1)

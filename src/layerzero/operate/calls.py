@@ -1,4 +1,4 @@
-"""Between a call with tensors and its description: write one down, make one again."""
+"""Calls as data: describe a call with tensors, and make the tensors of a described call."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from ..spec.call import MOST_VALUES, Call, Scalar, TensorSpec
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 
-MUCH = 1 << 22         # numbers
+LARGE = 1 << 22        # elements; more are drawn on the GPU that will use them
 
 
 def describe(op: Op, values: Mapping[str, Any], name: str = "") -> Call:
-    """The description of a call. Raises DataError for what cannot be written down, such as a tokenizer object."""
+    """Describe a call. Raises DataError for what cannot be described, such as a tokenizer object."""
     arguments: dict[str, TensorSpec | Scalar] = {}
     for p in op.params:
         value = values.get(p.name, p.default)
         if isinstance(value, Tensor):
-            arguments[p.name] = _describe(value)
+            arguments[p.name] = _describe_tensor(value)
         elif value is None or isinstance(value, (bool, int, float, str)):
             if p.required or value != p.default:
                 arguments[p.name] = value
-        elif p.kind != "generator":            # a generator is made anew from the seed
+        elif p.kind != "generator":            # a new generator is made from the seed
             raise DataError(f"lz.{op.name}: {p.name} is a {type(value).__name__}, which cannot be written down")
     grad = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values.values())
     return Call(op.name, arguments, grad=grad, name=name)
 
 
-def _describe(tensor: Tensor) -> TensorSpec:
-    shape, whole = tuple(tensor.shape), not (tensor.is_floating_point() or tensor.is_complex())
+def _describe_tensor(tensor: Tensor) -> TensorSpec:
+    shape, is_integer = tuple(tensor.shape), not (tensor.is_floating_point() or tensor.is_complex())
     strides = None if tensor.is_contiguous() else tuple(tensor.stride())
     dtype = dtype_name(tensor.dtype)
-    if not whole or tensor.is_meta or tensor.is_quantized:
+    if not is_integer or tensor.is_meta or tensor.is_quantized:
         return TensorSpec(shape, dtype, strides)
     if tensor.numel() <= MOST_VALUES:
         return TensorSpec(shape, dtype, strides, tuple(tensor.to(torch.int64).flatten().tolist()))
     return TensorSpec(shape, dtype, strides, below=max(int(tensor.max()) + 1, 1))
 
 
-def values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Every parameter of the op by name, tensors made from the seed; the same again for the same seed."""
+def make_values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Return every parameter of the op by name; tensors are made from the seed, equal for equal seeds."""
     if call.case is not None:
-        dtype = _dtype(call.dtype)
+        dtype = _torch_dtype(call.dtype)
         try:
-            given = op.inputs(**call.case, dtype=dtype, device=device, seed=seed)
-        except FAULTS as e:                    # a case from a file may say anything
+            arguments = op.inputs(**call.case, dtype=dtype, device=device, seed=seed)
+        except FAULTS as e:                    # a case from a file may hold anything
             raise InvalidCall(f"lz.{op.name}: case {dict(call.case)!r:.200}: no inputs can be made of it: "
                               f"{type(e).__name__}: {e}") from e
     else:
@@ -59,20 +59,21 @@ def values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[str, 
         if unknown:
             raise InvalidCall(f"lz.{op.name} has no parameter {', '.join(unknown)}; it has {', '.join(op.by_name)}")
         generator = torch.Generator("cpu").manual_seed(seed)
-        given = {n: _make(v, device, generator) if isinstance(v, TensorSpec) else v for n, v in call.arguments.items()}
-    made = {p.name: given.get(p.name, p.default) for p in op.params}
-    missing = [p.name for p in op.params if p.required and p.name not in given]
+        arguments = {n: _make_tensor(v, device, generator) if isinstance(v, TensorSpec) else v
+                     for n, v in call.arguments.items()}
+    values = {p.name: arguments.get(p.name, p.default) for p in op.params}
+    missing = [p.name for p in op.params if p.required and p.name not in arguments]
     if missing:
-        raise InvalidCall(f"lz.{op.name} needs {', '.join(missing)}; the call has {', '.join(given) or 'nothing'}")
+        raise InvalidCall(f"lz.{op.name} needs {', '.join(missing)}; the call has {', '.join(arguments) or 'nothing'}")
     if call.grad:
         for name in op.differentiable:
-            if isinstance(made[name], Tensor) and made[name].is_floating_point():
-                made[name] = made[name].detach().requires_grad_()
-    return made
+            if isinstance(values[name], Tensor) and values[name].is_floating_point():
+                values[name] = values[name].detach().requires_grad_()
+    return values
 
 
-def _make(spec: TensorSpec, device: str, generator: torch.Generator) -> Tensor:
-    dtype = _dtype(spec.dtype)
+def _make_tensor(spec: TensorSpec, device: str, generator: torch.Generator) -> Tensor:
+    dtype = _torch_dtype(spec.dtype)
     if spec.values is not None:
         flat = torch.tensor(spec.values, dtype=torch.int64).to(dtype).view(spec.shape)
     elif dtype.is_floating_point or dtype.is_complex:
@@ -81,26 +82,26 @@ def _make(spec: TensorSpec, device: str, generator: torch.Generator) -> Tensor:
         flat = torch.randint(0, max(spec.below, 2), spec.shape, generator=generator, dtype=torch.int64).to(dtype)
     if spec.strides is None:
         return flat.to(device)
-    room = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides)) if all(spec.shape) else 0
-    made = torch.zeros(room, dtype=dtype, device=device).as_strided(spec.shape, spec.strides)
-    if 0 in spec.strides:                      # an expanded tensor: what repeats is written once
+    extent = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides)) if all(spec.shape) else 0
+    tensor = torch.zeros(extent, dtype=dtype, device=device).as_strided(spec.shape, spec.strides)
+    if 0 in spec.strides:                      # an expanded tensor: repeated elements are written once
         axes = tuple(0 if s == 0 else slice(None) for s in spec.strides)
-        made[axes] = flat.to(device)[axes]
+        tensor[axes] = flat.to(device)[axes]
     else:
-        made.copy_(flat.to(device))
-    return made
+        tensor.copy_(flat.to(device))
+    return tensor
 
 
 def _normal(shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:
-    """Drawn on the host, so that the numbers are the same on every device; a large one where it will be used, since
-    the host would take seconds."""
-    if math.prod(shape) < MUCH or torch.device(device).type != "cuda":
+    """Draw on the host, so that the numbers are equal on every device; a large tensor on the GPU, since the host would
+    take seconds."""
+    if math.prod(shape) < LARGE or torch.device(device).type != "cuda":
         return torch.randn(shape, generator=generator, dtype=torch.float32)
-    there = torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
-    return torch.randn(shape, generator=there, dtype=torch.float32, device=device)
+    on_device = torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+    return torch.randn(shape, generator=on_device, dtype=torch.float32, device=device)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidCall(f"there is no dtype {name!r} in this torch")

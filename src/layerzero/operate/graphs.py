@@ -1,8 +1,8 @@
-"""CUDA graphs: how a capture is prepared and made, what it took, and what has become of the kernels it holds.
+"""CUDA graphs: prepare and make a capture, try one, and keep an eye on the kernels of live graphs.
 
-A graph keeps what was chosen when it was captured: no later change of policy, measurements or health reaches into it.
-`graph` remembers the choices for as long as the graph lives, and an event says when one of its kernels has been taken
-out of service since. `attempt` makes a trial capture and says what came in its way;
+A graph keeps the kernels that were chosen when it was captured: no later change of policy, measurements or health
+reaches into it. `graph` remembers the choices for as long as the graph lives, and an event says when one of its kernels
+has been taken out of service since. `attempt` makes a trial capture and returns what went wrong;
 verify/kernel/capture.py judges by it.
 """
 
@@ -33,7 +33,8 @@ from ..world import context, events, incidents
 from ..world import snapshot as worlds
 from ..world.snapshot import World
 
-OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__, "<")
+LIBRARY_FILES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}",
+                 contextlib.__file__, "<")
 WARM_UPS = 3                                   # calls before a capture: libraries settle their plans within these
 Calls = Mapping[str, Mapping[str, int]]        # op -> kernel -> how often
 
@@ -46,30 +47,31 @@ class GraphKernelDisabled(HealthChanged):
     graph: str = ""
 
 
-def absence() -> str:
-    """Why nothing can be captured here; nothing if it can."""
+def why_no_capture() -> str:
+    """Return why no CUDA graph can be captured on this machine; "" if one can."""
     if torch.cuda.is_available():
         return ""
     return f"there is no CUDA device here (torch {torch.__version__} sees none), so no CUDA graph can be captured"
 
 
-# What was chosen, held for the life of the graph.
+# Live graphs and their kernels.
 
 @dataclass(eq=False)
 class HeldGraph:
-    """What the captured calls chose. Lives as long as the graph it was captured into."""
+    """The kernels of a captured graph. Lives as long as the graph."""
 
     label: str
     calls: Calls = field(default_factory=dict)
     disabled: dict[str, Reason] = field(default_factory=dict)      # its kernels that were taken out of service since
     _kernels: tuple[Kernel, ...] = ()
-    _loaded: tuple[Any, ...] = ()              # what they run stays in memory, whatever is unregistered
+    _loaded: tuple[Any, ...] = ()              # keeps their code in memory after they are unregistered
 
     @property
     def kernels(self) -> tuple[str, ...]:
         return tuple(k.id for k in self._kernels)
 
-    def look(self, world: World) -> None:
+    def check_health(self, world: World) -> None:
+        """Emit an event for each kernel that was taken out of service since."""
         for kernel in self._kernels:
             reason = _out_of_service(world, kernel)
             if reason is not None and kernel.id not in self.disabled:
@@ -82,18 +84,18 @@ _watching = threading.Lock()
 _watched = False
 
 
-def _watch(held: HeldGraph) -> None:
+def _keep(held: HeldGraph) -> None:
     global _watched
     with _watching:
         _held.add(held)
         if not _watched:
-            worlds.listen(_look)
+            worlds.listen(_check_held)
             _watched = True
 
 
-def _look(world: World) -> None:
+def _check_held(world: World) -> None:
     for held in list(_held):
-        held.look(world)
+        held.check_health(world)
 
 
 def _out_of_service(world: World, kernel: Kernel) -> Reason | None:
@@ -106,12 +108,12 @@ def _out_of_service(world: World, kernel: Kernel) -> Reason | None:
 
 @contextmanager
 def graph(cuda_graph: Any, **options: Any) -> Iterator[HeldGraph]:
-    """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and hold what the calls choose.
+    """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and remember the kernels of the calls.
 
     Takes the options of torch.cuda.graph (pool, stream, capture_error_mode). Warm up first: `lz.warmup_capture(fn)`.
     """
-    if absent := absence():
-        raise ConfigError(f"lz.graph: {absent}; run without a graph")
+    if problem := why_no_capture():
+        raise ConfigError(f"lz.graph: {problem}; run without a graph")
     held = HeldGraph(f"graph {id(cuda_graph):#x}")
     before = hits()
     with capturing(cuda_graph, **options):
@@ -125,23 +127,23 @@ def hold(held: HeldGraph, calls: Calls) -> None:
     held.calls = calls
     held._kernels = tuple(by_id[k] for kernels in calls.values() for k in kernels if k in by_id)
     held._loaded = tuple(incidents.loaded(k) for k in held._kernels)
-    _watch(held)
+    _keep(held)
 
 
 @contextmanager
 def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
-    """torch.cuda.graph, which after a failure leaves its stream, torch's generator and the allocator in the capture."""
+    """Capture as torch.cuda.graph, which after a failure leaves its stream, generator and allocator capturing."""
     index = torch.cuda.current_device()
     generator = torch.cuda.default_generators[index]
     pool = options.pop("pool", None) or torch.cuda.graph_pool_handle()
     collecting = gc.isenabled()
-    gc.disable()                               # an earlier graph that the collector freed now would end the capture
+    gc.disable()                               # freeing an earlier graph would end the capture
     try:
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(cuda_graph, pool=pool, **options):
             yield
-    except BaseException:                      # passed on, an interrupt too: what the capture left is put right first
+    except BaseException:                      # also an interrupt: clean up after the capture first
         generator.graphsafe_set_state(generator.clone_state())
-        with suppress(RuntimeError, AttributeError):           # the allocator was told so already, or never asked
+        with suppress(RuntimeError, AttributeError):           # the allocator has ended already, or never began
             torch._C._cuda_endAllocateToPool(index, pool)
         raise
     finally:
@@ -154,41 +156,41 @@ def hits() -> dict[str, dict[str, int]]:
 
 
 def since(before: Mapping[str, Mapping[str, int]]) -> Calls:
-    """The calls of each op and kernel since `before`, which hits() gave."""
+    """Return the calls of each op and kernel since `before`, an earlier result of hits()."""
     grown = {op: {k: n - before.get(op, {}).get(k, 0) for k, n in kernels.items()} for op, kernels in hits().items()}
-    return {op: kept for op, kernels in grown.items() if (kept := {k: n for k, n in kernels.items() if n > 0})}
+    return {op: called for op, kernels in grown.items() if (called := {k: n for k, n in kernels.items() if n > 0})}
 
 
 def warm_up(fn: Callable[[], Any], stream: Any = None, times: int = WARM_UPS) -> None:
-    """Run `fn` as it will be captured, on a stream beside: libraries make handles and plans, kernels are compiled.
+    """Run `fn` as it will be captured, on a side stream: libraries make handles and plans, kernels are compiled.
 
     The kernels are those that a capture will choose, which need not be those of a call outside one.
     """
-    side, here = stream or torch.cuda.Stream(), torch.cuda.current_stream()
-    side.wait_stream(here)
+    side, main = stream or torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(main)
     with torch.cuda.stream(side), context.overriding({"graph_strict_mode": True}):
         for _ in range(times):
             fn()
-    here.wait_stream(side)
+    main.wait_stream(side)
     torch.cuda.synchronize()
 
 
 def warmup_capture(fn: Callable[..., Any], *args: Any, times: int = WARM_UPS, **kwargs: Any) -> None:
-    """Call this before capturing `fn(*args, **kwargs)`: it runs it a few times as it will be captured."""
-    if absent := absence():
-        raise ConfigError(f"lz.warmup_capture: {absent}")
+    """Run `fn(*args, **kwargs)` a few times as it will be captured; call this before the capture."""
+    if problem := why_no_capture():
+        raise ConfigError(f"lz.warmup_capture: {problem}")
     warm_up(lambda: fn(*args, **kwargs), times=times)
 
 
-# A trial.
+# A trial capture.
 
 @dataclass(frozen=True)
 class Problem:
-    """What came in the way of a capture."""
+    """What went wrong in a capture."""
 
     kind: str                                  # no cuda | sync | allocation | no kernel | fault | stale result
     text: str
-    where: str = ""                            # file and line of the statement, where one can be told
+    where: str = ""                            # file and line of the statement, if known
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}" + (f" ({self.where})" if self.where else "")
@@ -201,14 +203,14 @@ class Attempt:
     graph: Any = None
     result: Any = None
     calls: Calls = field(default_factory=dict)
-    pool_bytes: int = 0                        # that the graph keeps for itself
-    device_bytes: int = 0                      # that are gone from the device; the executable graph counts too
+    pool_bytes: int = 0                        # in the graph's own pool
+    device_bytes: int = 0                      # no longer free on the device; includes the executable graph
     problems: tuple[Problem, ...] = ()
-    begun: bool = True                         # False: it failed already before the capture
+    begun: bool = True                         # False: it failed before the capture
 
 
 def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS, **options: Any) -> Attempt:
-    """Warm up and capture `fn`. What it does wrong is told, not raised; a device that is lost raises DeviceLost."""
+    """Warm up and capture `fn`. Problems are returned, not raised; a lost device raises DeviceLost."""
     side = stream or torch.cuda.Stream()
     try:
         warm_up(fn, side, warm_ups)
@@ -217,8 +219,8 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
     cuda_graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     gc.collect()
     torch.cuda.empty_cache()
-    with torch.cuda.stream(side):              # torch keeps two numbers of its generator there, outside of any pool;
-        beside = torch.empty(1, device="cuda")  # what lies beside them keeps their segment from being given back
+    with torch.cuda.stream(side):              # torch keeps generator state there, outside of any pool; `pin`
+        pin = torch.empty(1, device="cuda")    # keeps their segment from being freed
     free, reserved, segments = _memory()
     before = hits()
     try:
@@ -227,22 +229,22 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
     except faults.FAULTS as e:
         calls, first = since(before), first_cause(e)
         problems = [problem_of(first)]
-        if problems[0].kind == "sync":         # the first one spoilt the capture; there may be more
+        if problems[0].kind == "sync":         # the first one ended the capture; there may be more
             problems += [Problem("sync", "waits for the device", where) for where in synchronizations(fn)
                          if where not in problems[0].where]
         return Attempt(calls=calls, problems=tuple(problems))
     torch.cuda.synchronize()
     free_after, reserved_after, after = _memory()
-    del beside
-    known = any("segment_pool_id" in s for s in after.values())        # whose a segment is, torch tells since 2.3
-    ours = [s for s in after.values() if tuple(s.get("segment_pool_id", ())) == tuple(pool)]
+    del pin
+    known = any("segment_pool_id" in s for s in after.values())        # torch reports the pool of a segment since 2.3
+    in_pool = [s for s in after.values() if tuple(s.get("segment_pool_id", ())) == tuple(pool)]
     outside = [s for address, s in after.items()
                if address not in segments and tuple(s.get("segment_pool_id", pool)) != tuple(pool)]
-    kept = sum(s["total_size"] for s in ours) if known else reserved_after - reserved
-    elsewhere = sum(s["total_size"] for s in outside)
-    problems = [Problem("allocation", f"{elsewhere} bytes were allocated outside the graph's own pool, so on a stream "
-                        "that is not captured")] if outside else []
-    return Attempt(cuda_graph, result, since(before), kept, free - free_after, tuple(problems))
+    pool_bytes = sum(s["total_size"] for s in in_pool) if known else reserved_after - reserved
+    outside_bytes = sum(s["total_size"] for s in outside)
+    problems = [Problem("allocation", f"{outside_bytes} bytes were allocated outside the graph's own pool, so on a "
+                        "stream that is not captured")] if outside else []
+    return Attempt(cuda_graph, result, since(before), pool_bytes, free - free_after, tuple(problems))
 
 
 def _memory() -> tuple[int, int, dict[int, Any]]:
@@ -251,7 +253,7 @@ def _memory() -> tuple[int, int, dict[int, Any]]:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The end of a capture that failed raises an error of its own, over the one that says why."""
+    """Return the first error of a chain: ending a failed capture raises another over the one that says why."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return error
@@ -262,27 +264,27 @@ def problem_of(error: BaseException, prefix: str = "") -> Problem:
     if kind == "sticky" or isinstance(error, DeviceLost):
         raise DeviceLost(f"{prefix}the device was lost: {error}. The device context is lost; restart the process.",
                          [faults.reason_of(error, "sticky")]) from error
-    told = "sync" if kind in ("capture", "lost") else "allocation" if kind == "memory" else (
+    problem_kind = "sync" if kind in ("capture", "lost") else "allocation" if kind == "memory" else (
         "no kernel" if Code.CUDA_GRAPH_UNSAFE in getattr(error, "codes", ()) else "fault")
     lines = str(error).strip().splitlines()
-    return Problem(told, f"{prefix}{type(error).__name__}: {lines[0] if lines else ''}"[:400], place_of(error))
+    return Problem(problem_kind, f"{prefix}{type(error).__name__}: {lines[0] if lines else ''}"[:400], place_of(error))
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line outside torch and this library that was running."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
+    """Return the innermost line of the traceback outside torch and this library."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARY_FILES)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def synchronizations(fn: Callable[[], Any]) -> list[str]:
-    """Where `fn` waits for the device, as torch sees it: file and line of each."""
+    """Return file and line of each place where `fn` waits for the device, as torch reports them."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             fn()
-        except faults.FAULTS:                  # what it does wrong beside is told by the capture
+        except faults.FAULTS:                  # other problems are reported by the capture
             pass
         finally:
             torch.cuda.set_sync_debug_mode(mode)

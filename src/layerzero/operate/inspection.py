@@ -1,4 +1,4 @@
-"""Questions about the choice, answered by the same code that makes it."""
+"""Questions about selection (explain, which, validate, list, doctor, stats), answered by the code that selects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from ..dispatch import casting, native
-from ..dispatch import facts as reading
 from ..dispatch.background import compiling, jit, learning
-from ..dispatch.dispatcher import Dispatcher, dispatchers, function
+from ..dispatch.dispatcher import Dispatcher, dispatchers, public_function
+from ..dispatch.facts import check_types
 from ..machine import hardware, loading
+from ..select.policy import suggest
 from ..select.score import preceded
 from ..spec import codegen
 from ..spec.device import Device
@@ -28,126 +29,124 @@ from ..world.incidents import faults_of, learn, refusal
 
 
 def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
-    """By name or by public function."""
+    """Return the dispatcher of an op, by its name or its public function."""
     if isinstance(op, str):
         ops = worlds.current().catalog.ops
         if op in ops:
-            function(ops[op])                  # made now if it was never called
+            public_function(ops[op])           # made now if it was never called
             return dispatchers[op]
-        from ..select.policy import suggest
         raise ConfigError(f"there is no op {op!r}{suggest(op, ops)}; known: {', '.join(sorted(ops))}")
-    for found in dispatchers.values():
-        if op in (found.public, found.twin):
-            return found
+    for dispatcher in dispatchers.values():
+        if op in (dispatcher.public, dispatcher.python_call):
+            return dispatcher
     raise ConfigError(f"{op!r} is not an lz operation; pass its name or lz.<op> itself")
 
 
 def generated_code(op: str | Callable[..., Any], /) -> str:
-    """The Python text that calls of an operation run through, as a debugger shows it."""
-    found = dispatcher_of(op)
-    found._ready()
-    code = found.twin.__code__
+    """Return the generated Python text that calls of an operation run through, as a debugger shows it."""
+    dispatcher = dispatcher_of(op)
+    dispatcher.ensure_world()
+    code = dispatcher.python_call.__code__
     text = codegen.text(code)
-    served = "; calls go through its twin in C++" if found.native is not None else ""
-    return f"# {code.co_filename}{served}\n{text}"
+    note = "; calls go through its twin in C++" if dispatcher.native is not None else ""
+    return f"# {code.co_filename}{note}\n{text}"
 
 
 def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, policy: Any = None,
             on: Device | None = None, **kwargs: Any) -> Plan:
-    """The whole decision for this call: every kernel, accepted or rejected, every reason. Runs nothing.
+    """Return the whole decision for this call: every kernel, accepted or rejected, every reason. Runs nothing.
 
     `on` asks for another device than the tensors' own, so that a choice can be examined anywhere.
     """
-    found = dispatcher_of(op)
-    found._ready()
+    dispatcher = dispatcher_of(op)
+    dispatcher.ensure_world()
     override = context.for_call(backend, policy)
     learn(override)
-    values = found.bound(args, kwargs)
-    named = dict(zip(found.names, values))
-    tensors = reading.check_types(found.op, named)             # before anything looks into them
+    values = dispatcher.order_arguments(args, kwargs)
+    named = dict(zip(dispatcher.names, values))
+    tensors = check_types(dispatcher.op, named)             # before anything reads them
     first = next(iter(tensors.values()), None)
-    lowered = casting.autocast(found.op, named, first)
-    if lowered is not None and first is not None:
+    cast = casting.autocast(dispatcher.op, named, first)
+    if cast is not None and first is not None:
         with torch.autocast(first.device.type, enabled=False):
-            return explain(op, backend=backend, policy=policy, on=on, **lowered)
-    if found.op.canonical is not None:
-        redirect = found.op.canonical(named)
+            return explain(op, backend=backend, policy=policy, on=on, **cast)
+    if dispatcher.op.canonical is not None:
+        redirect = dispatcher.op.canonical(named)
         if redirect is not None:
             return explain(redirect.op, backend=backend, policy=policy, on=on, **redirect.values)
     try:
-        facts = found.facts(values, worlds.current())
+        facts = dispatcher.facts(values, worlds.current())
     except InvalidCall as e:
-        fit = casting.adapted(found.op, named, e, override)
-        if fit is None:
+        adaptation = casting.adapt(dispatcher.op, named, e, override)
+        if adaptation is None:
             raise
-        plan = explain(op, backend=backend, policy=policy, on=on, **fit.values)
-        rates = _imagining(worlds.current(), on).surroundings(plan.facts["device"], override).rates
-        return replace(plan, steps=tuple(preceded(step, fit.casts, rates) for step in plan.steps))
-    world = _imagining(worlds.current(), on)
+        plan = explain(op, backend=backend, policy=policy, on=on, **adaptation.values)
+        rates = _with_device(worlds.current(), on).surroundings(plan.facts["device"], override).rates
+        return replace(plan, steps=tuple(preceded(step, adaptation.casts, rates) for step in plan.steps))
+    world = _with_device(worlds.current(), on)
     if on is not None:
         facts = {**facts, "device": on.type}
     else:
-        world = jit.as_seen(world, found.op, facts, values)
-    plan = world.plan(found.op, facts, override, thorough=True)
+        world = jit.world_for_call(world, dispatcher.op, facts, values)
+    plan = world.plan(dispatcher.op, facts, override, thorough=True)
     if on is not None:
         return plan
-    key = found.key_of(*values) if override is context.current.get() else None
-    learned = learning.standing(found.op, world, plan) if override is None else lambda kernel: ""
-    steps = tuple(s._replace(note=", ".join(filter(None, (*_notes(s, found, world), learned(s.kernel)))))
+    key = dispatcher.key_of(*values) if override is context.current.get() else None
+    progress = learning.progress_of(dispatcher.op, world, plan) if override is None else lambda kernel: ""
+    steps = tuple(s._replace(note=", ".join(filter(None, (*_notes(s, dispatcher, world), progress(s.kernel)))))
                   for s in plan.steps)
-    return replace(plan, steps=steps, from_cache=key is not None and key in found.cache.table)
+    return replace(plan, steps=steps, from_cache=key is not None and key in dispatcher.cache.table)
 
 
-def _notes(step: Step, found: Dispatcher, world: worlds.World) -> Iterator[str]:
-    """What became of earlier calls of this op."""
+def _notes(step: Step, dispatcher: Dispatcher, world: worlds.World) -> Iterator[str]:
+    """What happened to earlier calls of a kernel."""
     if step.note:
         yield step.note
     health = world.health.get(world.catalog.by_id[step.kernel].health)
-    failures, last = faults_of(step.kernel, found.calls_of(step.kernel))
+    failures, last = faults_of(step.kernel, dispatcher.calls_of(step.kernel))
     if health is not None:
         yield f"{health.state}, {health.failures} faults; last: {health.reason.got if health.reason else ''}"
     elif failures and last is not None:
         yield f"{failures} of its last calls failed; last: {last.got}"
-    if times := found.ledger.fallbacks.get(step.kernel):
+    if times := dispatcher.ledger.fallbacks.get(step.kernel):
         yield f"served {times} calls as a fallback"
 
 
-def _imagining(world: worlds.World, device: Device | None) -> worlds.World:
-    """The world as it would be with this device in it."""
+def _with_device(world: worlds.World, device: Device | None) -> worlds.World:
+    """Return the world as it would be with this device in it."""
     if device is None:
         return world
     return replace(world, devices={**world.devices, device.type: device}, table=None, memo={})
 
 
 def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
-    """As explain, but an error if nothing can serve the call."""
+    """Return the plan as explain does; raise if no kernel can serve the call."""
     plan = explain(op, *args, **kwargs)
     if not plan.steps:
         override = context.for_call(kwargs.get("backend"), kwargs.get("policy"))
-        raise refusal(_imagining(worlds.current(), kwargs.get("on")), worlds.current().catalog.ops[plan.op],
+        raise refusal(_with_device(worlds.current(), kwargs.get("on")), worlds.current().catalog.ops[plan.op],
                       plan.facts, override)
     return plan
 
 
 def which(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
-    """The id of the kernel that would serve this call."""
+    """Return the id of the kernel that would serve this call."""
     kernel = select_kernel(op, *args, **kwargs).kernel
     assert kernel is not None
     return kernel
 
 
 def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
-    """Why `kernel` may not serve this call; empty if it may. The caller's own mistakes are reasons too."""
-    known = worlds.current().catalog.by_id
-    if kernel not in known:
-        from ..select.policy import suggest
-        raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, known)}")
+    """Return why `kernel` may not serve this call, empty if it may; mistakes of the caller are reasons too."""
+    kernels = worlds.current().catalog.by_id
+    if kernel not in kernels:
+        raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, kernels)}")
     try:
         plan = explain(op, *args, **kwargs)
     except InvalidCall as e:
         return e.reasons
-    if known[kernel].op.name != plan.op:
-        raise ConfigError(f"{kernel} is a kernel of lz.{known[kernel].op.name}; this call is one of lz.{plan.op}")
+    if kernels[kernel].op.name != plan.op:
+        raise ConfigError(f"{kernel} is a kernel of lz.{kernels[kernel].op.name}; this call is one of lz.{plan.op}")
     return plan.why_not(kernel)
 
 
@@ -168,19 +167,19 @@ class KernelInfo:
 
 
 def list_kernels(op: str | None = None, device: str | None = None) -> list[KernelInfo]:
-    """Every kernel and how it stands on this machine's device (the first accelerator, else the CPU)."""
+    """Return every kernel with its status on this machine's device (the first accelerator, else the CPU)."""
     world = worlds.current()
     if op is not None:
         dispatcher_of(op)
     kind = device or hardware.main_kind()
-    around = world.surroundings(kind, None)
+    surroundings = world.surroundings(kind, None)
     rows = []
     for o in world.catalog.ops.values():
         if op is not None and o.name != op:
             continue
-        roster = world.roster(o, kind, around)
-        refused = {r.kernel: r.reasons for r in roster.rejected}
-        rows += [KernelInfo(k.id, o.name, status_of(k, refused.get(k.id, ()), world), refused.get(k.id, ()),
+        roster = world.roster(o, kind, surroundings)
+        reasons = {r.kernel: r.reasons for r in roster.rejected}
+        rows += [KernelInfo(k.id, o.name, status_of(k, reasons.get(k.id, ()), world), reasons.get(k.id, ()),
                             tuple(map(str, k.requires)), k.package, k.note) for k in world.kernels(o.name)]
     return rows
 
@@ -196,7 +195,7 @@ def status_of(kernel: Kernel, refused: tuple[Reason, ...], world: worlds.World) 
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """One line of the doctor."""
 
     name: str
@@ -207,7 +206,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    checks: tuple[Check, ...]
+    checks: tuple[DoctorCheck, ...]
     devices: tuple[Device, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -229,33 +228,33 @@ class Diagnosis:
 
 
 def doctor(deep: bool = False) -> Diagnosis:
-    """What is here, what is broken, and what to do. `deep` imports each library in a process of its own."""
-    checks: list[Check] = []
+    """Report what is installed, what is broken and what to do. `deep` imports each library in its own process."""
+    checks: list[DoctorCheck] = []
     try:
         devices = hardware.all_devices()
     except LayerZeroError as e:
         devices = (hardware.probe("cpu"),)
-        checks.append(Check("devices", False, str(e)))
+        checks.append(DoctorCheck("devices", False, str(e)))
     try:
         world = worlds.current()
     except ConfigError as e:
-        return Diagnosis((*checks, Check("configuration", False, str(e), "nothing of it was applied")), devices)
-    checks.append(Check("configuration", True, f"policy {world.policy.hash}, "
-                        f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
+        return Diagnosis((*checks, DoctorCheck("configuration", False, str(e), "nothing of it was applied")), devices)
+    checks.append(DoctorCheck("configuration", True, f"policy {world.policy.hash}, "
+                              f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
     state = native.status()
-    checks.append(Check("native fast path", state.ok or not state.wanted, state.text, state.hint))
-    kept = measurements.status()
-    checks.append(Check("measurements", kept.ok, kept.text, kept.hint))
+    checks.append(DoctorCheck("native fast path", state.ok or not state.expected, state.text, state.hint))
+    store = measurements.status()
+    checks.append(DoctorCheck("measurements", store.ok, store.text, store.hint))
     for device in devices:
-        came = measurements.shipped_status(world, device)
-        checks.append(Check(f"shipped measurements ({device.type})", came.ok, came.text, came.hint))
-    on = world.policy.setting("learn")
-    checks.append(Check("learning", True, str(learning.status()) if on else "off",
-                        "" if on else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it serves"))
+        shipped = measurements.shipped_status(world, device)
+        checks.append(DoctorCheck(f"shipped measurements ({device.type})", shipped.ok, shipped.text, shipped.hint))
+    learns = world.policy.setting("learn")
+    checks.append(DoctorCheck("learning", True, str(learning.status()) if learns else "off",
+                              "" if learns else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it serves"))
     for refused in (*catalog.discover()[1], *catalog.plugin_policy(world.catalog)[1]):
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
-            checks.append(Check(f"plugin {refused.kernel}", False, refused.reason.message,
-                                "correct or uninstall it; everything else works"))
+            checks.append(DoctorCheck(f"plugin {refused.kernel}", False, refused.reason.message,
+                                      "correct or uninstall it; everything else works"))
     seen: set[str] = set()
     for kernel in world.catalog.kernels:
         if not kernel.package or kernel.package in seen:
@@ -266,20 +265,23 @@ def doctor(deep: bool = False) -> Diagnosis:
             reason = loading.import_in_subprocess(kernel.package)
         distribution = kernel.distribution or kernel.package.replace("_", "-")
         missing = reason is not None and reason.code.value == "NOT_INSTALLED"
-        found = reason.message if reason else f"{distribution} {loading.installed_version(distribution) or ''}".strip()
-        checks.append(Check(f"library {kernel.package}", reason is None or missing, found,
-                            reason.code.advice if reason and not missing else ""))
+        text = reason.message if reason else f"{distribution} {loading.installed_version(distribution) or ''}".strip()
+        checks.append(DoctorCheck(f"library {kernel.package}", reason is None or missing, text,
+                                  reason.code.advice if reason and not missing else ""))
     for name, health in world.health.items():
-        checks.append(Check(f"health of {name}", health.blocks is None, f"{health.state}, {health.failures} faults",
-                            str(health.reason.message) if health.reason else ""))
+        checks.append(DoctorCheck(f"health of {name}", health.blocks is None,
+                                  f"{health.state}, {health.failures} faults",
+                                  str(health.reason.message) if health.reason else ""))
     for name, reason in world.unloadable.items():
-        checks.append(Check(f"loading {name}", False, reason.message, reason.code.advice))
+        checks.append(DoctorCheck(f"loading {name}", False, reason.message, reason.code.advice))
     for name, kinds in world.refused.items():
         kind, reason = list(kinds.items())[-1]
-        checks.append(Check(f"refused by {name}", True, f"{len(kinds)} kinds of calls; last: {kind}", reason.message))
-    busy = compiling.status()
-    if busy.compiling:
-        checks.append(Check("compiling in the background", True, str(busy), "another kernel serves meanwhile"))
+        checks.append(DoctorCheck(f"refused by {name}", True, f"{len(kinds)} kinds of calls; last: {kind}",
+                                  reason.message))
+    compiles = compiling.status()
+    if compiles.compiling:
+        checks.append(DoctorCheck("compiling in the background", True, str(compiles),
+                                  "another kernel serves meanwhile"))
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "layerzero": _version()}
     return Diagnosis(tuple(checks), devices, versions)
 
@@ -290,7 +292,7 @@ def _version() -> str:
 
 @dataclass(frozen=True)
 class Stats:
-    """What ran so far, by op and kernel; events by name; what was learned while serving; what is compiled behind it."""
+    """Calls by op and kernel; events by name; what was learned while serving; what compiles in the background."""
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]
@@ -311,13 +313,13 @@ def stats() -> Stats:
 
 
 def get_config() -> dict[str, Any]:
-    """Every setting with its value and where it comes from, and the rules in force."""
+    """Return every setting with its value and its source, and the rules in force."""
     policy = worlds.current().policy
-    outer = context.current.get()
-    for layer in outer.layers if outer else ():
+    override = context.current.get()
+    for layer in override.layers if override else ():
         policy = policy.with_layer(layer)
     source = {name: layer.name for layer in reversed(policy.layers) for name in layer.settings}
-    settings = {**policy.settings, "perfdb": perf_loading.shown(policy.setting("perfdb"))}     # without its password
+    settings = {**policy.settings, "perfdb": perf_loading.shown(policy.setting("perfdb"))}  # without the password
     return {"settings": settings, "source": {n: source.get(n, "default") for n in policy.settings},
             "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)}
                       for layer in policy.layers for r in layer.rules],

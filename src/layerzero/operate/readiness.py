@@ -1,8 +1,8 @@
-"""Is this process ready to serve? The report, and the checks of what surrounds the calls.
+"""Is this process ready to serve? The report, and the checks that need no calls.
 
 A check says ok, warning or fail, what was wanted, what came and what to do. None of them writes anything,
-starts a device that is not asked about, or waits for another process. What can be said of the calls
-themselves (kernels, certificates, warm-up, measurements, tables) is in plan/readiness.py.
+starts a device that is not asked about, or waits for another process. The checks of the calls themselves
+(kernels, certificates, warm-up, measurements, tables) are in plan/readiness.py.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ..world.snapshot import World
 SCHEMA = "layerzero.readiness/1"
 OK, WARNING, FAIL = "ok", "warning", "fail"
 TESTED = {"python": ">=3.10,<3.14", "torch": ">=2.8,<2.14"}    # what the test suite runs on
-LITTLE_MEMORY = 0.05                           # of all there is: below this an allocation is likely to fail
+LITTLE_MEMORY = 0.05                           # of all memory: with less free, an allocation is likely to fail
 READ_SECONDS = 2.0                             # for a database that another process writes
 
 
 class Finding(NamedTuple):
-    """One thing that is not as it should be."""
+    """One thing that is wrong, or may be."""
 
     state: str
     text: str
@@ -56,15 +56,15 @@ class Check:
     details: tuple[str, ...] = ()              # each finding, where there are several
 
     @classmethod
-    def of(cls, name: str, want: str, found: Iterable[Finding], otherwise: str) -> Check:
-        """The verdict over all findings; without any it is ok, and `otherwise` is what came."""
-        told = sorted(dict.fromkeys(found), key=lambda f: f.state != FAIL)
-        if not told:
+    def of(cls, name: str, want: str, findings: Iterable[Finding], otherwise: str) -> Check:
+        """Return the verdict over all findings; without any it is ok, and `otherwise` says what is there."""
+        ordered = sorted(dict.fromkeys(findings), key=lambda f: f.state != FAIL)
+        if not ordered:
             return cls(name, OK, want, otherwise)
-        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
-        return cls(name, told[0].state, want, told[0].text + more,
-                   "; ".join(dict.fromkeys(f.hint for f in told if f.hint)),
-                   tuple(f"{f.state}: {f.text}" for f in told) if more else ())
+        more = f" (and {len(ordered) - 1} more)" if len(ordered) > 1 else ""
+        return cls(name, ordered[0].state, want, ordered[0].text + more,
+                   "; ".join(dict.fromkeys(f.hint for f in ordered if f.hint)),
+                   tuple(f"{f.state}: {f.text}" for f in ordered) if more else ())
 
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "details": list(self.details)}
@@ -111,29 +111,30 @@ class Readiness:
 
 # policy
 
-def policy(world: World) -> Check:
+def check_policy(world: World) -> Check:
     settings = world.policy.settings
-    found = [f for layer in world.policy.layers for rule in layer.rules for f in _rule(rule, world)]
+    findings = [f for layer in world.policy.layers for rule in layer.rules for f in _rule_findings(rule, world)]
     if world.policy_file is not None:
         ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
         try:
             config.load_policy_file(world.policy_file, ops)
         except LayerZeroError as e:
-            found.append(Finding(FAIL, f"the policy file is broken, the one before is in force: {first_line(e)}",
-                                 "correct the policy file"))
+            findings.append(Finding(FAIL, f"the policy file is broken, the one before is in force: {first_line(e)}",
+                                    "correct the policy file"))
     if settings["disabled"]:
-        found.append(Finding(WARNING, "disabled is set: every call goes to torch's default", "unset disabled"))
+        findings.append(Finding(WARNING, "disabled is set: every call goes to torch's default", "unset disabled"))
     if settings["strict_mode"] and settings["allow_adaptation"]:
-        found.append(Finding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins", "unset one"))
+        findings.append(Finding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins",
+                                "unset one"))
     if settings["jit"] == "in_request":
-        found.append(Finding(WARNING, "jit is in_request: a request waits while a kernel is compiled for it",
-                             "set jit to background, or warm up all calls"))
+        findings.append(Finding(WARNING, "jit is in_request: a request waits while a kernel is compiled for it",
+                                "set jit to background, or warm up all calls"))
     rules = sum(len(layer.rules) for layer in world.policy.layers)
-    return Check.of("policy", "a policy that loads and whose rules name kernels that are here", found,
+    return Check.of("policy", "a policy that loads and whose rules name kernels that are here", findings,
                     f"policy {world.policy.hash}, {rules} rules, file: {world.policy_file or 'none'}")
 
 
-def _rule(rule: PolicyRule, world: World) -> Iterator[Finding]:
+def _rule_findings(rule: PolicyRule, world: World) -> Iterator[Finding]:
     for pattern in rule.kernels:
         if not any(fnmatchcase(k.id, pattern) and rule.applies_to(k.op.name) for k in world.catalog.kernels):
             state = FAIL if rule.action == "lock" else WARNING
@@ -143,89 +144,90 @@ def _rule(rule: PolicyRule, world: World) -> Iterator[Finding]:
 
 # capabilities
 
-def described(world: World, path: Path | str | None = None) -> Check:
-    """The capabilities in force, and a file of them where one is to be used."""
+def check_capabilities(world: World, path: Path | str | None = None) -> Check:
+    """Check the capabilities in force, and a file of them if one is to be used."""
     want = f"capabilities of schema {capabilities.SCHEMA} that fit the kernels here"
     data = capabilities.export(world.catalog)
-    found: list[Finding] = []
-    name = capabilities.capabilities_hash(data)
-    told = f"{len(data['kernels'])} kernels, hash {name[:16]}"
+    findings: list[Finding] = []
+    digest = capabilities.capabilities_hash(data)
+    text = f"{len(data['kernels'])} kernels, hash {digest[:16]}"
     try:
         capabilities.validate(data, world.catalog)
         if path is not None:
-            theirs = capabilities.capabilities_hash(capabilities.load(path, world.catalog))
-            told = f"{path} is valid, hash {theirs[:16]}; " + (
-                "it is in force" if theirs == name else f"in force are those with hash {name[:16]}")
+            file_digest = capabilities.capabilities_hash(capabilities.load(path, world.catalog))
+            text = f"{path} is valid, hash {file_digest[:16]}; " + (
+                "it is in force" if file_digest == digest else f"in force are those with hash {digest[:16]}")
     except LayerZeroError as e:
-        found = [Finding(FAIL, " ".join(str(e).split()), "correct the file, or export it again from this release")]
-    return Check.of("capabilities", want, found, told)
+        findings = [Finding(FAIL, " ".join(str(e).split()), "correct the file, or export it again from this release")]
+    return Check.of("capabilities", want, findings, text)
 
 
 # database
 
-def database(world: World) -> Check:
-    """Read only: the file is opened so that nothing is written, not even beside it."""
+def check_database(world: World) -> Check:
+    """Check the database of measurements. It is opened so that nothing is written, not even beside it."""
     want = "a database of measurements that can be read"
     where = perf_loading.location(world.policy)
     if where is None:
         return Check("database", OK, want, "switched off: perfdb is off, nothing is kept")
-    if isinstance(where, str):                 # a server: what loading said of it; no second connection is made
+    if isinstance(where, str):                 # a server: the status of its loading; no second connection is made
         status = measurements.status()
         return Check("database", OK if status.ok else FAIL, want, status.text, "" if status.ok else status.hint)
     if not where.exists():
         return Check("database", OK, want, f"{where}: nothing was measured yet")
-    from ..perf import snapshot
+    from ..perf import snapshot  # sqlite3 is not loaded without a database
     from ..perf.interface import StoreError
     try:
         summary = snapshot.summary(where, READ_SECONDS)
     except StoreError as e:
         return Check("database", FAIL, want, str(e), "lz perf show says more; move the file away to begin anew")
-    found = [Finding(WARNING, f"{where}: {summary.damaged} rows are damaged and count for nothing",
-                     "run lz tune again for them")] if summary.damaged else []
-    return Check.of("database", want, found,
+    findings = [Finding(WARNING, f"{where}: {summary.damaged} rows are damaged and count for nothing",
+                        "run lz tune again for them")] if summary.damaged else []
+    return Check.of("database", want, findings,
                     f"{where}: schema {summary.version}, {summary.rows} measurements, {summary.bytes >> 10} KiB")
 
 
 # memory
 
-def memory(world: World, kind: str, workspace: int = 0) -> Check:
-    """`workspace`: what the kernels chosen for the calls need at most."""
+def check_memory(world: World, kind: str, workspace: int = 0) -> Check:
+    """Check free memory; `workspace` is the most that the kernels chosen for the calls need."""
     want = f"room for {workspace:,} bytes of workspace and more than {LITTLE_MEMORY:.0%} of the memory free"
     if kind == "cuda" and not torch.cuda.is_initialized():
         return Check("memory", OK, want, "not asked: this process has not started the GPU")
-    total, free, room = world.device(kind).total_memory, free_bytes(kind), headroom(kind, world.policy)
-    found = []
-    if workspace > room:
-        found.append(Finding(FAIL, f"{workspace:,} bytes of workspace are needed, the headroom is {room:,}",
-                             "free memory, or raise memory_headroom"))
+    total, free, available = world.device(kind).total_memory, free_bytes(kind), headroom(kind, world.policy)
+    findings = []
+    if workspace > available:
+        findings.append(Finding(FAIL, f"{workspace:,} bytes of workspace are needed, the headroom is {available:,}",
+                                "free memory, or raise memory_headroom"))
     if total and free < LITTLE_MEMORY * total:
-        found.append(Finding(WARNING, f"{free:,} of {total:,} bytes are free", "free memory on the device"))
-    fixed = world.policy.setting("memory_headroom")
-    if fixed is not None and fixed > free:
-        found.append(Finding(WARNING, f"memory_headroom promises {fixed:,} bytes, {free:,} are free",
-                             "lower memory_headroom, or unset it to follow what is free"))
-    return Check.of("memory", want, found, f"{free:,} of {total:,} bytes free on {kind}, headroom {room:,}")
+        findings.append(Finding(WARNING, f"{free:,} of {total:,} bytes are free", "free memory on the device"))
+    headroom_setting = world.policy.setting("memory_headroom")
+    if headroom_setting is not None and headroom_setting > free:
+        findings.append(Finding(WARNING, f"memory_headroom promises {headroom_setting:,} bytes, {free:,} are free",
+                                "lower memory_headroom, or unset it to follow what is free"))
+    return Check.of("memory", want, findings, f"{free:,} of {total:,} bytes free on {kind}, headroom {available:,}")
 
 
 # versions
 
-def versions(world: World) -> Check:
-    want = ", ".join(f"{name} {wanted}" for name, wanted in TESTED.items()) + ", libraries in their ranges"
-    here = {"python": platform.python_version(), "torch": torch.__version__}
-    found = [Finding(WARNING, f"{name} {here[name]} is outside {wanted}, which is what was tested",
-                     "run the release gate on it, or take a version of the range")
-             for name, wanted in TESTED.items() if not satisfies(here[name].partition("+")[0], wanted)]
-    found += _required()
+def check_versions(world: World) -> Check:
+    want = ", ".join(f"{name} {tested}" for name, tested in TESTED.items()) + ", libraries in their ranges"
+    installed = {"python": platform.python_version(), "torch": torch.__version__}
+    findings = [Finding(WARNING, f"{name} {installed[name]} is outside {tested}, which is what was tested",
+                        "run the release gate on it, or take a version of the range")
+                for name, tested in TESTED.items() if not satisfies(installed[name].partition("+")[0], tested)]
+    findings += _requirement_findings()
     for kernel, reason in {**world.availability(), **world.unloadable}.items():
         if reason.code in (Code.VERSION_CONFLICT, Code.ABI_MISMATCH, Code.IMPORT_FAILED):
             backend = kernel.partition(".")[0]
-            found.append(Finding(WARNING, f"{backend}: {reason.message}", "install the version its kernels take"))
+            findings.append(Finding(WARNING, f"{backend}: {reason.message}", "install the version its kernels take"))
     ours = installed_version("layerzero") or "unknown"
-    return Check.of("versions", want, found, f"layerzero {ours}, python {here['python']}, torch {here['torch']}")
+    return Check.of("versions", want, findings,
+                    f"layerzero {ours}, python {installed['python']}, torch {installed['torch']}")
 
 
-def _required() -> Iterator[Finding]:
-    """What the package itself asks for, as its metadata has it."""
+def _requirement_findings() -> Iterator[Finding]:
+    """Compare the installed packages with the requirements in our own metadata."""
     from packaging.requirements import InvalidRequirement, Requirement
     try:
         texts = importlib.metadata.requires("layerzero") or ()
@@ -233,49 +235,50 @@ def _required() -> Iterator[Finding]:
         return
     for text in texts:
         try:
-            wanted = Requirement(text)
+            requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version = installed_version(wanted.name)
-        if version is None or not satisfies(version, str(wanted.specifier)):
-            yield Finding(FAIL, f"layerzero needs {wanted.name} {wanted.specifier}, {version or 'none'} is here",
-                          f"pip install '{wanted.name}{wanted.specifier}'")
+        version = installed_version(requirement.name)
+        if version is None or not satisfies(version, str(requirement.specifier)):
+            yield Finding(FAIL,
+                          f"layerzero needs {requirement.name} {requirement.specifier}, {version or 'none'} is here",
+                          f"pip install '{requirement.name}{requirement.specifier}'")
 
 
 # health
 
-def health(world: World) -> Check:
-    """Breakers, kernels that failed to load, and the native call path."""
-    found = []
+def check_health(world: World) -> Check:
+    """Check the breakers, kernels that failed to load, and the native call path."""
+    findings = []
     for group, state in sorted(world.health.items()):
         if state.blocks is not None:
-            stuck = state.state == "disabled"
-            why = state.reason.message if state.reason else f"{state.failures} faults"
-            found.append(Finding(FAIL if stuck else WARNING, f"{group} is {state.state}: {why}",
-                                 "restart the process" if stuck else "it is tried again by itself"))
+            is_final = state.state == "disabled"
+            reason_text = state.reason.message if state.reason else f"{state.failures} faults"
+            findings.append(Finding(FAIL if is_final else WARNING, f"{group} is {state.state}: {reason_text}",
+                                    "restart the process" if is_final else "it is tried again by itself"))
     for kernel, reason in sorted(world.unloadable.items()):
-        found.append(Finding(WARNING, f"{kernel}: {reason.message}", reason.code.advice))
+        findings.append(Finding(WARNING, f"{kernel}: {reason.message}", reason.code.advice))
     path = native.status()
     if path.hint and not path.ok:
-        found.append(Finding(WARNING, f"native call path: {path.text}", path.hint))
-    return Check.of("health", "no kernel out of service, the native call path loaded", found,
+        findings.append(Finding(WARNING, f"native call path: {path.text}", path.hint))
+    return Check.of("health", "no kernel out of service, the native call path loaded", findings,
                     f"no breaker is open; native call path: {path.text}")
 
 
 # ranks
 
 def identity(world: World) -> dict[str, str]:
-    """What must be equal on all ranks for them to choose alike."""
+    """Return what must be equal on all ranks for them to select alike."""
     table = world.table.table.id if world.table is not None else ""
     return {"layerzero": installed_version("layerzero") or "unknown", "torch": torch.__version__,
             "policy": world.policy.hash, "table": table,
             "capabilities": capabilities.capabilities_hash(capabilities.export(world.catalog))[:16]}
 
 
-def ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -> Check | None:
-    """None where there is one process only.
+def check_ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -> Check | None:
+    """Compare this rank with the others; None if there is one process only.
 
     Each rank writes its identity into the store of the process group and reads those that are there. This is no
     collective: it cannot hang, and may run beside a model that communicates.
@@ -287,20 +290,21 @@ def ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -> Chec
             return None
         rank, size = distributed.get_rank(), distributed.get_world_size()
         store = distributed.distributed_c10d._get_default_store()
-    mine = _line(identity(world))
+    own_identity = _line(identity(world))
     try:
-        store.set(_key(rank), mine)
-        told = {r: store.get(_key(r)).decode() for r in range(size) if r == rank or store.check([_key(r)])}
-    except (RuntimeError, ValueError) as e:    # DistStoreError is one: the rank that holds the store is gone
+        store.set(_key(rank), own_identity)
+        identities = {r: store.get(_key(r)).decode() for r in range(size) if r == rank or store.check([_key(r)])}
+    except (RuntimeError, ValueError) as e:    # DistStoreError is a RuntimeError: the rank with the store is gone
         return Check("ranks", FAIL, want, f"the store of the process group does not answer: {first_line(e)}",
                      "restart the process group")
-    found = [Finding(FAIL, f"rank {r}: {_difference(mine, line)}", "give every rank the same files and settings")
-             for r, line in sorted(told.items()) if line != mine]
-    silent = [r for r in range(size) if r not in told]
-    if silent:
-        found.append(Finding(WARNING, f"{len(silent)} of {size} ranks have not been checked yet: "
-                             f"{', '.join(map(str, silent[:8]))}", "check readiness on every rank"))
-    return Check.of("ranks", want, found, f"{size} ranks, all alike")
+    findings = [Finding(FAIL, f"rank {r}: {_difference(own_identity, line)}",
+                        "give every rank the same files and settings")
+                for r, line in sorted(identities.items()) if line != own_identity]
+    missing = [r for r in range(size) if r not in identities]
+    if missing:
+        findings.append(Finding(WARNING, f"{len(missing)} of {size} ranks have not been checked yet: "
+                                f"{', '.join(map(str, missing[:8]))}", "check readiness on every rank"))
+    return Check.of("ranks", want, findings, f"{size} ranks, all alike")
 
 
 def _key(rank: int) -> str:
@@ -316,22 +320,22 @@ def _difference(mine: str, theirs: str) -> str:
     return ", ".join(f"{b} instead of {a}" for a, b in pairs if a != b) or theirs
 
 
-# all that needs no calls
+# all of them
 
-def surroundings(world: World, kind: str, workspace: int = 0, capabilities_file: Path | str | None = None
-                 ) -> Iterator[Check]:
-    yield policy(world)
-    yield described(world, capabilities_file)
-    yield database(world)
-    yield memory(world, kind, workspace)
-    yield versions(world)
-    yield health(world)
-    if (found := ranks(world)) is not None:
-        yield found
+def check_surroundings(world: World, kind: str, workspace: int = 0, capabilities_file: Path | str | None = None
+                       ) -> Iterator[Check]:
+    yield check_policy(world)
+    yield check_capabilities(world, capabilities_file)
+    yield check_database(world)
+    yield check_memory(world, kind, workspace)
+    yield check_versions(world)
+    yield check_health(world)
+    if (check := check_ranks(world)) is not None:
+        yield check
 
 
 def without_world(error: LayerZeroError) -> Readiness:
-    """The policy itself cannot be read: nothing else can be said."""
+    """Return the report where the policy cannot be read: nothing else can be checked."""
     return Readiness((Check("policy", FAIL, "a policy that loads", " ".join(str(error).split()),
                             "correct the policy file or the LAYERZERO_* variables"),))
 
@@ -340,19 +344,19 @@ def current_world() -> World | Readiness:
     try:
         return worlds.current()
     except LayerZeroError as e:
-        redaction.use(",".join(REDACTIONS))    # what policy hides is not known: nothing is told until it is
+        redaction.use(",".join(REDACTIONS))    # what policy hides is unknown, so everything is hidden
         return without_world(e)
 
 
 def device_kind(device: str | None) -> str:
-    """The kind asked for, if it is here; else an accelerator before the CPU."""
+    """Return the kind of `device` if the machine has it; by default an accelerator before the CPU."""
     if device is None:
         return hardware.main_kind()
     return hardware.probe(device.partition(":")[0]).type
 
 
 def redacted(report: Readiness) -> dict[str, Any]:
-    """The report as JSON, as it may leave the machine."""
+    """Return the report as JSON, redacted so that it may leave the machine."""
     shown: dict[str, Any] = redaction.data(report.to_json())
     return shown
 

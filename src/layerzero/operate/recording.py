@@ -1,11 +1,11 @@
-"""Writing down the calls that a program really makes: `with lz.recording(path)` and `lz record -- command`.
+"""Recording the calls that a program really makes: `with lz.recording(path)` and `lz record -- command`.
 
-On a hit no code of ours runs, so a recorded dispatcher never hits: its tables stay empty, on both call
-paths, and every call takes the way of a miss, which finds the remembered choice in the cache. Results
-and choices are the same. Where nothing is recorded, nothing of this is in the way.
+A hit leaves no place to record it, so a recording dispatcher never hits: its tables stay empty, on both call
+paths, and every call goes through `miss`, which finds the remembered choice in the cache. Results
+and choices are the same. While nothing is recorded, this costs nothing.
 
 A kind of call is described when it first comes, and counted after that. A call that torch.compile or
-export traces is written once, when it is traced: what runs later is torch's graph, not a call of ours.
+export traces is recorded once, when it is traced: what runs later is torch's graph, not a call of ours.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from ..dispatch import dispatcher as dispatch
-from ..dispatch import facts as reading
 from ..dispatch import tracing
 from ..dispatch.cache import Count, Entry
+from ..dispatch.facts import dtype_name
+from ..dispatch.facts import read as read_facts
 from ..dispatch.native import NO_WORLD
 from ..machine import locks
 from ..perf.record import kind_of
@@ -44,20 +45,20 @@ from ..world.context import Override
 from ..world.snapshot import World
 from . import calls
 
-VARIABLE = "LAYERZERO_RECORD"                  # a folder: every process that has it writes a file of its own there
+VARIABLE = "LAYERZERO_RECORD"                  # a folder in which every process writes a file of its own
 FLUSH_SECONDS = 1.0
 
 log = logging.getLogger("layerzero")
-_active: tuple[Observer, ...] = ()
-_changing = locks.Lock()
-_here = threading.local()                      # .fallback: (op, kernel) that served in another's place, this moment
+_observers: tuple[Observer, ...] = ()
+_observers_lock = locks.Lock()
+_thread_local = threading.local()              # .fallback: (op, kernel) of a fallback during this call
 
 
 class Observer(Protocol):
-    """What is told of every call that is served, while one is active."""
+    """What is notified of every call that is served, while it is started."""
 
     def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
-        """`kernel` has served; `began` and `ended` are nanoseconds as time.time_ns() has them."""
+        """Called after `kernel` has served; `began` and `ended` are nanoseconds of time.time_ns()."""
 
     def traced(self, op: Op, facts: Mapping[str, Any], kernel: str, values: tuple[Any, ...]) -> None: ...
 
@@ -66,8 +67,8 @@ class Observer(Protocol):
     def after_fork(self) -> None: ...
 
 
-class _Kind:
-    """One line of the file. `call` is None where a call cannot be written down, such as one with a tokenizer."""
+class _Line:
+    """One line of the file. `call` is None if it cannot be described, such as one with a tokenizer object."""
 
     __slots__ = ("call", "count")
 
@@ -85,8 +86,8 @@ class Recorder:
 
     def _begin(self, path: Path | None) -> None:
         self.path = path if self.folder is None else self.folder / f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
-        self._kinds: dict[Any, _Kind] = {}
-        self._of_entry: WeakKeyDictionary[Entry, _Kind] = WeakKeyDictionary()
+        self._lines: dict[Any, _Line] = {}
+        self._line_of_entry: WeakKeyDictionary[Entry, _Line] = WeakKeyDictionary()
         self._lock, self._writing = locks.Lock(), locks.Lock()
         self._due = 0.0
         self._at_exit = False
@@ -97,120 +98,120 @@ class Recorder:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """What came so far."""
+        """The calls so far, one for each kind."""
         with self._lock:
-            kinds = list(self._kinds.values())
+            kinds = list(self._lines.values())
         return tuple(k.call.times(n) for k in kinds if k.call is not None and (n := k.count.total))
 
     @property
     def unwritten(self) -> int:
-        """How many calls could not be written down."""
+        """How many calls could not be described."""
         with self._lock:
-            return sum(k.count.total for k in self._kinds.values() if k.call is None)
+            return sum(k.count.total for k in self._lines.values() if k.call is None)
 
     def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
-        own, facts = kernel == entry.plan.kernel, entry.plan.facts
-        kind = self._of_entry.get(entry) if own else None
-        if kind is None:
-            kind = self._kind(op, facts, _named(op, values), f"served by {kernel}")
-            if own:
+        was_chosen, facts = kernel == entry.plan.kernel, entry.plan.facts
+        line = self._line_of_entry.get(entry) if was_chosen else None
+        if line is None:
+            line = self._line_for(op, facts, _by_name(op, values), f"served by {kernel}")
+            if was_chosen:
                 with self._lock:
-                    self._of_entry[entry] = kind
-        kind.count.tick()
+                    self._line_of_entry[entry] = line
+        line.count.tick()
         now = time.monotonic()
         if now > self._due:
             self._due = now + FLUSH_SECONDS
             self.flush()
 
     def traced(self, op: Op, facts: Mapping[str, Any], kernel: str, values: tuple[Any, ...]) -> None:
-        kind = self._kind(op, facts, _named(op, values), f"traced into {kernel}")
-        if not kind.count.total:               # one tracing runs the same call several times
-            kind.count.tick()
+        line = self._line_for(op, facts, _by_name(op, values), f"traced into {kernel}")
+        if not line.count.total:               # one tracing runs the same call several times
+            line.count.tick()
 
-    def _kind(self, op: Op, facts: Mapping[str, Any], values: Mapping[str, Any], name: str) -> _Kind:
-        """The line that this call counts for; a new one is described and written at once."""
+    def _line_for(self, op: Op, facts: Mapping[str, Any], values: Mapping[str, Any], name: str) -> _Line:
+        """Return the line that this call counts for; a new one is described and written at once."""
         key: Any = op.name, name
         call = None
         try:
             outline = _outline(op, facts, values, name)
             strided = tuple(isinstance(v, TensorSpec) and v.strides is not None for v in outline.arguments.values())
             key = op.name, name, kind_of(op, facts).bucket, strided
-            if key not in self._kinds:
+            if key not in self._lines:
                 readable = facts["tensor_kind"] == "plain" and not facts["graph"]
                 call = calls.describe(op, values, name) if readable else outline
-        except (DataError, RuntimeError, NotImplementedError):     # an object; a tensor without strides
+        except (DataError, RuntimeError, NotImplementedError):     # an object, or a tensor without strides
             pass
         with self._lock:
-            known = self._kinds.get(key)
-            kind = known or self._kinds.setdefault(key, _Kind(call))
+            known = self._lines.get(key)
+            line = known or self._lines.setdefault(key, _Line(call))
         if known is None and call is not None:
             self._append(call)
-        return kind
+        return line
 
     # files
 
     def _append(self, call: Call) -> None:
-        """A new kind is on disk at once: the program may not come to its end."""
-        with self._writing, self._expecting_trouble():
+        """Write a new kind at once: the program may not come to its end."""
+        with self._writing, self._stopping_on_error():
             if self.path is not None:
                 with self.path.open("a") as file:
                     file.write(json.dumps(call.to_json()) + "\n")
         if not self._at_exit and "multiprocessing.util" in sys.modules:
-            self._at_exit = True               # a forked worker ends without atexit, but not without this
+            self._at_exit = True               # a forked worker runs this at its end, but not atexit
             sys.modules["multiprocessing.util"].Finalize(None, self.flush, exitpriority=10)
 
     def flush(self) -> None:
-        """Write everything, with the counts of this moment, in one step."""
-        with self._writing, self._expecting_trouble():
-            if self.path is not None and (self.folder is None or self._kinds):
+        """Write everything, with the current counts, atomically."""
+        with self._writing, self._stopping_on_error():
+            if self.path is not None and (self.folder is None or self._lines):
                 replace_output(self.path, "".join(json.dumps(call.to_json()) + "\n" for call in self.calls))
 
     @contextmanager
-    def _expecting_trouble(self) -> Iterator[None]:
+    def _stopping_on_error(self) -> Iterator[None]:
         try:
             yield
-        except OSError as e:                   # the program goes on; its recording ends here
+        except OSError as e:                   # the program goes on without its recording
             log.warning("recording stopped: %s", e)
             self.path = None
 
 
-class Recorded(dispatch.Dispatcher):
-    """A dispatcher that never hits, and tells the recorders what was served."""
+class RecordingDispatcher(dispatch.Dispatcher):
+    """A dispatcher that never hits, and notifies the observers of every call."""
 
-    def install(self, world: World, anew: bool = False) -> None:
-        super().install(world, anew)
+    def install(self, world: World, force: bool = False) -> None:
+        super().install(world, force)
         self.globals["TABLE"] = {}
         if self.native is not None and self.program is not None:
             self.native.install(self.program, NO_WORLD, 1)
 
     def serve(self, entry: Entry, values: tuple[Any, ...]) -> Any:
-        _here.fallback = None
+        _thread_local.fallback = None
         began = time.time_ns()
         out = super().serve(entry, values)
         ended = time.time_ns()
-        fallback, _here.fallback = getattr(_here, "fallback", None), None
+        fallback, _thread_local.fallback = getattr(_thread_local, "fallback", None), None
         kernel = fallback[1] if fallback and fallback[0] == self.op.name else entry.plan.kernel or ""
-        for recorder in _active:
-            recorder.served(self.op, entry, kernel, values, began, ended)
+        for observer in _observers:
+            observer.served(self.op, entry, kernel, values, began, ended)
         return out
 
-    def traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
-        out = super().traced(values, override)
-        world = self._ready()
-        facts = tracing.seen_facts(reading.read(self.op, _named(self.op, values), world.program(self.op).needed))
+    def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
+        out = super().serve_traced(values, override)
+        world = self.ensure_world()
+        facts = tracing.hinted_facts(read_facts(self.op, _by_name(self.op, values), world.program(self.op).needed))
         choice = tracing.choose(world, self.op, facts, override)
         facts["tensor_kind"] = "traced"
-        for recorder in _active:
-            recorder.traced(self.op, facts, choice[1].id if choice else "", values)
+        for observer in _observers:
+            observer.traced(self.op, facts, choice[1].id if choice else "", values)
         return out
 
 
-def _named(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
+def _by_name(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip((p.name for p in op.params), values))
 
 
 def _outline(op: Op, facts: Mapping[str, Any], values: Mapping[str, Any], name: str) -> Call:
-    """As calls.describe, but no value is read and no symbol is asked: the sizes are those seen while tracing."""
+    """Describe a call as calls.describe does, without reading a value or guarding on a symbol."""
     arguments: dict[str, Any] = {}
     for p in op.params:
         value = values[p.name]
@@ -220,7 +221,7 @@ def _outline(op: Op, facts: Mapping[str, Any], values: Mapping[str, Any], name: 
             for size, stride in zip(reversed(shape), reversed(strides)):
                 packed, step = packed and (size == 1 or stride == step), step * size
             packed = packed or 0 in shape
-            arguments[p.name] = TensorSpec(shape, reading.dtype_name(value.dtype), None if packed else strides)
+            arguments[p.name] = TensorSpec(shape, dtype_name(value.dtype), None if packed else strides)
         elif p.kind == "object":
             raise DataError(f"lz.{op.name}: {p.name} cannot be written down")
         elif p.kind != "generator" and (p.required or value != p.default):
@@ -228,47 +229,48 @@ def _outline(op: Op, facts: Mapping[str, Any], values: Mapping[str, Any], name: 
     return Call(op.name, arguments, grad=facts["grad"], name=name)
 
 
-def _noted(event: Event) -> None:
+def _note_fallback(event: Event) -> None:
     if isinstance(event, Fallback):
-        _here.fallback = event.op, event.served_by
+        _thread_local.fallback = event.op, event.served_by
 
 
-def _switch(kind: type[dispatch.Dispatcher]) -> None:
-    """From now on every dispatcher, also one that is made later, is of this kind."""
-    vars(dispatch)["Dispatcher"] = kind
-    for found in dispatch.dispatchers.values():
-        found.__class__ = kind
-        if found.world is not None:
-            found.install(found.world, anew=True)
+def _switch(cls: type[dispatch.Dispatcher]) -> None:
+    """Make every dispatcher, now and later, an instance of this class."""
+    vars(dispatch)["Dispatcher"] = cls
+    for dispatcher in dispatch.dispatchers.values():
+        dispatcher.__class__ = cls
+        if dispatcher.world is not None:
+            dispatcher.install(dispatcher.world, force=True)
 
 
 _PLAIN = dispatch.Dispatcher
-_stop_noting: Callable[[], None] | None = None         # while a recording is on: ends its subscription
+_unsubscribe: Callable[[], None] | None = None         # set while something observes
 
 
-def start(recorder: Observer) -> None:
-    global _active, _stop_noting
-    with _changing:
-        first, _active = not _active, (*_active, recorder)
+def start(observer: Observer) -> None:
+    """Notify the observer of every call from now on."""
+    global _observers, _unsubscribe
+    with _observers_lock:
+        first, _observers = not _observers, (*_observers, observer)
         if first:
-            _stop_noting = events.subscribe(_noted, reasons=False)
-            _locked(lambda: _switch(Recorded))
+            _unsubscribe = events.subscribe(_note_fallback, reasons=False)
+            _between_worlds(lambda: _switch(RecordingDispatcher))
 
 
-def stop(recorder: Observer) -> None:
-    """End it, and write what is not written yet."""
-    global _active, _stop_noting
-    with _changing:
-        _active = tuple(r for r in _active if r is not recorder)
-        if not _active and _stop_noting is not None:
-            _stop_noting()
-            _stop_noting = None
-            _locked(lambda: _switch(_PLAIN))
-    recorder.flush()
+def stop(observer: Observer) -> None:
+    """Stop notifying the observer, and flush it."""
+    global _observers, _unsubscribe
+    with _observers_lock:
+        _observers = tuple(r for r in _observers if r is not observer)
+        if not _observers and _unsubscribe is not None:
+            _unsubscribe()
+            _unsubscribe = None
+            _between_worlds(lambda: _switch(_PLAIN))
+    observer.flush()
 
 
-def _locked(do: Callable[[], None]) -> None:
-    """No world is published meanwhile. Without a world there is nothing to keep still."""
+def _between_worlds(do: Callable[[], None]) -> None:
+    """Call `do` while no world can be published."""
     worlds.consult(lambda world: do()) if worlds.exists() else do()
 
 
@@ -276,10 +278,10 @@ def _locked(do: Callable[[], None]) -> None:
 def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
     """Write the calls of this process, in all threads, to `path` as JSON lines; without a path only count them.
 
-    The file is there while the block runs, and complete after it. It can be replayed: lz tune, lz regret.
+    The file exists while the block runs, and is complete after it. It can be replayed: lz tune, lz regret.
     """
     file = None if path is None else Path(path)
-    if file is not None:                       # what cannot be written is known now
+    if file is not None:                       # fail now if it cannot be written
         try:
             file.write_text("")
         except OSError as e:
@@ -293,9 +295,9 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
 
 
 def from_environment() -> Recorder | None:
-    """Begin what LAYERZERO_RECORD asks for: a file for each process in that folder, until the process ends."""
+    """Start the recording that LAYERZERO_RECORD asks for: a file per process in that folder, until it ends."""
     folder = os.environ.get(VARIABLE, "").strip()
-    if not folder or any(isinstance(r, Recorder) and r.folder is not None for r in _active):
+    if not folder or any(isinstance(r, Recorder) and r.folder is not None for r in _observers):
         return None
     recorder = Recorder(None, Path(folder))
     try:
@@ -309,8 +311,8 @@ def from_environment() -> Recorder | None:
 
 
 def _after_fork() -> None:
-    for recorder in _active:
-        recorder.after_fork()
+    for observer in _observers:
+        observer.after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,8 +1,8 @@
-"""Warm-up: what has to be compiled is compiled before the first request comes, not while it waits.
+"""Warm-up: kernels are compiled before the first request comes, not while it waits.
 
-One thread does the work, critical calls first. Whatever it compiled is published as a new world; until
+One thread does the work, critical calls first. What it compiled is published as a new world; until
 then, and for every call that was not warmed up, selection takes another kernel. Worker processes share
-the compilers' own caches on disk: of several that want the same, one compiles and the others wait.
+the compilers' own caches on disk: of several that need the same, one compiles and the others wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..dispatch.background.compiling import LAST_WORDS, compile_now, share_caches
+from ..dispatch.background.compiling import EXIT_SECONDS, compile_now, share_caches
 from ..dispatch.dispatcher import Dispatcher
 from ..machine import faults, hardware
 from ..spec.call import Call, read_calls
@@ -31,10 +31,11 @@ from ..spec.plan import Step
 from ..spec.reason import Code, Reason
 from ..world import context, events
 from ..world import snapshot as worlds
-from .calls import values as make_values
+from .calls import make_values
 from .inspection import dispatcher_of
+from .readiness import first_line
 
-MOST_WAITING = 256                             # calls in the background queue; more are skipped, with an event
+MAX_WAITING = 256                              # calls in the background queue; more are skipped, with an event
 CANNOT_BE_MADE: tuple[type[BaseException], ...] = (LayerZeroError, *faults.OUT_OF_MEMORY)
 
 
@@ -43,14 +44,14 @@ class Artefact(Protocol):
     def call(self) -> Call: ...
 
 
-class Baked(Protocol):
-    """A dispatch table, as far as it matters here: the calls that something must be compiled for."""
+class HasCompiledCalls(Protocol):
+    """A dispatch table: it lists the calls that a kernel must be compiled for."""
 
     @property
     def jit(self) -> Sequence[Artefact]: ...
 
 
-Source = Iterable[Call] | str | os.PathLike[str] | Baked
+Source = Iterable[Call] | str | os.PathLike[str] | HasCompiledCalls
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ class Outcome:
 
     call: Call
     state: str = "waiting"                     # waiting | ready | failed | skipped
-    kernel: str = ""                           # what serves such a call from now on
-    compiled: bool = False                     # is that one which compiles on first use?
+    kernel: str = ""                           # that serves such calls from now on
+    compiled: bool = False                     # does it compile on first use?
     seconds: float = 0.0
     why: str = ""                              # of failed and skipped
-    left_out: Mapping[str, str] = field(default_factory=dict)      # faster kernels that could not be had -> why
+    left_out: Mapping[str, str] = field(default_factory=dict)      # faster kernels that failed -> why
 
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "call": self.call.to_json(), "left_out": dict(self.left_out)}
@@ -73,7 +74,7 @@ Progress = Callable[[Outcome], object]
 
 
 class WarmupReport:
-    """How far a warm-up is. It goes on changing while calls wait in the background."""
+    """The progress of a warm-up. It changes while calls wait in the background."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._outcomes = [Outcome(call) for call in calls]
@@ -103,38 +104,38 @@ class WarmupReport:
 
     @property
     def ok(self) -> bool:
-        """Is every call ready, with the kernel that was wanted?"""
+        """Is every call ready, with its fastest kernel?"""
         return all(o.state == "ready" and not o.left_out for o in self._outcomes)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until nothing waits any more, or for `timeout` seconds; is all of it done?"""
-        with _turn:
-            return _turn.wait_for(lambda: not self.waiting, timeout)
+        """Wait until all calls are done; return False if that took longer than `timeout` seconds."""
+        with _lock:
+            return _lock.wait_for(lambda: not self.waiting, timeout)
 
     def to_json(self) -> dict[str, Any]:
         return {"ok": self.ok, "calls": [o.to_json() for o in self._outcomes]}
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{len(found)} {state}" for state in ("ready", "waiting", "failed", "skipped")
-                           if (found := self._in(state)))
+        counts = ", ".join(f"{len(outcomes)} {state}" for state in ("ready", "waiting", "failed", "skipped")
+                           if (outcomes := self._in(state)))
         lines = [f"warm-up of {len(self._outcomes)} calls: {counts or 'nothing to do'}"]
         for o in self._outcomes:
-            told = [o.state, o.kernel, f"{o.seconds:.1f} s" if o.compiled else "", o.why,
-                    *(f"not {kernel}: {why}" for kernel, why in o.left_out.items())]
-            lines.append(f"  {o.call.op} {o.call.name}".rstrip() + ": " + ", ".join(filter(None, told)))
+            parts = [o.state, o.kernel, f"{o.seconds:.1f} s" if o.compiled else "", o.why,
+                     *(f"not {kernel}: {why}" for kernel, why in o.left_out.items())]
+            lines.append(f"  {o.call.op} {o.call.name}".rstrip() + ": " + ", ".join(filter(None, parts)))
         return "\n".join(lines)
 
 
 @dataclass(eq=False)
 class _Job:
-    """One call in the queue; without a call: make the entries of all critical calls, once they are compiled."""
+    """One call in the queue."""
 
     report: WarmupReport
     index: int
     device: str
     progress: Progress | None
-    around: contextvars.Context                # policies of the caller's `with` blocks hold here too
-    aim: tuple[str, str] = ("", "")            # the kernel that is compiled, and what serves meanwhile
+    caller_context: contextvars.Context        # has the policies of the caller's `with` blocks
+    compiling: tuple[str, str] = ("", "")      # the kernel that is compiled, and the one that serves meanwhile
 
     @property
     def call(self) -> Call:
@@ -147,14 +148,14 @@ class _Job:
 
 @dataclass(eq=False)
 class _Settling:
-    """After the critical calls: each is made once more, so that its choice is remembered in the newest world."""
+    """Comes after the critical calls: calls each once more, so that the newest world remembers its choice."""
 
     jobs: Sequence[_Job]
     epoch: int                                 # of the world before the warm-up
     done: bool = False
 
 
-_turn = threading.Condition()                  # guards the queues and every outcome
+_lock = threading.Condition()                  # guards the queues and every outcome
 _critical: deque[_Job | _Settling] = deque()
 _rest: deque[_Job] = deque()
 _thread: threading.Thread | None = None
@@ -164,46 +165,47 @@ _closing = False
 
 def warmup(calls: Source, *, critical: Source | None = None, background: bool = True, timeout: float | None = None,
            device: str | None = None, progress: Progress | None = None,
-           most_waiting: int = MOST_WAITING) -> WarmupReport:
-    """Compile and load whatever `calls` need: descriptions, a file of them (JSON lines), or a dispatch table.
+           most_waiting: int = MAX_WAITING) -> WarmupReport:
+    """Compile and load what `calls` need: descriptions, a file of them (JSON lines), or a dispatch table.
 
     Waits for the `critical` ones, by default all; the others are done in the background, at most `most_waiting`
-    of them, or with background=False before it returns. After `timeout` seconds it returns all the same: what is
-    not ready is compiled later, and calls are served by other kernels until then.
+    of them, or with background=False before it returns. After `timeout` seconds it returns in any case: what is
+    not ready is compiled later, and other kernels serve the calls until then.
     """
     if timeout is not None and not timeout >= 0:
         raise ConfigError(f"lz.warmup: timeout must be seconds >= 0, got {timeout!r}")
-    first = _listed(calls if critical is None else critical)
-    others = tuple(call for call in _listed(calls) if call not in first) if critical is not None else ()
-    where = device or hardware.main_kind()
-    hardware.probe(where.partition(":")[0])
+    critical_calls = _read_source(calls if critical is None else critical)
+    background_calls = () if critical is None else tuple(
+        call for call in _read_source(calls) if call not in critical_calls)
+    target = device or hardware.main_kind()
+    hardware.probe(target.partition(":")[0])
     share_caches()
-    report = WarmupReport((*first, *others))
-    around = contextvars.copy_context()
-    jobs = [_Job(report, i, where, progress, around) for i in range(len(report.outcomes))]
-    urgent = jobs[:len(first)] if background else jobs
+    report = WarmupReport((*critical_calls, *background_calls))
+    caller_context = contextvars.copy_context()
+    jobs = [_Job(report, i, target, progress, caller_context) for i in range(len(report.outcomes))]
+    urgent = jobs[:len(critical_calls)] if background else jobs
     settling = _Settling(urgent, worlds.current().epoch, done=not urgent)
     _enqueue([*urgent, settling] if urgent else [], jobs[len(urgent):], most_waiting)
     try:
-        with _turn:
-            in_time = _turn.wait_for(lambda: settling.done and all(job.done for job in urgent), timeout)
-    except BaseException:                      # an interrupt, passed on: what has not begun is not begun
+        with _lock:
+            in_time = _lock.wait_for(lambda: settling.done and all(job.done for job in urgent), timeout)
+    except BaseException:                      # an interrupt: cancel what has not begun
         _cancel(report, settling)
         raise
     if not in_time:
-        _tell_late(urgent, timeout)
+        _emit_late(urgent, timeout)
     return report
 
 
-def _listed(source: Source) -> tuple[Call, ...]:
+def _read_source(source: Source) -> tuple[Call, ...]:
     if isinstance(source, (str, os.PathLike)):
         return read_calls(Path(source))
-    found: Any = getattr(source, "jit", None)
-    calls = tuple(artefact.call for artefact in found) if found is not None else (
+    artefacts: Any = getattr(source, "jit", None)
+    calls = tuple(artefact.call for artefact in artefacts) if artefacts is not None else (
         (source,) if isinstance(source, Call) else tuple(source))  # type: ignore[arg-type]
-    wrong = next((c for c in calls if not isinstance(c, Call)), None)
-    if wrong is not None:
-        raise ConfigError(f"lz.warmup: wanted calls (lz.Call), a file of them or a table, got {wrong!r:.120}")
+    other = next((c for c in calls if not isinstance(c, Call)), None)
+    if other is not None:
+        raise ConfigError(f"lz.warmup: wanted calls (lz.Call), a file of them or a table, got {other!r:.120}")
     return calls
 
 
@@ -211,7 +213,7 @@ def _listed(source: Source) -> tuple[Call, ...]:
 
 def _enqueue(urgent: Iterable[_Job | _Settling], rest: Sequence[_Job], most: int) -> None:
     global _thread
-    with _turn:
+    with _lock:
         _critical.extend(urgent)
         room = max(most - len(_rest), 0)
         _rest.extend(rest[:room])
@@ -225,7 +227,7 @@ def _enqueue(urgent: Iterable[_Job | _Settling], rest: Sequence[_Job], most: int
 def _work() -> None:
     global _thread, _current
     while True:
-        with _turn:
+        with _lock:
             if _closing or not (_critical or _rest):
                 _thread = None
                 return
@@ -235,18 +237,18 @@ def _work() -> None:
             _settle(job)
             continue
         try:
-            outcome = job.around.copy().run(_warm, job)
+            outcome = job.caller_context.copy().run(_warm, job)
         except faults.FAULTS as e:
-            outcome = Outcome(job.call, "failed", why=_first_line(e))
+            outcome = Outcome(job.call, "failed", why=first_line(e))
         _finish(job, outcome)
 
 
 def _finish(job: _Job, outcome: Outcome) -> None:
-    with _turn:
-        if job.done:                           # given up meanwhile
+    with _lock:
+        if job.done:                           # cancelled meanwhile
             return
         job.report._outcomes[job.index] = outcome
-        _turn.notify_all()
+        _lock.notify_all()
     if outcome.state != "ready":
         events.emit(WarmupSkipped(op=job.call.op, kernel=outcome.kernel, problem=outcome.why))
     if job.progress is not None:
@@ -261,52 +263,52 @@ def _settle(group: _Settling) -> None:
         for job in group.jobs:
             if job.report._outcomes[job.index].state == "ready":
                 try:
-                    job.around.copy().run(_call_once, job)
+                    job.caller_context.copy().run(_call_once, job)
                 except faults.FAULTS as e:
                     events.log.warning("%s could not be called after its warm-up: %s", job.call.op, e)
-    with _turn:
+    with _lock:
         group.done = True
-        _turn.notify_all()
+        _lock.notify_all()
 
 
 def _cancel(report: WarmupReport, settling: _Settling) -> None:
-    with _turn:
+    with _lock:
         for queue in (_critical, _rest):
-            kept = [job for job in queue if job is not settling and getattr(job, "report", None) is not report]
+            remaining = [job for job in queue if job is not settling and getattr(job, "report", None) is not report]
             queue.clear()
-            queue.extend(kept)  # type: ignore[arg-type]
+            queue.extend(remaining)  # type: ignore[arg-type]
         for i, outcome in enumerate(report._outcomes):
             if outcome.state == "waiting" and not (_current and _current.report is report and _current.index == i):
                 report._outcomes[i] = Outcome(outcome.call, "skipped", why="interrupted")
-        _turn.notify_all()
+        _lock.notify_all()
 
 
-def _tell_late(jobs: Iterable[_Job], timeout: float | None) -> None:
+def _emit_late(jobs: Iterable[_Job], timeout: float | None) -> None:
     for job in jobs:
         if not job.done:
-            kernel, meanwhile = job.aim
+            kernel, meanwhile = job.compiling
             events.emit(Fallback(job.call.op, kernel, meanwhile, Reason(
                 Code.KERNEL_TIMEOUT, f"{timeout:g} s of warm-up; it goes on in the background")))
 
 
 # one call
 
-def _made(job: _Job) -> tuple[Dispatcher, tuple[Any, ...]]:
-    """Who serves the call, and its arguments in order: an unusual one is rewritten as a usual one first."""
-    found = dispatcher_of(job.call.op)
-    given = make_values(found.op, job.call, job.device)
-    while found.op.canonical is not None and (redirect := found.op.canonical(given)) is not None:
-        found = dispatcher_of(redirect.op)
-        given = {p.name: redirect.values.get(p.name, p.default) for p in found.op.params}
-    found._ready()
-    return found, tuple(given[name] for name in found.names)
+def _make_call(job: _Job) -> tuple[Dispatcher, tuple[Any, ...]]:
+    """Return the dispatcher of the call and its arguments in order; an unusual call is made canonical first."""
+    dispatcher = dispatcher_of(job.call.op)
+    values = make_values(dispatcher.op, job.call, job.device)
+    while dispatcher.op.canonical is not None and (redirect := dispatcher.op.canonical(values)) is not None:
+        dispatcher = dispatcher_of(redirect.op)
+        values = {p.name: redirect.values.get(p.name, p.default) for p in dispatcher.op.params}
+    dispatcher.ensure_world()
+    return dispatcher, tuple(values[name] for name in dispatcher.names)
 
 
 def _call_once(job: _Job) -> None:
-    """As a request would: the choice is made and remembered, its library loaded."""
+    """Call it as a request would: selects, loads the library, and remembers the choice."""
     with torch.set_grad_enabled(job.call.grad):
-        found, values = _made(job)
-        found.public(**dict(zip(found.names, values)))
+        dispatcher, values = _make_call(job)
+        dispatcher.public(**dict(zip(dispatcher.names, values)))
 
 
 def _warm(job: _Job) -> Outcome:
@@ -314,19 +316,19 @@ def _warm(job: _Job) -> Outcome:
     left_out: dict[str, str] = {}
     with torch.set_grad_enabled(job.call.grad):
         try:
-            found, values = _made(job)
-            facts = found.facts(values, worlds.current())
+            dispatcher, values = _make_call(job)
+            facts = dispatcher.facts(values, worlds.current())
         except CANNOT_BE_MADE as e:
-            return Outcome(job.call, "failed", why=_first_line(e))
-        meanwhile = _serve_meanwhile(found, values)
+            return Outcome(job.call, "failed", why=first_line(e))
+        meanwhile = _serve_now(dispatcher, values)
         while True:
-            choice = _choice(found, facts, left_out)
+            choice = _choice(dispatcher, facts, left_out)
             if choice is None:
                 return Outcome(job.call, "failed", why="no kernel can serve it; lz explain says why", left_out=left_out)
             kernel, step = choice
             if kernel.jit:
-                job.aim = kernel.id, meanwhile
-                problem = compile_now(found, kernel, step, facts, values)
+                job.compiling = kernel.id, meanwhile
+                problem = compile_now(dispatcher, kernel, step, facts, values)
                 if problem is not None:
                     left_out[kernel.id] = problem
                     continue
@@ -335,44 +337,41 @@ def _warm(job: _Job) -> Outcome:
             return Outcome(job.call, "ready", kernel.id, kernel.jit, took, left_out=left_out)
 
 
-def _serve_meanwhile(found: Dispatcher, values: tuple[Any, ...]) -> str:
-    """Call it as requests do until something better is ready, so that this at least is loaded at once."""
+def _serve_now(dispatcher: Dispatcher, values: tuple[Any, ...]) -> str:
+    """Call it as requests do until the better kernel is ready, so that what serves now is loaded at once."""
     world = worlds.current()
-    kernel = world.plan(found.op, found.facts(values, world), context.current.get()).kernel
-    if kernel is None or world.catalog.by_id[kernel].jit:      # all that can serve it must be compiled first
+    kernel = world.plan(dispatcher.op, dispatcher.facts(values, world), context.current.get()).kernel
+    if kernel is None or world.catalog.by_id[kernel].jit:      # every kernel that can serve it must be compiled first
         return ""
-    found.public(**dict(zip(found.names, values)))
+    dispatcher.public(**dict(zip(dispatcher.names, values)))
     return kernel
 
 
-def _choice(found: Dispatcher, facts: Mapping[str, Any], left_out: Mapping[str, str]) -> tuple[Kernel, Step] | None:
-    """What would serve if everything were compiled."""
+def _choice(dispatcher: Dispatcher, facts: Mapping[str, Any],
+            left_out: Mapping[str, str]) -> tuple[Kernel, Step] | None:
+    """Return the kernel that would serve if everything were compiled."""
     world = worlds.current()
-    plan = world.plan(found.op, facts, context.current.get(), compiled=True)
+    plan = world.plan(dispatcher.op, facts, context.current.get(), compiled=True)
     return next(((world.catalog.by_id[s.kernel], s) for s in plan.steps if s.kernel not in left_out), None)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # the end of this process, and its children
 
 def _close() -> None:
-    """The process ends: nothing new is begun, and a compile under way gets some time, since it cannot be stopped."""
+    """The process ends: start nothing new, and give the current compile, which cannot be stopped, some time."""
     global _closing
-    with _turn:
+    with _lock:
         _closing = True
         thread = _thread
     if thread is not None:
-        thread.join(LAST_WORDS)
+        thread.join(EXIT_SECONDS)
 
 
 def _after_fork() -> None:
-    """In the child: the thread is gone, so nothing more comes of what waits."""
-    global _turn, _thread, _current
+    """In the child: the thread is gone, so what waits is skipped."""
+    global _lock, _thread, _current
     waiting = [*(job for job in (*_critical, *_rest) if isinstance(job, _Job)), *([_current] if _current else [])]
-    _turn, _thread, _current = threading.Condition(), None, None
+    _lock, _thread, _current = threading.Condition(), None, None
     _critical.clear()
     _rest.clear()
     for job in waiting:

@@ -62,10 +62,10 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     served by the op itself, with the event plan_missed. It follows neither policy nor breakers from now on.
     """
     found = dispatcher_of(op)
-    found._ready()
+    found.ensure_world()
     override = context.for_call(backend, None)
     learn(override)
-    values = found.bound(args, kwargs)
+    values = found.order_arguments(args, kwargs)
     named = dict(zip(found.names, values))
     tensors = reading.check_types(found.op, named)
     if not tensors:

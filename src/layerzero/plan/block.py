@@ -229,7 +229,7 @@ class _Search:
 
     def kernels(self, part: Stage, op: Op, given: Mapping[str, Any], layout: str, dtype: torch.dtype,
                 way: _Way) -> Iterator[_Way]:
-        dispatch.function(op)
+        dispatch.public_function(op)
         owner, moved = dispatch.dispatchers[op.name], _Move(op, given, layout, dtype)
         values = moved.inputs(given)
         kind = values[op.main_tensor].device.type
@@ -245,7 +245,7 @@ class _Search:
         for step in self.world.plan(op, facts).steps:
             self.seen += 1
             try:
-                binding = owner.binding(self.world.catalog.by_id[step.kernel], step, facts, {})
+                binding = owner.bind(self.world.catalog.by_id[step.kernel], step, facts, {})
                 out = moved.outputs(binding.run(*(values[p.name] for p in op.params)))
             except faults.FAULTS as e:         # LoadFailed among them
                 if isinstance(e, faults.PASSED_ON):

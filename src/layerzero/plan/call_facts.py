@@ -51,10 +51,10 @@ def assumed_alignment(values: Mapping[str, Any], facts: Facts) -> dict[str, int]
 
 def _values(op: Op, call: Call) -> dict[str, Any]:
     if call.case is not None:
-        made = described.values(op, call)
+        made = described.make_values(op, call)
         return {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in made.items()}
     plain = {n: v for n, v in call.arguments.items() if not isinstance(v, TensorSpec)}
-    made = described.values(op, replace(call, arguments={**plain, **{
+    made = described.make_values(op, replace(call, arguments={**plain, **{
         n: None for n in call.arguments if n not in plain}}, grad=False))
     for name, spec in call.arguments.items():
         if not isinstance(spec, TensorSpec):

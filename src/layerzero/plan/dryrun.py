@@ -96,7 +96,7 @@ def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
 @contextmanager
 def _recording(seen: dict[str, Listed]) -> Iterator[None]:
     def note(op: Op, values: dict[str, Any], facts: Mapping[str, Any], override: Override | None) -> Any:
-        told = {**tracing.seen_facts(facts), **assumed_alignment(values, facts)}
+        told = {**tracing.hinted_facts(facts), **assumed_alignment(values, facts)}
         call = _call(op, values, told)
         found = _listed(op, call, told, override, shapes(op, values))
         key = f"{found.kernel} {json.dumps(call.to_json())}"   # calls alike are counted, not listed again

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..dispatch.background import jit
-from ..dispatch.binding import can_change
-from ..operate.calls import values
+from ..dispatch.binding import is_valid_transform
+from ..operate.calls import make_values
 from ..operate.inspection import dispatcher_of
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.op import Op
@@ -63,7 +63,7 @@ def check(table: Table, world: World) -> None:
         unknown = [] if op is None else unknown_facts(row, op)
         if op is None or unknown:
             reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(), "absent", row.op))
-        odd = [t for step in row.steps for t in step.transforms if op is not None and not can_change(op, t)]
+        odd = [t for step in row.steps for t in step.transforms if op is not None and not is_valid_transform(op, t)]
         if odd:
             raise DataError(f"{table} is refused: no call of {row.op} can be changed that way: {str(odd[0])[:120]!r}. "
                             "Run lz solve again on this machine")
@@ -89,9 +89,9 @@ def _warmed(table: Table) -> frozenset[Any]:
         found = dispatcher_of(artefact.call.op)
         try:
             with torch.set_grad_enabled(artefact.call.grad):
-                made = values(found.op, artefact.call, table.stamp.device.type)
+                made = make_values(found.op, artefact.call, table.stamp.device.type)
                 given = tuple(made[name] for name in found.names)
-                ready = jit.entries(world.catalog.by_id[artefact.kernel], found.facts(given, world), given)
+                ready = jit.warmed_keys(world.catalog.by_id[artefact.kernel], found.facts(given, world), given)
                 if not ready <= world.warmed:
                     found.public(**made, backend=artefact.kernel)
             warm |= ready

@@ -68,7 +68,7 @@ def readiness_check(calls: Calls = (), device: str | None = None, *, table: Give
         _kernels(decided, wrong, world, kind), _certificates(decided, world, kind), _warm_up(decided, world),
         _measurements(decided, world, kind), *([_covering(table_check, held, decided)] if table_check else []),
         *([_lockfile(lock)] if lock is not None else []),
-        *base.surroundings(world, kind, workspace, None if capabilities is None else Path(capabilities))]
+        *base.check_surroundings(world, kind, workspace, None if capabilities is None else Path(capabilities))]
     return Readiness(tuple(checks), world.device(kind).name)
 
 

@@ -1,8 +1,8 @@
-"""Timing several ways to do one thing on a machine that is not quiet.
+"""Timing several contestants, which compute one thing, on a machine that is not quiet.
 
-In turns: every round gives each way its turn, in an order that is shuffled each time, so that what the
-machine does in that moment falls on all of them. Two ways are compared by the ratio in each round, and
-how sure the verdict is comes from drawing the rounds again and again (bootstrap).
+They take turns: every round times each of them once, in an order that is shuffled each time, so that what the
+machine does in that moment falls on all of them. Two are compared by the ratio in each round, and the confidence
+of the verdict comes from resampling the rounds (bootstrap).
 
 A sample is as many calls as fill a watch's `seconds`, timed as one, so that the clock costs nothing. The caches are
 warm, as they are for what the layer before has just written. An eager call on a GPU is timed as a caller in a loop
@@ -31,99 +31,99 @@ from ..perf.record import CAPTURED, EAGER
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 SAMPLE_SECONDS = 5e-4
-LOOP_SECONDS = 2e-3                            # of eager calls on a device: the first and the last are not overlapped
-MOST_CALLS, MOST_COLD_CALLS = 100_000, 20      # in one sample
-ATTEMPTS, KEPT = 3, 0.9                        # a sample is taken again if less than this share of it was on the CPU
-LONG_NS = 200_000_000                          # a sample as long as this is not taken again: the noise in it is small
-MARGIN = 0.02                                  # nearer than this is even, however sure: two runs may differ by as much
+LOOP_SECONDS = 2e-3                            # of eager calls on a device: the first and the last do not overlap
+MAX_CALLS, MAX_COLD_CALLS = 100_000, 20        # in one sample
+ATTEMPTS, MIN_CPU_SHARE = 3, 0.9               # a sample with a smaller share of CPU time is taken again
+LONG_NS = 200_000_000                          # a sample this long is not taken again: its noise is small
+MARGIN = 0.02                                  # a smaller difference is a tie: two runs may differ by as much
 GRAPH_MARGIN = 0.01                            # replays of a graph differ less
 SURE = 0.95
 RESAMPLES = 1000
-FAR = 3.0                                      # so many times the middle half outside of it: an outlier
+OUTLIER_REACH = 3.0                            # times the interquartile range beyond it: an outlier
 
-Way = Callable[[], Any]
+Contestant = Callable[[], Any]
 
 
 # the clock
 
 class Watch(Protocol):
-    most_calls: int
-    seconds: float                             # that a sample should fill
+    max_calls: int
+    seconds: float                             # the length of a sample
     margin: float                              # two runs of the same thing may differ by as much
 
-    def sample(self, way: Way, calls: int) -> float:
-        """Microseconds per call, of so many calls in a row."""
+    def sample(self, contestant: Contestant, calls: int) -> float:
+        """Return microseconds per call, of this many calls in a row."""
 
 
 class WallWatch:
-    """The clock on the wall, of a CPU or of a device that can only be waited for.
+    """Wall-clock time, for a CPU or a device that can only be waited for.
 
-    `busy` is the CPU time of this thread: a sample during which the CPU was taken away is taken again.
+    `cpu_time` is that of this thread: a sample during which the CPU was taken away is taken again.
     """
 
     margin = MARGIN
 
     def __init__(self, flush: Callable[[], Any] | None = None, wait: Callable[[], Any] = lambda: None,
-                 now: Callable[[], int] = time.perf_counter_ns, busy: Callable[[], int] | None = None,
+                 now: Callable[[], int] = time.perf_counter_ns, cpu_time: Callable[[], int] | None = None,
                  seconds: float = SAMPLE_SECONDS) -> None:
-        self._flush, self._wait, self._now, self._busy, self.seconds = flush, wait, now, busy, seconds
-        self.most_calls = MOST_CALLS if flush is None else 1           # only the first call after a flush is cold
+        self._flush, self._wait, self._now, self._cpu_time, self.seconds = flush, wait, now, cpu_time, seconds
+        self.max_calls = MAX_CALLS if flush is None else 1  # only the first call after a flush is cold
 
-    def sample(self, way: Way, calls: int) -> float:
+    def sample(self, contestant: Contestant, calls: int) -> float:
         if calls > 1:
-            way()                              # brings back what the others pushed out of the caches
+            contestant()                       # refills the caches after the others' turns
         best = math.inf
         for _ in range(ATTEMPTS):
             if self._flush is not None:
                 self._flush()
             self._wait()
-            worked = self._busy() if self._busy is not None else 0
+            worked = self._cpu_time() if self._cpu_time is not None else 0
             began = self._now()
             for _ in range(calls):
-                way()
+                contestant()
             self._wait()
             took = self._now() - began
             best = min(best, took)
-            if self._busy is None or took >= LONG_NS or self._busy() - worked >= KEPT * took:
+            if self._cpu_time is None or took >= LONG_NS or self._cpu_time() - worked >= MIN_CPU_SHARE * took:
                 break
         return best / calls / 1e3
 
 
 class ColdWatch:
-    """CUDA's own events, which tell how long the device worked, with the L2 cache overwritten before each call.
+    """CUDA events around each call, with the L2 cache overwritten before it.
 
-    Calls are timed one by one behind a flush that hides the launch; since launching may be what takes longest, the
-    sample is the longer of the device's time and the host's.
+    The flush before a call hides its launch; since launching may take longest, the sample is the longer of the
+    device's time and the host's.
     """
 
     margin = MARGIN
     seconds = SAMPLE_SECONDS
-    most_calls = MOST_COLD_CALLS
+    max_calls = MAX_COLD_CALLS
 
     def __init__(self) -> None:
         self._buffer = torch.empty(2 * cache_bytes("cuda"), dtype=torch.uint8, device="cuda")
 
-    def sample(self, way: Way, calls: int) -> float:
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    def sample(self, contestant: Contestant, calls: int) -> float:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
         host = 0
         torch.cuda.synchronize()
-        for begin, end in marks:
+        for begin, end in events:
             self._buffer.zero_()
             begin.record()
             began = time.perf_counter_ns()
-            way()
+            contestant()
             host += time.perf_counter_ns() - began
             end.record()
         torch.cuda.synchronize()
-        device = sum(begin.elapsed_time(end) for begin, end in marks) * 1e3
+        device = sum(begin.elapsed_time(end) for begin, end in events) * 1e3
         return max(device, host / 1e3) / calls
 
 
 class GraphWatch:
-    """As a captured decode step runs it: each way is captured once in a CUDA graph of its own, and its replay timed
-    behind a read of more than the L2 cache. What the host does is not in it. A way that cannot be captured raises."""
+    """Replays of CUDA graphs, as in a captured decode step: each contestant is captured once, and its replay timed
+    after a read of more than the L2 cache. The host's time is not in it. One that cannot be captured raises."""
 
-    most_calls = MOST_COLD_CALLS
+    max_calls = MAX_COLD_CALLS
     margin = GRAPH_MARGIN
     seconds = SAMPLE_SECONDS
 
@@ -131,53 +131,53 @@ class GraphWatch:
         self._sweep = torch.zeros(2 * cache_bytes("cuda") if cold else 4, dtype=torch.uint8, device="cuda").view(
             torch.int32)
         self._side = torch.cuda.Stream()
-        self._graphs: weakref.WeakKeyDictionary[Way, torch.cuda.CUDAGraph] = weakref.WeakKeyDictionary()
+        self._graphs: weakref.WeakKeyDictionary[Contestant, torch.cuda.CUDAGraph] = weakref.WeakKeyDictionary()
 
-    def sample(self, way: Way, calls: int) -> float:
-        graph = self._graphs.get(way)
+    def sample(self, contestant: Contestant, calls: int) -> float:
+        graph = self._graphs.get(contestant)
         if graph is None:
-            graph = self._graphs[way] = self._captured(way)
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
-        for begin, end in marks:
+            graph = self._graphs[contestant] = self._capture(contestant)
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+        for begin, end in events:
             self._sweep.sum()
             begin.record()
             graph.replay()
             end.record()
         torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in marks) * 1e3 / calls
+        return sum(begin.elapsed_time(end) for begin, end in events) * 1e3 / calls
 
-    def median(self, way: Way, runs: int) -> float:
-        """The median of so many replays, in microseconds."""
-        return statistics.median(self.sample(way, 1) for _ in range(runs))
+    def median(self, contestant: Contestant, runs: int) -> float:
+        """Return the median of this many replays, in microseconds."""
+        return statistics.median(self.sample(contestant, 1) for _ in range(runs))
 
-    def _captured(self, way: Way) -> torch.cuda.CUDAGraph:
-        warm_up(way, self._side)               # what is made on first use is made now, and some of it for this stream
+    def _capture(self, contestant: Contestant) -> torch.cuda.CUDAGraph:
+        warm_up(contestant, self._side)        # libraries make handles and plans now, some of them per stream
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, stream=self._side):
-            way()
+            contestant()
         return graph
 
 
 def stopwatch(device: str, mode: str = EAGER, cold: bool = False) -> Watch:
-    """The watch for calls in this mode. `cold`: of eager calls, each after its last cache was overwritten."""
+    """Return the watch for calls in this mode; with `cold`, eager calls are timed with the last cache overwritten."""
     if device == "cuda" and mode == CAPTURED:
         return GraphWatch()
     if device == "cuda" and cold:
         return ColdWatch()
-    empty = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device).zero_ if cold else None
+    flush = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device).zero_ if cold else None
     if device == "cpu":
-        return WallWatch(empty, busy=time.thread_time_ns)
+        return WallWatch(flush, cpu_time=time.thread_time_ns)
     wait = torch.cuda.synchronize if device == "cuda" else torch.accelerator.synchronize
-    return WallWatch(empty, wait, seconds=LOOP_SECONDS)
+    return WallWatch(flush, wait, seconds=LOOP_SECONDS)
 
 
 def cache_bytes(device: str) -> int:
-    """The size of the last cache before memory."""
+    """Return the size of the last cache before memory."""
     if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return int(getattr(properties, "L2_cache_size", 0)) or 64 << 20
-    found = [_cache_size(file) for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max(found, default=0) or 32 << 20
+    sizes = [_cache_size(file) for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max(sizes, default=0) or 32 << 20
 
 
 def _cache_size(file: Path) -> int:
@@ -188,11 +188,11 @@ def _cache_size(file: Path) -> int:
         return 0
 
 
-# what the samples say
+# statistics
 
 @dataclass(frozen=True)
 class Summary:
-    """Microseconds. Mean, variance, p10 and p90 leave outliers out; the median and the tail know them all."""
+    """Statistics in microseconds. Mean, variance, p10 and p90 leave outliers out; median, p95 and p99 do not."""
 
     median: float
     mean: float
@@ -202,13 +202,13 @@ class Summary:
     p95: float
     p99: float
     samples: int
-    outliers: int = 0                          # samples far outside the middle half, as when the CPU was taken away
+    outliers: int = 0                          # samples far beyond the interquartile range
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Summary:
         everything = sorted(samples)
         q1, q3 = quantile(everything, 0.25), quantile(everything, 0.75)
-        reach = FAR * (q3 - q1)
+        reach = OUTLIER_REACH * (q3 - q1)
         usual = [s for s in everything if q1 - reach <= s <= q3 + reach]
         return cls(quantile(everything, 0.5), statistics.fmean(usual),
                    statistics.variance(usual) if len(usual) > 1 else 0.0, quantile(usual, 0.1), quantile(usual, 0.9),
@@ -217,12 +217,12 @@ class Summary:
 
     @property
     def spread(self) -> float:
-        """Relative: how far apart nine and one in ten are."""
+        """Return (p90 - p10) / median."""
         return (self.p90 - self.p10) / self.median if self.median > 0 else 0.0
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Between the two nearest of the ordered values, as far as the share says."""
+    """Return the quantile of ordered values, interpolated between the two nearest."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -231,7 +231,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster: the median over the rounds, and the middle half of them."""
+    """How many times faster: the median over the rounds, and the quartiles."""
 
     median: float
     low: float
@@ -242,7 +242,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """"faster" and "slower" only where three quarters of the rounds say so."""
+        """Return "faster" or "slower" if three quarters of the rounds agree, else "even"."""
         return "faster" if self.low > 1.0 else "slower" if self.high < 1.0 else "even"
 
     def to_json(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Timings:
-    """Microseconds per call of each way, one number per round; a way that was dropped has the first rounds only."""
+    """Microseconds per call of each contestant, one number per round; a dropped one has its first rounds only."""
 
     rounds: Mapping[str, list[float]]
 
@@ -262,20 +262,21 @@ class Timings:
         return Summary.of(self.rounds[name])
 
     def gain(self, over: str, of: str) -> Ratio:
+        """Return how many times faster `of` is than `over`."""
         ratios = [a / b for a, b in zip(self.rounds[over], self.rounds[of])]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         return Ratio(middle, low, high)
 
     def beats(self, one: str, other: str, margin: float = MARGIN) -> float:
-        """How sure it is, from 0 to 1, that `one` is faster than `other` by more than the margin."""
+        """Return the confidence, from 0 to 1, that `one` is faster than `other` by more than the margin."""
         return float((self._gaps(one, other) > math.log1p(margin)).double().mean())
 
     def even(self, one: str, other: str, margin: float = MARGIN) -> float:
-        """How sure it is that they are nearer to each other than the margin."""
+        """Return the confidence that they differ by less than the margin."""
         return float((self._gaps(one, other).abs() <= math.log1p(margin)).double().mean())
 
     def _gaps(self, one: str, other: str) -> torch.Tensor:
-        """The median of log(other / one) over rounds that are drawn again and again, the same draws every time."""
+        """Return the median of log(other / one) over resampled rounds, with the same seed every time."""
         gaps = torch.tensor([math.log(b / a) for a, b in zip(self.rounds[one], self.rounds[other])],
                             dtype=torch.float64, device="cpu")
         draws = torch.randint(len(gaps), (RESAMPLES, len(gaps)), device="cpu",
@@ -286,9 +287,9 @@ class Timings:
 # rounds
 
 class Race:
-    """Ways that take turns. One that throws what `catch` names is out, and its error kept.
+    """Contestants that take turns. One that raises an error of `catch` is out, and its error kept.
 
-    After `deadline` (of time.perf_counter) no sample begins; one that runs is not interrupted.
+    After `deadline` (of time.perf_counter) no sample begins; a running one is not interrupted.
     """
 
     def __init__(self, watch: Watch, catch: tuple[type[BaseException], ...] = (), seed: int = 0,
@@ -296,14 +297,14 @@ class Race:
         self.watch, self.catch, self.deadline = watch, catch, deadline
         self.rounds: dict[str, list[float]] = {}
         self.failed: dict[str, BaseException] = {}
-        self._running: dict[str, tuple[Way, int]] = {}
-        self._on_entry: dict[str, float] = {}
-        self._chance = random.Random(seed)
+        self._running: dict[str, tuple[Contestant, int]] = {}
+        self._entry_us: dict[str, float] = {}
+        self._random = random.Random(seed)
 
     @property
     def timings(self) -> Timings:
-        """Of those that have run at least one round and have not failed."""
-        return Timings({name: found for name, found in self.rounds.items() if found})
+        """The timings of those that have run at least one round and have not failed."""
+        return Timings({name: rounds for name, rounds in self.rounds.items() if rounds})
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -313,55 +314,57 @@ class Race:
     def out_of_time(self) -> bool:
         return time.perf_counter() >= self.deadline
 
-    def enter(self, name: str, way: Way) -> tuple[float, float] | None:
-        """Microseconds of the first call, which loads and compiles, and of the next; None if it failed, or if
-        after the first call there was no time for another: by its first call nobody is judged."""
+    def enter(self, name: str, contestant: Contestant) -> tuple[float, float] | None:
+        """Return microseconds of the first call, which loads and compiles, and of the next.
+
+        None if it failed, or if there was no time for a second call: the first says nothing of its speed.
+        """
         began = time.perf_counter()
-        if self._sample(name, way, 1) is None:
+        if self._sample(name, contestant, 1) is None:
             return None
-        first = (time.perf_counter() - began) * 1e6            # all of it: a compiler's wait is no noise
+        first = (time.perf_counter() - began) * 1e6            # wall-clock: waiting for a compiler is not noise
         if self.out_of_time:
             return None
-        after = self._sample(name, way, 1)
+        after = self._sample(name, contestant, 1)
         if after is None:
             return None
         calls = int(self.watch.seconds * 1e6 / max(after, 1e-3))
-        self._running[name] = way, min(max(calls, 1), self.watch.most_calls)
+        self._running[name] = contestant, min(max(calls, 1), self.watch.max_calls)
         self.rounds[name] = []
-        self._on_entry[name] = max(after, 1e-3)
+        self._entry_us[name] = max(after, 1e-3)
         return first, after
 
-    def replace(self, name: str, way: Way) -> float | None:
-        """From now on it is called in this way; microseconds of one such call, None if it failed."""
-        self._sample(name, way, 1)             # what is made on first use is made now
-        after = self._sample(name, way, 1) if name in self._running else None
+    def replace(self, name: str, contestant: Contestant) -> float | None:
+        """Call a contestant in another way from now on; return microseconds of one such call, None if it failed."""
+        self._sample(name, contestant, 1)      # loads and compiles what it needs
+        after = self._sample(name, contestant, 1) if name in self._running else None
         if after is not None:
             calls = int(self.watch.seconds * 1e6 / max(after, 1e-3))
-            self._running[name] = way, min(max(calls, 1), self.watch.most_calls)
-            self._on_entry[name] = max(after, 1e-3)
+            self._running[name] = contestant, min(max(calls, 1), self.watch.max_calls)
+            self._entry_us[name] = max(after, 1e-3)
         return after
 
     def drop(self, name: str) -> None:
-        """It takes part in no further round; what was measured stays."""
+        """Leave it out of further rounds; what was measured stays."""
         self._running.pop(name, None)
 
     def run(self, rounds: int = 1, only: str = "") -> None:
-        """So many rounds, or fewer if the time is up: then a way that had no turn yet keeps its time on entry."""
+        """Run this many rounds, or fewer if the time is up: one that had no turn then keeps its time on entry."""
         with no_collection():
             for _ in range(rounds):
                 turn = [entry for entry in self._running.items() if entry[0] == (only or entry[0])]
-                self._chance.shuffle(turn)
-                for name, (way, calls) in turn:
+                self._random.shuffle(turn)
+                for name, (contestant, calls) in turn:
                     if self.out_of_time:
-                        self.rounds[name] = self.rounds[name] or [self._on_entry[name]]
+                        self.rounds[name] = self.rounds[name] or [self._entry_us[name]]
                         continue
-                    us = self._sample(name, way, calls)
+                    us = self._sample(name, contestant, calls)
                     if us is not None:
                         self.rounds[name].append(max(us, 1e-3))
 
-    def _sample(self, name: str, way: Way, calls: int) -> float | None:
+    def _sample(self, name: str, contestant: Contestant, calls: int) -> float | None:
         try:
-            return self.watch.sample(way, calls)
+            return self.watch.sample(contestant, calls)
         except self.catch as error:
             self.failed[name] = error
             self.rounds.pop(name, None)
@@ -369,11 +372,11 @@ class Race:
             return None
 
 
-def in_turns(ways: Mapping[str, Way], seconds: float, device: str, deadline: float = math.inf) -> Timings:
-    """Rounds for about `seconds`, with warm caches; of those ways that were called twice before the deadline."""
+def in_turns(contestants: Mapping[str, Contestant], seconds: float, device: str, deadline: float = math.inf) -> Timings:
+    """Run rounds for about `seconds`, with warm caches, of the contestants that could be called twice in time."""
     race = Race(stopwatch(device), deadline=deadline)
-    for name, way in ways.items():
-        race.enter(name, way)
+    for name, contestant in contestants.items():
+        race.enter(name, contestant)
     end = time.perf_counter() + seconds
     for turn in range(MAX_ROUNDS):
         if (turn and race.out_of_time) or (turn >= MIN_ROUNDS and time.perf_counter() > end):
@@ -385,10 +388,10 @@ def in_turns(ways: Mapping[str, Way], seconds: float, device: str, deadline: flo
 @contextmanager
 def no_collection() -> Iterator[None]:
     """No garbage collection while the clock runs."""
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

@@ -1,7 +1,7 @@
 """Public models as data, and the calls that one step of each makes.
 
 `calls_of("llama-3-8b")` is every lz operation of one prefill and of one decode step, with its shapes and strides;
-`count` says how often the step makes it. Layers that work alike are one call. What is no operation of ours
+`count` says how often the step makes it. Layers of equal shapes are one call. What is no operation of ours
 (convolutions, residual sums, resnets) is left out.
 """
 
@@ -26,7 +26,7 @@ class Level:
     channels: int
     heads: int
     blocks: int
-    inputs: int                                # of these blocks, how many begin with a group norm of their own
+    inputs: int                                # how many of the blocks begin with a group norm
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class Model:
     vocab: int = 0                             # or classes
     norm: str = "rms"                          # rms | layer
     eps: float = 1e-5
-    norm_offset: float = 0.0                   # Gemma stores its weights as their difference from 1
+    norm_offset: float = 0.0                   # Gemma stores norm weights minus 1
     norms: int = 2                             # of each layer
     affine: bool = True
     activation: str = "swiglu"
     bias: bool = False
     rope: str = "rotate_half"                  # or interleaved; "": positions are learned
     qk_norm: bool = False
-    window: int = 0                            # 0: every layer sees everything
-    full_layers: int = 0                       # of a model with a window: layers that see everything all the same
+    window: int = 0                            # 0: full attention in every layer
+    full_layers: int = 0                       # of a model with a window: layers with full attention
     softcap: float = 0.0
     scale: float | None = None
     tokens: int = 0                            # of one image; 0: as long as the prompt
-    text_tokens: int = 0                       # beside the image, or what is looked at by cross attention
+    text_tokens: int = 0                       # beside the image, or the keys of cross attention
     text_width: int = 0
     experts: int = 0
     experts_per_token: int = 0
@@ -136,30 +136,30 @@ def model_named(name: str) -> Model:
 
 def calls_of(model: str | Model, *, batch: int = 1, prompt: int = 512, context: int = 4096, dtype: str = "bfloat16",
              decode: bool = True, prefill: bool = True, scale: float = 1.0) -> tuple[Call, ...]:
-    """The calls of one step over `prompt` tokens, and of one that decodes a token after `context` others.
+    """Return the calls of one prefill over `prompt` tokens, and of one decode step after `context` tokens.
 
     `scale` makes the model narrower (its heads, widths, vocabulary and experts, and the tokens of an image) and
-    keeps what kernels are particular about: the size of a head, how many heads share keys, the shape of a layer.
+    keeps what kernels depend on: the size of a head, how many heads share keys, the shape of a layer.
     """
     for name, value in (("batch", batch), ("prompt", prompt), ("context", context)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     if not 0 < scale <= 1:
         raise ConfigError(f"scale must be above 0 and at most 1, got {scale}")
-    found = _narrower(model_named(model) if isinstance(model, str) else model, scale)
+    scaled = _scale(model_named(model) if isinstance(model, str) else model, scale)
     calls: tuple[Call, ...] = ()
-    tokens = found.tokens or prompt
+    tokens = scaled.tokens or prompt
     if prefill:
-        calls += _BUILDERS[found.kind](_Step(found, dtype, batch, tokens, tokens, "prefill"))
-    if decode and found.kind in ("decoder", "encoder-decoder"):
-        calls += _BUILDERS[found.kind](_Step(found, dtype, batch, 1, context, "decode", prompt))
+        calls += _BUILDERS[scaled.kind](_Step(scaled, dtype, batch, tokens, tokens, "prefill"))
+    if decode and scaled.kind in ("decoder", "encoder-decoder"):
+        calls += _BUILDERS[scaled.kind](_Step(scaled, dtype, batch, 1, context, "decode", prompt))
     if not calls:
-        raise ConfigError(f"{found.name} makes no call: it has {'no decode' if decode else 'a decode'} step; "
+        raise ConfigError(f"{scaled.name} makes no call: it has {'no decode' if decode else 'a decode'} step; "
                           "ask for prefill as well")
     return calls
 
 
-def _narrower(model: Model, scale: float) -> Model:
+def _scale(model: Model, scale: float) -> Model:
     if scale == 1.0:
         return model
 
@@ -179,7 +179,7 @@ def _narrower(model: Model, scale: float) -> Model:
 
 
 class _Step:
-    """Collects the calls of one step: `tokens` new ones in each row of the batch, which see `seen` in all."""
+    """Collects the calls of one step: `tokens` new tokens in each row of the batch, which attend to `seen` in all."""
 
     def __init__(self, model: Model, dtype: str, batch: int, tokens: int, seen: int, phase: str,
                  prompt: int = 0) -> None:
@@ -191,22 +191,22 @@ class _Step:
 
     def add(self, op: str, count: int, **arguments: TensorSpec | Scalar) -> None:
         if count:
-            given = {n: v for n, v in arguments.items() if v is not None}
-            self.calls.append(Call(op, given, count=count, name=self.name))
+            present = {n: v for n, v in arguments.items() if v is not None}
+            self.calls.append(Call(op, present, count=count, name=self.name))
 
     def tensor(self, *shape: int, dtype: str = "") -> TensorSpec:
         return TensorSpec(shape, dtype or self.dtype)
 
-    def optional(self, wanted: bool, *shape: int) -> TensorSpec | None:
-        return self.tensor(*shape) if wanted else None
+    def optional(self, present: bool, *shape: int) -> TensorSpec | None:
+        return self.tensor(*shape) if present else None
 
-    def whole(self, values: list[int], *shape: int, dtype: str = "int64") -> TensorSpec:
+    def integers(self, values: list[int], *shape: int, dtype: str = "int64") -> TensorSpec:
         return TensorSpec(shape, dtype, values=tuple(values))
 
-    def heads(self, heads: int, tokens: int, dim: int, moved: bool) -> TensorSpec:
-        """(batch, heads, tokens, dim); `moved`: a view of what a projection gave, (batch, tokens, heads, dim)."""
+    def heads(self, heads: int, tokens: int, dim: int, transposed: bool) -> TensorSpec:
+        """Return (batch, heads, tokens, dim); `transposed`: a view of a projection's (batch, tokens, heads, dim)."""
         shape, strides = (self.batch, heads, tokens, dim), (tokens * heads * dim, dim, heads * dim, 1)
-        return TensorSpec(shape, self.dtype, strides if moved and heads > 1 and tokens > 1 else None)
+        return TensorSpec(shape, self.dtype, strides if transposed and heads > 1 and tokens > 1 else None)
 
     # the parts of a layer
 
@@ -224,7 +224,7 @@ class _Step:
             self.add("rms_norm", count, x=x, weight=self.tensor(width), eps=m.eps, offset=m.norm_offset or None)
 
     def norms(self) -> None:
-        """Those of all layers and the last one; where it can be, each after the first is one with its residual sum."""
+        """Add the norms of all layers and the last one; after the first, fused with the residual add if possible."""
         m, count = self.model, self.model.norms * self.model.layers
         if m.norm == "layer" or m.norms != 2:
             self.norm(count + 1, m.hidden)
@@ -245,13 +245,13 @@ class _Step:
 
     def attention(self, count: int, tokens: int, seen: int, heads: int, kv_heads: int, dim: int, *, value_dim: int = 0,
                   causal: bool = False, window: int = 0, mask: TensorSpec | None = None) -> None:
-        """After rope queries and keys are as it leaves them; values, and all three without it, as a projection does."""
-        m, turned = self.model, bool(self.model.rope)
+        """Add attention. Rope leaves queries and keys contiguous; a projection leaves its outputs transposed."""
+        m, rotated = self.model, bool(self.model.rope)
         cached = self.decoding
         if window and seen > window and cached:
-            seen, window = window, 0           # the cache holds no more than the window
-        self.add("attention", count, query=self.heads(heads, tokens, dim, not turned),
-                 key=self.heads(kv_heads, seen, dim, not turned and not cached),
+            seen, window = window, 0           # the cache holds only the window
+        self.add("attention", count, query=self.heads(heads, tokens, dim, not rotated),
+                 key=self.heads(kv_heads, seen, dim, not rotated and not cached),
                  value=self.heads(kv_heads, seen, value_dim or dim, not cached), attn_mask=mask,
                  is_causal=(causal and tokens > 1) or None, scale=m.scale, softcap=m.softcap or None,
                  window_left=window - 1 if window and window < seen else None)
@@ -273,10 +273,10 @@ class _Step:
         self.linear(count, m.hidden, m.experts, bias=False)
         logits = self.tensor(self.batch, self.tokens, m.experts)
         self.add("moe_gate", count, logits=logits, top_k=k, **m.routing)
-        by: dict[str, Any] = {"logits": logits, "top_k": k}                # where the ids would be too many to write
+        by: dict[str, Any] = {"logits": logits, "top_k": k}                # where the ids are too many to describe
         if rows * k <= MOST_VALUES:
             chosen = [(t * k + slot) % m.experts for t in range(rows) for slot in range(k)]    # evenly spread
-            by = {"topk_ids": self.whole(chosen, self.batch, self.tokens, k),
+            by = {"topk_ids": self.integers(chosen, self.batch, self.tokens, k),
                   "topk_weights": self.tensor(self.batch, self.tokens, k, dtype="float32")}
         self.add("moe", count, x=self.tensor(self.batch, self.tokens, m.hidden),
                  w_gate_up=self.tensor(m.experts, 2 * m.expert_ffn, m.hidden),
@@ -291,7 +291,7 @@ class _Step:
                  scale=float(m.hidden) ** 0.5 if m.norm_offset else None)
 
     def token(self) -> None:
-        """From the last hidden state to the next token."""
+        """Add the calls from the last hidden state to the next token."""
         m = self.model
         self.linear(1, m.hidden, m.vocab, tokens=1, bias=False)
         self.add("sample", 1, logits=self.tensor(self.batch, m.vocab, dtype="float32"), temperature=0.7, top_k=50,
@@ -320,7 +320,7 @@ def _decoder(s: _Step) -> tuple[Call, ...]:
 
 
 def _latent_attention(s: _Step) -> None:
-    """Keys and values are rebuilt from the latent for a prompt; decoding works on the latent itself, in pages."""
+    """Prefill rebuilds keys and values from the latent; decoding attends to the latent itself, in pages."""
     m, plain = s.model, s.model.head_dim - s.model.rope_dim
     if m.q_rank:
         s.linear(m.layers, m.hidden, m.q_rank)
@@ -334,11 +334,11 @@ def _latent_attention(s: _Step) -> None:
         s.attention(m.layers, s.tokens, s.seen, m.heads, m.heads, m.head_dim, value_dim=m.value_dim, causal=True)
     else:
         pages = -(-s.seen // PAGE)
-        table = s.whole(list(range(s.batch * pages)), s.batch, pages, dtype="int32")
+        table = s.integers(list(range(s.batch * pages)), s.batch, pages, dtype="int32")
         s.add("mla_paged_attention", m.layers, q_nope=s.tensor(s.batch, m.heads, m.kv_rank),
               q_pe=s.tensor(s.batch, m.heads, m.rope_dim), ckv_cache=s.tensor(s.batch * pages, PAGE, m.kv_rank),
               kpe_cache=s.tensor(s.batch * pages, PAGE, m.rope_dim), block_table=table,
-              context_lens=s.whole([s.seen] * s.batch, s.batch, dtype="int32"), is_causal=True,
+              context_lens=s.integers([s.seen] * s.batch, s.batch, dtype="int32"), is_causal=True,
               scale=m.head_dim ** -0.5, max_seqlen_q=1)
     s.linear(m.layers, m.heads * m.value_dim, m.hidden)
 
@@ -357,14 +357,14 @@ def _encoder(s: _Step) -> tuple[Call, ...]:
 
 
 def _encoder_decoder(s: _Step) -> tuple[Call, ...]:
-    """The prompt goes through the encoder; decoding looks at itself and at the prompt."""
+    """The prompt goes through the encoder; decoding attends to itself and to the prompt."""
     m = s.model
     bias = s.tensor(1, m.heads, s.tokens, s.seen)
     s.embedding()
     s.norm((3 if s.decoding else 2) * m.layers + 1, m.hidden)
     s.linear(m.layers, m.hidden, 3 * m.heads * m.head_dim)
     s.attention(m.layers, s.tokens, s.seen, m.heads, m.kv_heads, m.head_dim, mask=bias)
-    s.linear((3 if s.decoding else 1) * m.layers, m.heads * m.head_dim, m.hidden)      # cross attention's two as well
+    s.linear((3 if s.decoding else 1) * m.layers, m.heads * m.head_dim, m.hidden)  # and two for cross attention
     if s.decoding:
         s.attention(m.layers, s.tokens, s.prompt, m.heads, m.kv_heads, m.head_dim)
         s.token()
@@ -394,7 +394,7 @@ def _groups(channels: int) -> int:
 
 
 def _dit(s: _Step) -> tuple[Call, ...]:
-    """Image and text go through weights of their own and attend to each other; then through shared ones, if any."""
+    """Image and text have weights of their own and attend to each other; then come the shared layers, if any."""
     m, width = s.model, s.model.heads * s.model.head_dim
     both = s.tokens + m.text_tokens
     for tokens in filter(None, (s.tokens, m.text_tokens)):
@@ -403,15 +403,15 @@ def _dit(s: _Step) -> tuple[Call, ...]:
         s.head_norm(2 * m.layers, m.heads, tokens)
         s.linear(m.layers, width, m.hidden, tokens)
         s.mlp(m.layers, m.hidden, m.ffn, tokens)
-        s.linear(m.layers, m.hidden, 6 * m.hidden, 1)          # what modulates the layer
+        s.linear(m.layers, m.hidden, 6 * m.hidden, 1)          # modulation
     if m.single_layers:
         s.norm(m.single_layers, m.hidden, both)
         s.linear(m.single_layers, m.hidden, 3 * width + m.ffn, both)
         s.head_norm(2 * m.single_layers, m.heads, both)
         s.linear(m.single_layers, width + m.ffn, m.hidden, both)
         s.linear(m.single_layers, m.hidden, 3 * m.hidden, 1)
-    turning = s.heads(m.heads, both, m.head_dim, True)
-    s.rope(m.layers + m.single_layers, turning, turning, both)
+    rotated = s.heads(m.heads, both, m.head_dim, True)
+    s.rope(m.layers + m.single_layers, rotated, rotated, both)
     s.attention(m.layers + m.single_layers, both, both, m.heads, m.kv_heads, m.head_dim)
     return tuple(s.calls)
 

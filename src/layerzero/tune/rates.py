@@ -1,4 +1,4 @@
-"""What a device can do at best: one bandwidth and one matmul rate, measured. The roof of every percentage."""
+"""The peak rates of a device, measured: one bandwidth and one matmul rate, the roofline of every percentage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..perf.record import Rates
 from .harness import Watch, cache_bytes, no_collection, stopwatch
 
 SAMPLES = 8
-NOISY = 0.25           # by so much the middle sample may be slower than the best
+NOISY = 0.25           # the median sample may be this much slower than the best
 
 
 class Reading(NamedTuple):
@@ -25,17 +25,17 @@ class Reading(NamedTuple):
 
 
 def measure_rates(device: str, seconds: float = 1.5) -> Reading:
-    """The best of several samples of each: noise only ever slows down. Takes about `seconds`."""
+    """Measure the best of several samples of each: noise only slows down. Takes about `seconds`."""
     watch, began = stopwatch(device), time.perf_counter()
     spreads: list[float] = []
     with torch.no_grad(), no_collection():
-        moved = _bandwidth(watch, device, began + seconds / 2, spreads)
+        bandwidth = _bandwidth(watch, device, began + seconds / 2, spreads)
         rates = [_matmul_rate(watch, device, dtype, began + seconds, spreads) for dtype in matmul_dtypes(device)]
-    return Reading(Rates(max(rates), moved), max(spreads) > NOISY)
+    return Reading(Rates(max(rates), bandwidth), max(spreads) > NOISY)
 
 
 def matmul_dtypes(device: str) -> tuple[torch.dtype, ...]:
-    """A GPU's rate is that of its 16-bit matmul; a CPU's the better of float32 and, where it has it, bfloat16."""
+    """Return the dtypes to time: 16-bit on a GPU; on a CPU float32 and, if it supports it, bfloat16."""
     bf16 = hardware.probe(device).supports_bf16
     if device == "cpu":
         return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
@@ -43,17 +43,17 @@ def matmul_dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 
 def _bandwidth(watch: Watch, device: str, end: float, spreads: list[float]) -> float:
-    """Bytes per microsecond: the better of reading memory and copying half of it to the other half."""
+    """Measure bytes per microsecond: the better of reading memory and copying half of it to the other half."""
     size = min(max(256 << 20, 2 * cache_bytes(device)), free_bytes(device) // 8)
     memory = torch.ones(max(size // 8, 1 << 16) * 2, dtype=torch.float32, device=device)
     source, target = memory.chunk(2)
-    moved = memory.numel() * memory.element_size()
-    ways: tuple[Callable[[], Any], ...] = (memory.sum, lambda: target.copy_(source))
-    return moved / min(_best_us(watch, way, end, spreads) for way in ways)
+    nbytes = memory.numel() * memory.element_size()
+    contestants: tuple[Callable[[], Any], ...] = (memory.sum, lambda: target.copy_(source))
+    return nbytes / min(_best_us(watch, contestant, end, spreads) for contestant in contestants)
 
 
 def _matmul_rate(watch: Watch, device: str, dtype: torch.dtype, end: float, spreads: list[float]) -> float:
-    """FLOPs per microsecond, of the size that is fastest among those there is time for."""
+    """Measure FLOPs per microsecond, of the fastest size there is time for."""
     best = 0.0
     for n in _sizes(device):
         began = time.perf_counter()
@@ -72,13 +72,13 @@ def _sizes(device: str) -> Iterator[int]:
     yield from (512, 1024, 2048, 4096) if device == "cpu" else (2048, 4096, 8192)
 
 
-def _best_us(watch: Watch, way: Callable[[], Any], end: float, spreads: list[float]) -> float:
-    watch.sample(way, 1)                       # loads code, starts threads, touches the memory
-    samples = [watch.sample(way, 1)]
+def _best_us(watch: Watch, contestant: Callable[[], Any], end: float, spreads: list[float]) -> float:
+    watch.sample(contestant, 1)                # loads code, starts threads, touches the memory
+    samples = [watch.sample(contestant, 1)]
     for _ in range(SAMPLES):
         if time.perf_counter() > end:
             break
-        samples.append(watch.sample(way, 1))
+        samples.append(watch.sample(contestant, 1))
     best = max(min(samples), 1e-3)
     spreads.append(statistics.median(samples) / best - 1.0)
     return best

@@ -1,7 +1,7 @@
-"""What a choice costs: the chosen kernel against every one that could have served, timed in turns.
+"""The regret of selection: the chosen kernel against every one that could have served, timed in turns.
 
 The regret of a call is chosen / best - 1. The fastest of several noisy times is partly the luckiest, so the best is
-picked by one half of the rounds and judged by the other, for many ways to halve them, and always by the ratio within
+picked by one half of the rounds and judged by the other, for many random halves, and always by the ratio within
 each round; the median of these judgements is the regret.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from ..dispatch.dispatcher import Dispatcher
 from ..machine import faults, loading
-from ..operate import calls as written
+from ..operate.calls import make_values
 from ..operate.inspection import dispatcher_of
 from ..perf.record import COMPILED, EAGER, kind_of
 from ..select.key import fixed_by_key
@@ -30,15 +30,15 @@ from ..spec.plan import Plan
 from ..world import context
 from ..world import snapshot as worlds
 from ..world.incidents import refusal
-from .contest import by_name, compiled, facts_of
-from .harness import Race, Watch, stopwatch
-from .tuner import modes_of, resolved
+from .contest import as_contestant, compile_call, mode_facts
+from .harness import Contestant, Race, Watch, stopwatch
+from .tuner import modes_of, resolve
 
-LOOK_ROUNDS = 3
-SPLITS = 25            # ways to halve the rounds
-FAR_SLOWER = 5.0       # after a first look: a kernel so far behind the fastest takes no further part
+FIRST_ROUNDS = 3
+SPLITS = 25            # random halves of the rounds
+FAR_SLOWER = 5.0       # times slower than the fastest after the first rounds: dropped
 MIN_ROUNDS, MAX_ROUNDS = 20, 400
-WORSE = 0.03           # so much slower than torch's own choice counts as worse
+WORSE = 0.03           # slower than torch's own choice by more than this counts as worse
 MAX_MEDIAN, MAX_P95 = 0.02, 0.08
 Rounds = Mapping[str, Sequence[float]]         # kernel -> microseconds, one number per round
 
@@ -46,41 +46,41 @@ Rounds = Mapping[str, Sequence[float]]         # kernel -> microseconds, one num
 # statistics
 
 def ratio(rounds: Rounds, over: str, of: str, part: Sequence[int] | None = None) -> float:
-    """How many times as long `over` takes as `of`: the median of the ratios within each round of the part."""
+    """Return how many times as long `over` takes as `of`: the median of the ratios within each round of the part."""
     part = range(len(rounds[of])) if part is None else part
     return statistics.median([rounds[over][i] / rounds[of][i] for i in part])
 
 
-def winner(rounds: Rounds, chosen: str, part: Sequence[int] | None = None) -> str:
-    """The fastest by the ratio to `chosen`; of equals, the chosen one."""
+def fastest(rounds: Rounds, chosen: str, part: Sequence[int] | None = None) -> str:
+    """Return the fastest by the ratio to `chosen`; of equals, the chosen one."""
     return min(rounds, key=lambda name: (ratio(rounds, name, chosen, part), name != chosen))
 
 
 def halves(rounds: Rounds) -> tuple[range, range]:
-    """The earlier rounds and the later ones."""
+    """Return the earlier rounds and the later ones."""
     total = min(map(len, rounds.values()))
     return range(total // 2), range(total // 2, total)
 
 
 def regret(rounds: Rounds, chosen: str) -> float:
-    """chosen / best - 1. What is below zero by chance is zero."""
-    order, chance = [*halves(rounds)[0], *halves(rounds)[1]], random.Random(0)
+    """Return chosen / best - 1, and zero where noise makes it negative."""
+    order, generator = [*halves(rounds)[0], *halves(rounds)[1]], random.Random(0)
     middle = len(order) // 2
-    found = []
+    regrets = []
     for _ in range(SPLITS):
-        chance.shuffle(order)
+        generator.shuffle(order)
         for pick, judge in ((order[:middle], order[middle:]), (order[middle:], order[:middle])):
-            found.append(ratio(rounds, chosen, winner(rounds, chosen, pick), judge) - 1.0)
-    return max(statistics.median(found), 0.0)
+            regrets.append(ratio(rounds, chosen, fastest(rounds, chosen, pick), judge) - 1.0)
+    return max(statistics.median(regrets), 0.0)
 
 
 def quantile(values: Sequence[float], share: float, weights: Sequence[float] | None = None) -> float:
-    """The smallest value that at least `share` of the weight is not above."""
+    """Return the smallest value such that `share` of the weight is not above it."""
     pairs = sorted(zip(values, weights or [1.0] * len(values)))
-    wanted, so_far = share * sum(w for _, w in pairs), 0.0
+    target, so_far = share * sum(w for _, w in pairs), 0.0
     for value, weight in pairs:
         so_far += weight
-        if so_far >= wanted - 1e-9:
+        if so_far >= target - 1e-9:
             return value
     return pairs[-1][0]
 
@@ -89,19 +89,19 @@ def quantile(values: Sequence[float], share: float, weights: Sequence[float] | N
 
 @dataclass(frozen=True)
 class Replayed:
-    """One call: who was chosen, what torch would run, and the rounds of all that could have served."""
+    """One call: the chosen kernel, what torch would run, and the rounds of all that could have served."""
 
     call: Call
     label: str
     chosen: str
     default: str                               # torch's own kernel; "" where there is none
     rounds: Rounds
-    far_slower: Mapping[str, float] = field(default_factory=dict)      # microseconds of a first look
+    far_slower: Mapping[str, float] = field(default_factory=dict)      # microseconds in the first rounds
     failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> str:
-        return winner(self.rounds, self.chosen)
+        return fastest(self.rounds, self.chosen)
 
     @cached_property
     def regret(self) -> float:
@@ -109,9 +109,9 @@ class Replayed:
 
     @property
     def flip(self) -> tuple[str, str] | None:
-        """The winners of the two halves of the rounds, where they differ."""
-        found = tuple(winner(self.rounds, self.chosen, half) for half in halves(self.rounds))
-        return None if found[0] == found[1] else (found[0], found[1])
+        """The fastest of the two halves of the rounds, if they differ."""
+        first, second = (fastest(self.rounds, self.chosen, half) for half in halves(self.rounds))
+        return None if first == second else (first, second)
 
     @property
     def gain(self) -> float | None:
@@ -131,7 +131,7 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class NotReplayed:
     call: Call
     why: str
 
@@ -140,20 +140,20 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the choices of a whole workload cost. `weighted`: each call as often as it came."""
+class RegretReport:
+    """The regret of a whole workload. `weighted`: each call counts as often as it came."""
 
     rows: tuple[Replayed, ...]
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[NotReplayed, ...] = ()
     place: str = ""
 
     def regret(self, share: float, weighted: bool = False) -> float:
-        found = [row.regret for row in self.rows]
-        return quantile(found, share, self._weights(weighted)) if found else 0.0
+        values = [row.regret for row in self.rows]
+        return quantile(values, share, self._weights(weighted)) if values else 0.0
 
     @property
     def lost(self) -> float:
-        """Of all the time in these calls, how much more than the best choices would take."""
+        """How much more time all these calls take than with the best choices, as a share."""
         taken = sum(row.call.count * row.us(row.chosen) for row in self.rows)
         best = sum(row.call.count * row.us(row.chosen) / (1.0 + row.regret) for row in self.rows)
         return taken / best - 1.0 if best else 0.0
@@ -164,7 +164,7 @@ class Report:
 
     @property
     def flips_that_matter(self) -> tuple[Replayed, ...]:
-        """Those between kernels that are not equally fast over all the rounds."""
+        """The flips between kernels that are not equally fast over all the rounds."""
         return tuple(row for row in self.flips if row.flip and abs(ratio(row.rounds, *row.flip) - 1.0) > WORSE)
 
     def worse(self, weighted: bool = False) -> float:
@@ -176,19 +176,19 @@ class Report:
 
     def gain(self, weighted: bool = False) -> float:
         """Geometric mean over the calls of how many times faster than torch's own choice."""
-        found = [(math.log(row.gain), row.call.count if weighted else 1) for row in self.rows if row.gain]
-        return math.exp(sum(g * w for g, w in found) / sum(w for _, w in found)) if found else 1.0
+        values = [(math.log(row.gain), row.call.count if weighted else 1) for row in self.rows if row.gain]
+        return math.exp(sum(g * w for g, w in values) / sum(w for _, w in values)) if values else 1.0
 
     def _weights(self, weighted: bool) -> list[float]:
         return [float(row.call.count) if weighted else 1.0 for row in self.rows]
 
     def problems(self, max_median: float = MAX_MEDIAN, max_p95: float = MAX_P95) -> tuple[str, ...]:
-        """What is not as it should be; empty if all is well."""
-        found = [f"{name} regret is {value:.1%}, wanted at most {limit:.1%}" for name, value, limit in (
+        """Return what exceeds the limits; empty if nothing does."""
+        values = [f"{name} regret is {value:.1%}, wanted at most {limit:.1%}" for name, value, limit in (
             ("median", self.regret(0.5), max_median), ("p95", self.regret(0.95), max_p95)) if value > limit]
         if not self.rows:
-            found.append(f"none of the {len(self.skipped)} calls could be replayed")
-        return tuple(found)
+            values.append(f"none of the {len(self.skipped)} calls could be replayed")
+        return tuple(values)
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -207,105 +207,90 @@ class Report:
 
 def replay(calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", seed: int = 0,
            watch: Watch | None = None, mode: str = EAGER,
-           advance: Callable[[Call], None] = lambda call: None) -> Report:
+           advance: Callable[[Call], None] = lambda call: None) -> RegretReport:
     """Time each call for about `seconds`: the kernel that is chosen now, and all others that may serve.
 
     `mode`: as eager, captured or compiled calls are made and chosen."""
     rows: list[Replayed] = []
-    skipped: list[Skipped] = []
-    modes_of(mode, device)                     # says what is wrong with it
+    skipped: list[NotReplayed] = []
+    modes_of(mode, device)                     # raises if it is wrong
     watch = watch or stopwatch(device, mode)
     expected: tuple[type[BaseException], ...] = (LayerZeroError, *faults.FAULTS)
     for call in calls:
         advance(call)
         try:
-            found = replay_one(call, seconds, device, seed, watch, mode)
+            result = replay_one(call, seconds, device, seed, watch, mode)
         except expected as e:
-            skipped.append(Skipped(call, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"))
+            skipped.append(NotReplayed(call, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"))
             continue
-        if isinstance(found, Skipped):
-            skipped.append(found)
+        if isinstance(result, NotReplayed):
+            skipped.append(result)
         else:
-            rows.append(found)
-    return Report(tuple(rows), tuple(skipped), worlds.current().place(device))
+            rows.append(result)
+    return RegretReport(tuple(rows), tuple(skipped), worlds.current().place(device))
 
 
 def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch,
-               mode: str = EAGER) -> Replayed | Skipped:
+               mode: str = EAGER) -> Replayed | NotReplayed:
     op = dispatcher_of(call.op).op
     with torch.set_grad_enabled(call.grad):
-        found, values = resolved(op, written.values(op, call, device, seed))
+        dispatcher, values = resolve(op, make_values(op, call, device, seed))
         world, override = worlds.current(), context.current.get()
-        facts = {**found.facts(values, world), **facts_of(mode)}
-        plan = world.plan(found.op, facts, override, thorough=True)
+        facts = {**dispatcher.facts(values, world), **mode_facts(mode)}
+        plan = world.plan(dispatcher.op, facts, override, thorough=True)
         if mode == COMPILED:
-            known = world.catalog.by_id
-            plan = replace(plan, steps=tuple(s for s in plan.steps if known[s.kernel].traceable))
+            by_id = world.catalog.by_id
+            plan = replace(plan, steps=tuple(s for s in plan.steps if by_id[s.kernel].traceable))
         if not plan.steps:
-            raise refusal(world, found.op, facts, override)
+            raise refusal(world, dispatcher.op, facts, override)
         chosen = plan.kernel or ""
         race = Race(watch, faults.FAULTS)
-        ways, failed = _ways(found, plan, facts, values, call.grad, mode)
-        for name, way in ways.items():
-            race.enter(name, way)
+        contestants, failed = _contestants(dispatcher, plan, facts, values, call.grad, mode)
+        for name, contestant in contestants.items():
+            race.enter(name, contestant)
         default = next((s.kernel for s in plan.steps if world.catalog.by_id[s.kernel].baseline), "")
         far_slower = _run(race, seconds, {chosen, default})
     failed |= {name: f"{type(e).__name__}: {e}" for name, e in race.failed.items()}
     rounds = {name: race.rounds[name] for name in race.running}
-    kind = kind_of(found.op, facts)
-    label = f"{found.op.name} {kind.family} {kind.sizes_text}"
+    kind = kind_of(dispatcher.op, facts)
+    label = f"{dispatcher.op.name} {kind.family} {kind.sizes_text}"
     if chosen not in rounds:
-        return Skipped(call, f"{chosen}, which is chosen, failed: {failed.get(chosen, 'it is not in the plan')}")
+        return NotReplayed(call, f"{chosen}, which is chosen, failed: {failed.get(chosen, 'it is not in the plan')}")
     return Replayed(call, label, chosen, default if default in rounds else "", rounds, far_slower, failed)
 
 
-def _run(race: Race, seconds: float, kept: set[str]) -> dict[str, float]:
-    """Rounds for about `seconds`. Those far behind after the first few are dropped: their medians."""
+def _run(race: Race, seconds: float, never_dropped: set[str]) -> dict[str, float]:
+    """Run rounds for about `seconds`; return the medians of those that were dropped after the first few."""
     end = time.perf_counter() + seconds
-    race.run(LOOK_ROUNDS)
+    race.run(FIRST_ROUNDS)
     medians = {name: statistics.median(race.rounds[name]) for name in race.running}
-    far = {name: us for name, us in medians.items() if name not in kept and us > FAR_SLOWER * min(medians.values())}
+    limit = FAR_SLOWER * min(medians.values(), default=math.inf)
+    far = {name: us for name, us in medians.items() if name not in never_dropped and us > limit}
     for name in far:
         race.drop(name)
-    for turn in range(LOOK_ROUNDS, MAX_ROUNDS):
+    for turn in range(FIRST_ROUNDS, MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > end:
             break
         race.run()
     return far
 
 
-def _ways(found: Dispatcher, plan: Plan, facts: Mapping[str, Any], values: tuple[Any, ...],
-          grad: bool, mode: str) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Every step of the plan as dispatch would bind it; and those whose library does not load."""
+def _contestants(dispatcher: Dispatcher, plan: Plan, facts: Mapping[str, Any], values: tuple[Any, ...],
+                 grad: bool, mode: str) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Bind every step of the plan as dispatch would; return also those whose library does not load."""
     world = worlds.current()
-    fixed = fixed_by_key(world.program(found.op), facts)
-    ways: dict[str, Callable[[], Any]] = {}
+    fixed = fixed_by_key(world.program(dispatcher.op), facts)
+    contestants: dict[str, Contestant] = {}
     failed: dict[str, str] = {}
     for step in plan.steps:
         try:
-            run: Callable[..., Any] = found.binding(world.catalog.by_id[step.kernel], step, facts, fixed).run
+            run: Callable[..., Any] = dispatcher.bind(world.catalog.by_id[step.kernel], step, facts, fixed).run
             if mode == COMPILED:
-                run = compiled(found, step.kernel)
-            elif mode == EAGER and not step.transforms and found.native is not None:
-                run = by_name(found, step.kernel)
+                run = compile_call(dispatcher, step.kernel)
+            elif mode == EAGER and not step.transforms and dispatcher.native is not None:
+                run = dispatcher.with_backend(step.kernel)
         except loading.LoadFailed as e:
             failed[step.kernel] = e.reason.message
             continue
-        ways[step.kernel] = _with_gradients(run, values) if grad else _forward(run, values)
-    return ways, failed
-
-
-def _forward(run: Callable[..., Any], values: tuple[Any, ...]) -> Callable[[], Any]:
-    return lambda: run(*values)
-
-
-def _with_gradients(run: Callable[..., Any], values: tuple[Any, ...]) -> Callable[[], Any]:
-    """Forward and backward: a training step pays for both."""
-    inputs = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
-
-    def way() -> Any:
-        out = run(*values)
-        outs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if t.requires_grad]
-        return torch.autograd.grad(outs, inputs, [torch.ones_like(t) for t in outs], allow_unused=True)
-
-    return way
+        contestants[step.kernel] = as_contestant(run, values, grad)
+    return contestants, failed

@@ -1,4 +1,4 @@
-"""What tuning found: for each kind of call who is fastest, how sure that is, and what was left out and why."""
+"""The results of tuning: for each kind of call the fastest kernel, with what confidence, and what was left out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Timed:
 
     kernel: str
     summary: Summary
-    cost_us: float                             # with what selection adds: copies of inputs
-    compile_us: float = 0.0                    # before the first call
-    dropped: bool = False                      # after a first look
+    cost_us: float                             # as selection counts it: with transforms of inputs
+    compile_us: float = 0.0                    # of the first call
+    dropped: bool = False                      # after the first rounds
 
     def to_json(self) -> dict[str, Any]:
         return {"kernel": self.kernel, **self.summary.__dict__, "spread": self.summary.spread, "cost_us": self.cost_us,
@@ -30,24 +30,24 @@ class Timed:
 
 @dataclass(frozen=True)
 class Tuned:
-    """One kind of call. `best` was the fastest, and of those that cannot be told apart the one selection prefers."""
+    """The result for one kind of call. `best` is the fastest; of ties, the one that selection prefers."""
 
     call: Call
     sizes: str
     family: str
     best: str
-    chosen: str                                # what selection takes now
-    before: str                                # what it would have taken; "" for none
-    sure: float                                # that nobody but those it is tied with is as fast, 0 to 1
-    tied: tuple[str, ...]                      # others that are as fast, as far as can be told
+    chosen: str                                # by selection, from now on
+    before: str                                # what selection chose before; "" for none
+    sure: float                                # confidence that none but the ties is as fast, 0 to 1
+    tied: tuple[str, ...]                      # others that cannot be told from the best
     kernels: tuple[Timed, ...]                 # fastest first
     baseline: str = ""                         # torch's own kernel, if it could serve
     gain: Ratio | None = None                  # of the best over the baseline
     flops: float = 0.0
     bytes: float = 0.0
-    roofline: float | None = None              # share of the best this device can do
+    roofline: float | None = None              # share of the device's peak
     failed: Mapping[str, Reason] = field(default_factory=dict)
-    no_time_for: tuple[str, ...] = ()          # kernels that the limit of time left out
+    no_time_for: tuple[str, ...] = ()          # kernels left out for lack of time
     rejected: tuple[Rejected, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     mode: str = EAGER
@@ -63,7 +63,7 @@ class Tuned:
 
     @property
     def certainty(self) -> str:
-        """How sure, in words."""
+        """The confidence, in words."""
         if self.tied:
             return f"tie with {', '.join(self.tied)}"
         return "no other" if len(self.kernels) == 1 else f"{self.sure:.0%} sure"
@@ -94,7 +94,7 @@ class Skipped:
 @dataclass(frozen=True)
 class TuneReport:
     tuned: tuple[Tuned, ...] = ()
-    already: tuple[Call, ...] = ()             # every kernel that may serve was measured before, as it is now
+    already: tuple[Call, ...] = ()             # measured before, every kernel in its current build
     skipped: tuple[Skipped, ...] = ()
     left: tuple[Call, ...] = ()                # not reached; tuning again goes on there
     stopped: str = ""                          # why it was not reached: "interrupted" or "out of time"
@@ -115,15 +115,15 @@ class TuneReport:
         lines = []
         for t in self.tuned:
             gain = f", {t.gain} over {t.baseline}" if t.gain and t.baseline != t.best else ""
-            was = f", before: {t.before or 'none'}" if t.before != t.chosen else ""
-            lines.append(f"{t.label}: {t.best} {t.winner.summary.median:.2f} us ({t.certainty}){gain}{was}")
+            before = f", before: {t.before or 'none'}" if t.before != t.chosen else ""
+            lines.append(f"{t.label}: {t.best} {t.winner.summary.median:.2f} us ({t.certainty}){gain}{before}")
         lines += [f"{label(s.call)}: skipped: {s.reason}" for s in self.skipped]
         lines.append(self.closing)
         return "\n".join(lines)
 
     @property
     def closing(self) -> str:
-        """The last line: how much was done, and what is left."""
+        """The last line of the text: how much was done, and what is left."""
         parts = [f"{len(self.tuned)} kinds of call tuned in {self.seconds:.1f} s"]
         if self.already:
             parts.append(f"{len(self.already)} were measured before")
@@ -135,10 +135,10 @@ class TuneReport:
 
 
 def label(call: Call, family: str = "", sizes: str = "") -> str:
-    """A call in a few words."""
-    what = " ".join(part for part in (family, sizes) if part)
-    if not what:
-        given = call.case if call.case is not None else call.arguments
-        what = " ".join(f"{name}={'x'.join(map(str, shape)) if shape is not None else value}"
-                        for name, value in given.items() for shape in (getattr(value, "shape", None),))
-    return f"{call.op} {what}" + (f" [{call.name}]" if call.name else "")
+    """Return a call in a few words."""
+    text = " ".join(part for part in (family, sizes) if part)
+    if not text:
+        arguments = call.case if call.case is not None else call.arguments
+        text = " ".join(f"{name}={'x'.join(map(str, shape)) if shape is not None else value}"
+                        for name, value in arguments.items() for shape in (getattr(value, "shape", None),))
+    return f"{call.op} {text}" + (f" [{call.name}]" if call.name else "")

@@ -1,7 +1,7 @@
-"""Time every kernel that may serve, for every kind of call there is, and let the measurements decide from then on.
+"""Tuning: time every kernel that may serve, for every kind of call, and let the measurements decide from then on.
 
 One call stands for its kind; kinds that are expected to take most of the time go first, so that stopping
-early leaves little behind. Everything is written down after each kind: an interrupted run goes on where it was.
+early leaves little undone. Measurements are saved after each kind: an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ..dispatch.background import jit
-from ..dispatch.dispatcher import Dispatcher, dispatchers, function
+from ..dispatch.dispatcher import Dispatcher, dispatchers, public_function
 from ..machine import builds, hardware
 from ..machine.memory import free_bytes
-from ..operate.calls import values as make_values
+from ..operate.calls import make_values
 from ..operate.inspection import dispatcher_of
+from ..operate.readiness import first_line
 from ..perf.record import CAPTURED, EAGER, MODES, Kind, Measurement, Rates, kind_of
 from ..spec.call import Call, TensorSpec
 from ..spec.errors import ConfigError, LayerZeroError
@@ -29,26 +30,26 @@ from ..spec.op import Op
 from ..world import context, measurements
 from ..world import snapshot as worlds
 from ..world.snapshot import World
-from .contest import Contest, eligible, facts_of
+from .contest import Contest, eligible_plan, mode_facts
 from .harness import Watch, cache_bytes, stopwatch
 from .rates import measure_rates
 from .report import Skipped, Tuned, TuneReport
-from .workload import calls_for
+from .workload import calls_for, meta_tensor
 
 ROUNDS = 60
-BEYOND = 1.05          # times the rates of a device: faster than this, they were measured too low
-OF_FREE_MEMORY = 0.8
-# What comes of a call that was written down wrongly, or does not fit into memory.
+BEYOND = 1.05          # times the rates of a device: a faster kernel shows that they were measured too low
+MEMORY_SHARE = 0.8     # of free memory that one call may take
+# Raised by a call that is described wrongly, or does not fit into memory.
 CANNOT_BE_MADE = (LayerZeroError, RuntimeError, TypeError, ValueError, MemoryError)
 
-Progress = Callable[[int, int, str], None]     # kinds of call done, all of them, what is being timed
+Progress = Callable[[int, int, str], None]     # kinds of call done, their number, what is being timed
 Save = Callable[[Sequence[Measurement], Mapping[str, Rates] | None], Any]
 
 
 def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None, seconds: float | None = None,
          rounds: int = ROUNDS, again: bool = False, mode: str | Sequence[str] | None = None, cold: bool = False,
          compile: bool = True, progress: Progress | None = None, save: Save | None = None) -> TuneReport:
-    """Time the kernels that may serve these calls, and choose by what was measured from then on.
+    """Time the kernels that may serve these calls, and select by the measurements from then on.
 
     calls     some, or what they come from: an operation, a model, a file of calls
     device    where; the accelerator of this machine, else its CPU
@@ -65,7 +66,7 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     began = time.perf_counter()
     target = hardware.probe(device).type if device else hardware.main_kind()
     tuner = Tuner(rounds, cold, None if seconds is None else began + seconds, save or measurements.record, compile)
-    say = progress or (lambda done, total, what: None)
+    report_progress = progress or (lambda done, total, what: None)
     surveyed, skipped = survey(_calls(calls), target)
     jobs = [replace(job, mode=m) for job in surveyed for m in modes_of(mode, target)]
     tuned: list[Tuned] = []
@@ -76,35 +77,35 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
             if tuner.out_of_time:
                 stopped = "out of time"
                 break
-            say(done, len(jobs), str(job))
-            if not again and measured(worlds.current(), job, compile):
+            report_progress(done, len(jobs), str(job))
+            if not again and is_measured(worlds.current(), job, compile):
                 already.append(job.call)
                 continue
-            found = tuner.tune(job)
-            if isinstance(found, Skipped):
-                skipped.append(found)
+            result = tuner.tune(job)
+            if isinstance(result, Skipped):
+                skipped.append(result)
             else:
-                tuned.append(found)
+                tuned.append(result)
         else:
             done = len(jobs)
     except KeyboardInterrupt:
         stopped = "interrupted"
-    say(done, len(jobs), stopped)
+    report_progress(done, len(jobs), stopped)
     return TuneReport(tuple(tuned), tuple(already), tuple(skipped), tuple(job.call for job in jobs[done:]), stopped,
                       tuner.rates, time.perf_counter() - began)
 
 
 def modes_of(mode: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
-    """The modes to measure in, or ConfigError. A CPU has no graphs to capture."""
+    """Return the modes to measure in, or raise ConfigError. A CPU has no graphs to capture."""
     if mode is None:
         return (EAGER, CAPTURED) if device == "cuda" else (EAGER,)
-    asked = tuple(dict.fromkeys([mode] if isinstance(mode, str) else mode))
-    wrong = [m for m in asked if m not in MODES]
-    if wrong or not asked:
+    modes = tuple(dict.fromkeys([mode] if isinstance(mode, str) else mode))
+    wrong = [m for m in modes if m not in MODES]
+    if wrong or not modes:
         raise ConfigError(f"mode must be of {', '.join(MODES)}, got {', '.join(map(repr, wrong)) or 'none'}")
-    if CAPTURED in asked and device != "cuda":
+    if CAPTURED in modes and device != "cuda":
         raise ConfigError(f"mode {CAPTURED!r} needs a CUDA device, whose graphs it means; this is for the {device}")
-    return asked
+    return modes
 
 
 def _calls(source: str | Path | Call | Iterable[Call]) -> Iterable[Call]:
@@ -113,7 +114,7 @@ def _calls(source: str | Path | Call | Iterable[Call]) -> Iterable[Call]:
     return (source,) if isinstance(source, Call) else source
 
 
-# what there is to do
+# the jobs
 
 @dataclass(frozen=True)
 class Job:
@@ -122,9 +123,9 @@ class Job:
     op: Op
     call: Call
     kind: Kind
-    facts: Mapping[str, Any]                   # of tensors without storage
+    facts: Mapping[str, Any]                   # read from meta tensors
     expected_us: float
-    nbytes: int                                # of inputs and results
+    nbytes: int                                # inputs and results
     mode: str = EAGER
 
     @property
@@ -137,22 +138,22 @@ class Job:
 
 
 def survey(calls: Iterable[Call], device: str) -> tuple[list[Job], list[Skipped]]:
-    """The kinds of call, those that take most time first, and the calls that cannot be made."""
-    found: dict[tuple[str, str], Job] = {}
+    """Return the kinds of call, those that take most time first, and the calls that cannot be made."""
+    jobs: dict[tuple[str, str], Job] = {}
     skipped: list[Skipped] = []
     for call in calls:
         try:
             job = _job(call, device)
         except CANNOT_BE_MADE as e:
-            skipped.append(Skipped(call, _first_line(e)))
+            skipped.append(Skipped(call, first_line(e)))
             continue
         key = (job.op.name, job.kind.bucket)
-        old = found.get(key)
-        if old is not None:
-            heavier = job if _weight(job) > _weight(old) else old
-            job = replace(heavier, call=heavier.call.times(old.call.count + call.count))
-        found[key] = job
-    return sorted(found.values(), key=_weight, reverse=True), skipped
+        known = jobs.get(key)
+        if known is not None:
+            heavier = job if _weight(job) > _weight(known) else known
+            job = replace(heavier, call=heavier.call.times(known.call.count + call.count))
+        jobs[key] = job
+    return sorted(jobs.values(), key=_weight, reverse=True), skipped
 
 
 def _weight(job: Job) -> float:
@@ -160,12 +161,13 @@ def _weight(job: Job) -> float:
 
 
 def _job(call: Call, device: str) -> Job:
-    """What can be known of a call without making it."""
+    """Return what is known of a call without memory for its tensors."""
     op = dispatcher_of(call.op).op
-    hollow = {n: _hollow(v) if isinstance(v, TensorSpec) else v for n, v in call.arguments.items()}
-    with _mode(call):
-        made = make_values(op, replace(call, arguments=hollow), "meta")
-        dispatcher, values = resolved(op, made)
+    arguments: dict[str, Any] = {
+        n: meta_tensor(v) if isinstance(v, TensorSpec) else v for n, v in call.arguments.items()}
+    with _grad_mode(call):
+        values_by_name = make_values(op, replace(call, arguments=arguments), "meta")
+        dispatcher, values = resolve(op, values_by_name)
         op, world = dispatcher.op, worlds.current()
         facts = dispatcher.facts(values, world)
         results = op.meta(**dict(zip(dispatcher.names, values)))
@@ -177,55 +179,41 @@ def _job(call: Call, device: str) -> Job:
                sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)))
 
 
-def _hollow(spec: TensorSpec) -> Any:
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        return spec                            # making it says what is wrong
-    if spec.strides is None:
-        return torch.empty(spec.shape, dtype=dtype, device="meta")
-    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta")
-
-
-def resolved(op: Op, made: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any, ...]]:
-    """Who serves the call, and its arguments in order: an unusual one is rewritten as a usual one first."""
-    given = dict(made)
-    while op.canonical is not None and (redirect := op.canonical(given)) is not None:
+def resolve(op: Op, arguments: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any, ...]]:
+    """Return the dispatcher of the call and its arguments in order; an unusual call is made canonical first."""
+    values = dict(arguments)
+    while op.canonical is not None and (redirect := op.canonical(values)) is not None:
         op = worlds.current().catalog.ops[redirect.op]
-        given = {p.name: redirect.values.get(p.name, p.default) for p in op.params}
-    function(op)                               # made now if it was never called
+        values = {p.name: redirect.values.get(p.name, p.default) for p in op.params}
+    public_function(op)                        # made now if it was never called
     dispatcher = dispatchers[op.name]
-    dispatcher._ready()
-    return dispatcher, tuple(given[name] for name in dispatcher.names)
+    dispatcher.ensure_world()
+    return dispatcher, tuple(values[name] for name in dispatcher.names)
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _mode(call: Call) -> AbstractContextManager[Any]:
+def _grad_mode(call: Call) -> AbstractContextManager[Any]:
     return torch.enable_grad() if call.grad else torch.no_grad()
 
 
-def measured(world: World, job: Job, compile: bool = True) -> bool:
-    """Was every kernel that may serve measured, in the build that is here?"""
-    facts, place = {**job.facts, **facts_of(job.mode)}, world.place(job.device)
-    steps = eligible(world, job.op, facts, compile).steps
+def is_measured(world: World, job: Job, compile: bool = True) -> bool:
+    """Was every kernel that may serve measured, in its current build?"""
+    facts, place = {**job.facts, **mode_facts(job.mode)}, world.place(job.device)
+    steps = eligible_plan(world, job.op, facts, compile).steps
     rows = [(step.kernel, world.perf.get(step.kernel, job.kind.bucket, place, job.mode)) for step in steps]
     return bool(rows) and all(
         m is not None and m.build in ("", builds.build_of(world.catalog.by_id[kernel])) for kernel, m in rows)
 
 
-# doing it
-
+# timing
 
 class Tuner:
     """Times one kind of call after another, and saves after each."""
 
     def __init__(self, rounds: int, cold: bool, deadline: float | None, save: Save, compile: bool) -> None:
         self.rounds, self.cold, self.deadline, self.save, self.compile = rounds, cold, deadline, save, compile
-        self.rates: dict[str, Rates] = {}      # by place, those measured now
+        self.rates: dict[str, Rates] = {}      # by place, measured in this run
         self._watches: dict[tuple[str, str], Watch] = {}
-        self._made: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()    # of the last call
+        self._last_inputs: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()
 
     @property
     def out_of_time(self) -> bool:
@@ -233,16 +221,16 @@ class Tuner:
 
     def tune(self, job: Job) -> Tuned | Skipped:
         self._ensure_rates(job.device)
-        for where, factor in ((job.device, 4 if job.call.grad else 3), ("cpu", 2)):    # numbers are drawn on the host
-            if factor * job.nbytes > OF_FREE_MEMORY * (free := free_bytes(where)):
+        for where, factor in ((job.device, 4 if job.call.grad else 3), ("cpu", 2)):  # inputs are drawn on the host
+            if factor * job.nbytes > MEMORY_SHARE * (free := free_bytes(where)):
                 return Skipped(job.call, f"needs about {factor * job.nbytes / 2**30:.1f} GiB on the {where}, "
                                          f"{free / 2**30:.1f} GiB are free")
-        with _mode(job.call):
+        with _grad_mode(job.call):
             try:
                 dispatcher, values = self._inputs(job)
-                facts = {**dispatcher.facts(values, worlds.current()), **facts_of(job.mode)}
+                facts = {**dispatcher.facts(values, worlds.current()), **mode_facts(job.mode)}
             except CANNOT_BE_MADE as e:
-                return Skipped(job.call, _first_line(e))
+                return Skipped(job.call, first_line(e))
             contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device, job.mode), self.compile,
                               self.deadline)
             contest.enter()
@@ -251,43 +239,45 @@ class Tuner:
             return Skipped(job.call, "; ".join([*(f"{k}: {r.message}" for k, r in contest.failed.items()),
                                                 *(f"{k}: no time for it" for k in contest.no_time_for)])
                            or "no kernel may serve it")
-        found = contest.verdict(self.rates)
-        if beats_the_roof(found, job.device, self._roof(job.device)) and not self.out_of_time:
+        result = contest.verdict(self.rates)
+        if exceeds_rates(result, job.device, self._known_rates(job.device)) and not self.out_of_time:
             self._measure_rates(job.device)
-            found = contest.verdict(self.rates)
-        self.save(found.measurements, None)
-        timed = (contest.world.catalog.by_id[t.kernel] for t in found.kernels)
-        with _mode(job.call):
-            compiled = frozenset().union(*(jit.entries(k, facts, values) for k in timed if k.jit))
+            result = contest.verdict(self.rates)
+        self.save(result.measurements, None)
+        timed = (contest.world.catalog.by_id[t.kernel] for t in result.kernels)
+        with _grad_mode(job.call):
+            compiled = frozenset().union(*(jit.warmed_keys(k, facts, values) for k in timed if k.jit))
         if not compiled <= worlds.current().warmed:
             worlds.publish(lambda w: w.replace({contest.op.name}, warmed=w.warmed | compiled), "warmed")
-        return found
+        return result
 
     def _inputs(self, job: Job) -> tuple[Dispatcher, tuple[Any, ...]]:
-        """Made once for all modes of a call: for a large one that takes longer than timing it."""
-        call, dispatcher, values = self._made
+        """Make the inputs once for all modes of a call: making large ones takes longer than timing it."""
+        call, dispatcher, values = self._last_inputs
         if call is not job.call or dispatcher is None:
-            self._made = None, None, ()        # its memory is free before more is asked for
+            self._last_inputs = None, None, ()         # free their memory before allocating more
             op = dispatcher_of(job.call.op).op
-            dispatcher, values = resolved(op, make_values(op, job.call, job.device))
-            self._made = job.call, dispatcher, values
+            dispatcher, values = resolve(op, make_values(op, job.call, job.device))
+            self._last_inputs = job.call, dispatcher, values
         return dispatcher, values
 
-    def _roof(self, device: str) -> Rates | None:
+    def _known_rates(self, device: str) -> Rates | None:
         place = worlds.current().place(device)
         return self.rates.get(place) or worlds.current().perf.rates.get(place)
 
     def _ensure_rates(self, device: str) -> None:
-        if self._roof(device) is None:
+        if self._known_rates(device) is None:
             self._measure_rates(device)
 
     def _measure_rates(self, device: str) -> None:
-        """The better of what is known and what is measured now: noise only ever slows down. A noisy reading serves
-        this run and is not kept, so that the next one measures again."""
-        place, known = worlds.current().place(device), self._roof(device)
-        read = measure_rates(device)
-        self.rates[place] = read.rates if known is None else Rates(*map(max, read.rates, known))
-        if not read.noisy:
+        """Keep the better of the known rates and those measured now: noise only slows down.
+
+        A noisy reading serves this run and is not saved, so that the next run measures again.
+        """
+        place, known = worlds.current().place(device), self._known_rates(device)
+        reading = measure_rates(device)
+        self.rates[place] = reading.rates if known is None else Rates(*map(max, reading.rates, known))
+        if not reading.noisy:
             self.save((), {place: self.rates[place]})
 
     def _watch(self, device: str, mode: str) -> Watch:
@@ -296,11 +286,13 @@ class Tuner:
         return self._watches[device, mode]
 
 
-def beats_the_roof(found: Tuned, device: str, roof: Rates | None) -> bool:
-    """Was a kernel faster than the device is said to be at best? Then that was measured while the device was busy.
-    More bytes a second than memory gives is no sign of it where all of them fit a cache."""
-    if roof is None or found.roofline is None:
+def exceeds_rates(result: Tuned, device: str, rates: Rates | None) -> bool:
+    """Was a kernel faster than the peak rates of the device? Then those were measured while the device was busy.
+
+    A higher bandwidth proves nothing if all the bytes fit a cache.
+    """
+    if rates is None or result.roofline is None:
         return False
-    us = found.winner.summary.median
-    return (found.flops > BEYOND * us * roof.flops_per_us
-            or (found.bytes > 4 * cache_bytes(device) and found.bytes > BEYOND * us * roof.bytes_per_us))
+    us = result.winner.summary.median
+    return (result.flops > BEYOND * us * rates.flops_per_us
+            or (result.bytes > 4 * cache_bytes(device) and result.bytes > BEYOND * us * rates.bytes_per_us))

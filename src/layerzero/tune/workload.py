@@ -1,4 +1,4 @@
-"""Where the calls to tune come from: a file, a model, an operation's own cases, one call, or the standard workload."""
+"""The calls to tune: from a file, a model, an operation's own cases, one call, or the standard workload."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import facts as reading
-from ..operate import calls as written
+from ..dispatch.facts import read as read_facts
+from ..operate.calls import describe, make_values
 from ..operate.inspection import dispatcher_of
 from ..perf.record import kind_of
 from ..select.policy import suggest
@@ -29,10 +29,10 @@ STANDARD_DTYPES = ("float32", "bfloat16")
 def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None, dtype: str = "bfloat16",
               batch: int = 1, prompt: int = 512, context: int = 4096, scale: float = 1.0, decode: bool = True,
               prefill: bool = True) -> tuple[Call, ...]:
-    """The calls that `source` names: "standard", a model, an op, or a file of JSON lines such as lz record writes.
+    """Return the calls of `source`: "standard", a model, an op, or a file of JSON lines such as lz record writes.
 
-    Of an op these are its own cases, or with `arguments` the one call that has these arguments. `batch` to `prefill`
-    say which steps of a model are meant.
+    An op stands for its own cases, or with `arguments` for one call with these. `batch` to `prefill` say which steps
+    of a model are meant.
     """
     text, ops = str(source), worlds.current().catalog.ops
     if arguments is not None or text in ops:
@@ -41,10 +41,10 @@ def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None,
     if text == "standard":
         return standard()
     if text in MODELS:
-        return merged(calls_of(text, batch=batch, prompt=prompt, context=context, dtype=dtype, decode=decode,
-                               prefill=prefill, scale=scale))
+        return merge(calls_of(text, batch=batch, prompt=prompt, context=context, dtype=dtype, decode=decode,
+                              prefill=prefill, scale=scale))
     if Path(source).is_file():
-        return merged(read_calls(Path(source)))
+        return merge(read_calls(Path(source)))
     known = ("standard", *MODELS, *ops)
     raise ConfigError(f"{text!r} is no file, no model and no operation{suggest(text, known)}; "
                       f"models: {', '.join(MODELS)}")
@@ -54,31 +54,31 @@ def _call(op: Op, arguments: Mapping[str, Any]) -> Call:
     unknown = [name for name in arguments if name not in op.by_name]
     if unknown:
         raise InvalidCall(f"lz.{op.name} has no parameter {', '.join(unknown)}; it has {', '.join(op.by_name)}")
-    return written.describe(op, arguments)
+    return describe(op, arguments)
 
 
 def cases_of(op: Op, dtype: str = "float32") -> tuple[Call, ...]:
-    """The contract's own cases of an op, without those that compute nothing."""
+    """Return the cases of an op's contract, without those that compute nothing."""
     if op.read is not None:
         raise ConfigError(f"the cases of lz.{op.name} are not made of tensors; they cannot be replayed")
-    found = (Call(op.name, case=case, dtype=dtype, name=f"case {dict(case)}") for case in op.cases)
-    return merged(call for call in found if all(n != 0 for _, n in kind_of(op, _facts(op, call)).sizes))
+    calls = (Call(op.name, case=case, dtype=dtype, name=f"case {dict(case)}") for case in op.cases)
+    return merge(call for call in calls if all(n != 0 for _, n in kind_of(op, _facts(op, call)).sizes))
 
 
-def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
-    """Calls of one kind as one: the first of them stands for all, the counts add up, the names are kept."""
-    found: dict[Any, Call] = {}
+def merge(calls: Iterable[Call]) -> tuple[Call, ...]:
+    """Merge the calls of each kind: the first stands for all, the counts add up, the names are joined."""
+    by_kind: dict[Any, Call] = {}
     for call in calls:
         key = kind_key(call)
-        known = found.get(key)
-        found[key] = call if known is None else Call(
+        known = by_kind.get(key)
+        by_kind[key] = call if known is None else Call(
             known.op, known.arguments, known.case, known.dtype, known.count + call.count, known.grad,
-            _joined(known.name, call.name))
-    return tuple(found.values())
+            _join(known.name, call.name))
+    return tuple(by_kind.values())
 
 
 def kind_key(call: Call) -> tuple[Any, ...]:
-    """What two calls share that no measurement tells apart; and which of their tensors are not contiguous."""
+    """Return a key that two calls share if measurements cannot tell them apart and their strides are alike."""
     op = dispatcher_of(call.op).op
     facts = _facts(op, call)
     strided = tuple(n for n, v in call.arguments.items() if isinstance(v, TensorSpec) and v.strides is not None)
@@ -86,21 +86,22 @@ def kind_key(call: Call) -> tuple[Any, ...]:
 
 
 def _facts(op: Op, call: Call) -> dict[str, Any]:
-    """What the call is, read without memory for it."""
+    """Read the facts of a call without memory for its tensors."""
     if call.case is not None:
-        return reading.read(op, written.values(op, call))
+        return read_facts(op, make_values(op, call))
     values = {p.name: p.default for p in op.params}
     for name, value in call.arguments.items():
         if name not in values:
             raise InvalidCall(f"lz.{op.name} has no parameter {name!r}{suggest(name, op.by_name)}")
-        values[name] = _bare(value) if isinstance(value, TensorSpec) else value
+        values[name] = meta_tensor(value) if isinstance(value, TensorSpec) else value
     missing = [p.name for p in op.params if p.required and p.name not in call.arguments]
     if missing:
         raise InvalidCall(f"lz.{op.name} needs {', '.join(missing)}; the call has {', '.join(call.arguments) or '-'}")
-    return {**reading.read(op, values), "grad": call.grad}
+    return {**read_facts(op, values), "grad": call.grad}
 
 
-def _bare(spec: TensorSpec) -> Tensor:
+def meta_tensor(spec: TensorSpec) -> Tensor:
+    """Make a tensor without memory for it."""
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidCall(f"there is no dtype {spec.dtype!r} in this torch")
@@ -112,28 +113,28 @@ def _bare(spec: TensorSpec) -> Tensor:
         raise InvalidCall(f"there can be no tensor of shape {spec.shape!r:.100}: {str(e).splitlines()[0]}") from e
 
 
-def _joined(*names: str) -> str:
+def _join(*names: str) -> str:
     parts = [part for name in names for part in name.split("; ") if part]
     return "; ".join(dict.fromkeys(parts))
 
 
 def read_recordings(folder: Path) -> tuple[Call, ...]:
-    """What all processes of a recorded program wrote, as one workload.
+    """Read what all processes of a recorded program wrote, as one workload.
 
-    One may have died in the middle of a line. Of a file that is damaged otherwise, what stands before the damage is
-    taken, and a `FileRefused` event says so.
+    A process may have died in the middle of a line. Of a file that is damaged otherwise, the lines before the damage
+    are taken, and a `FileRefused` event says so.
     """
     calls: list[Call] = []
     for path in sorted(folder.glob("*.jsonl")):
         try:
-            calls += _recorded(path)
+            calls += _read_recording(path)
         except DataError as e:
             events.emit(FileRefused(path=str(path), problem=str(e)))
-    known = worlds.current().catalog.ops       # an op that the program itself registered is not known here
-    return merged(c for c in calls if c.op in known) + tuple(c for c in calls if c.op not in known)
+    known = worlds.current().catalog.ops       # an op that the program itself registered is not known
+    return merge(c for c in calls if c.op in known) + tuple(c for c in calls if c.op not in known)
 
 
-def _recorded(path: Path) -> Iterator[Call]:
+def _read_recording(path: Path) -> Iterator[Call]:
     lines = tuple(lines_of(path, "calls as JSON lines, such as lz record writes", limits=LIMITS))
     for i, (number, line) in enumerate(lines, 1):
         try:
@@ -145,7 +146,7 @@ def _recorded(path: Path) -> Iterator[Call]:
 
 
 def standard(dtypes: Sequence[str] = STANDARD_DTYPES) -> tuple[Call, ...]:
-    """Shapes of well-known models, narrowed so that two cores time each against its rivals in some minutes.
+    """Return shapes of well-known models, narrowed so that two cores can tune them in some minutes.
 
     Attention of all kinds (prefill, decode, cross, windowed), norms, rope, MLP, linear layers, a mixture, sampling.
     """
@@ -165,4 +166,4 @@ def standard(dtypes: Sequence[str] = STANDARD_DTYPES) -> tuple[Call, ...]:
         logits = TensorSpec((batch, vocab), "float32")
         calls.append(Call("sample", {"logits": logits, "temperature": 0.0}, name="greedy"))
         calls.append(Call("sample", {"logits": logits, "temperature": 0.8, "seed": 1}, name="plain sampling"))
-    return merged(calls)
+    return merge(calls)

@@ -140,7 +140,7 @@ def test_fields_are_where_c_puts_them() -> None:
 @pytest.fixture
 def served(driver: Any, world: Any) -> Callable[..., Tensor]:
     """lz.rms_norm, served by the C function: of one row x * eps + its stride."""
-    if native.module() is None and native.wanted():
+    if native.module() is None and native.is_enabled():
         native.build_fast_path(False, print)
     if native.module() is None:
         pytest.skip(f"there is no native path here: {native.status().text}")

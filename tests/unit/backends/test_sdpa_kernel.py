@@ -125,9 +125,9 @@ def test_a_remembered_choice_does_not_leave_its_block(path):
 
 def test_keys_differ_by_every_switch_and_only_for_ops_that_ask():
     found, norm = dispatcher_of("attention"), dispatcher_of("rms_norm")
-    values, x = found.bound(tuple(qkv()), {}), torch.randn(2, 8)
+    values, x = found.order_arguments(tuple(qkv()), {}), torch.randn(2, 8)
     lz.attention(*qkv()), lz.rms_norm(x)
-    named = norm.bound((x,), {})
+    named = norm.order_arguments((x,), {})
 
     def keys():
         keyed = [found.key_of(*values)]

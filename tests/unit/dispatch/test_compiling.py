@@ -43,7 +43,7 @@ class Slow(Fake):
 def nothing_left_over(world):
     yield
     assert compiling.wait(60)
-    for known in (compiling._known, compiling._forms):
+    for known in (compiling._requested, compiling._forms):
         known.clear()
 
 
@@ -58,7 +58,7 @@ def slow(world):
 def measure(kernel, x, us=0.5, **arguments):
     """As if it had been measured here for calls like this."""
     found = dispatcher_of(kernel.op.name)
-    facts = found.facts(found.bound((x,), arguments))
+    facts = found.facts(found.order_arguments((x,), arguments))
     kind, place = kind_of(kernel.op, facts), worlds.current().place("cpu")
     others = [k for k in worlds.current().kernels(kernel.op.name) if k.baseline]
     rows = [Measurement(k.id, kernel.op.name, kind.bucket, place, t, 0.01, 50, kind.family, kind.sizes_text)
@@ -158,14 +158,14 @@ def test_another_form_of_a_kind_that_is_ready_is_compiled_too(slow, happened):
 def test_forms_without_end_are_not_all_compiled(slow, happened):
     x = rows(40)
     measure(slow.kernel, x)
-    for i in range(3 * compiling.MOST_FORMS):
+    for i in range(3 * compiling.MAX_FORMS):
         lz.rms_norm(x, eps=1e-3 * (i + 1))
         assert compiling.wait(30)
-    assert len(of(CompileQueued, happened)) == compiling.MOST_FORMS
+    assert len(of(CompileQueued, happened)) == compiling.MAX_FORMS
 
 
 def test_the_queue_is_bounded_and_says_what_it_left_out(slow, happened, monkeypatch):
-    monkeypatch.setattr(compiling, "MOST_WAITING", 2)
+    monkeypatch.setattr(compiling, "MAX_QUEUED", 2)
     slow.go.clear()
     sizes = (20, 40, 70, 200, 400)
     for n in sizes:
@@ -203,7 +203,7 @@ def test_nothing_of_the_caller_is_touched(slow):
 
 
 def made_like(t: torch.Tensor, grad: bool = False) -> torch.Tensor:
-    return compiling._like(t, grad).made()
+    return compiling._tensor_like(t, grad).make()
 
 
 def described(t):

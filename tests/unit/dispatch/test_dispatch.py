@@ -534,7 +534,7 @@ def test_a_kernel_taken_away_while_it_fails_is_replaced_all_the_same(call):
 def test_the_two_paths_are_one_function_to_the_outside():
     for op in (RMS_NORM, ATTENTION):
         found = dispatcher_of(op.name)
-        for fn in (found.twin, found.public, op.name):
+        for fn in (found.python_call, found.public, op.name):
             assert lz.which(fn, **op.inputs()) in {k.id for k in worlds.current().kernels(op.name)}
         names = [p for p in inspect.signature(found.public).parameters if p not in ("backend", "policy")]
         assert names == [p.name for p in op.params]
@@ -548,7 +548,7 @@ def test_without_the_native_path_everything_is_the_same():
         from layerzero.operate.inspection import dispatcher_of
         from layerzero.dispatch import native
         assert native.module() is None and dispatcher_of("rms_norm").native is None
-        assert lz.rms_norm is dispatcher_of("rms_norm").twin
+        assert lz.rms_norm is dispatcher_of("rms_norm").python_call
         register(Fake("fake.first", fault=RuntimeError("boom")), second := Fake("fake.second", prior=1e5))
         x = rows()
         for _ in range(3):

@@ -14,7 +14,7 @@ import layerzero as lz
 from layerzero.dispatch import protection
 from layerzero.dispatch import torch_library as torch_face
 from layerzero.dispatch.background import learning
-from layerzero.dispatch.dispatcher import function
+from layerzero.dispatch.dispatcher import public_function
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec.event import Fallback, KernelRefused, Selected
 from layerzero.spec.reason import Code
@@ -135,7 +135,7 @@ def test_after_a_fault_the_kernel_is_looked_at_again_with_checksums(damage, path
     vandal.fault = RuntimeError("a warning shot")
     call(rows())
     vandal.fault = None
-    for _ in range(protection.CLEAN // 2):
+    for _ in range(protection.CLEAN_CALLS // 2):
         call(rows())
     vandal.armed = True
     with pytest.raises(lz.InputDamaged):
@@ -153,7 +153,7 @@ def test_a_kernel_that_behaves_again_runs_bare_again(path):
     call(x)
     assert isinstance(entry.run, protection.Guard)
     flaky.fault = None
-    for _ in range(protection.CLEAN + 1):
+    for _ in range(protection.CLEAN_CALLS + 1):
         call(x)
     assert not isinstance(entry.run, protection.Guard)
     before = flaky.calls
@@ -207,35 +207,35 @@ def test_whole_numbers_are_protected_too(path):
 def test_an_exchange_of_equal_numbers_is_noticed():
     """A sum would be the same: signs turned, rows in another order."""
     x = torch.tensor([[1.0, -1.0, 2.0, -2.0]] * 4)
-    before = protection.checksum(x, protection.ALL)
-    assert protection.checksum(-x, protection.ALL) != before
-    assert protection.checksum(x.flip(1), protection.ALL) != before
-    assert protection.checksum(x.clone(), protection.ALL) == before
+    before = protection.checksum(x, protection.ALL_BYTES)
+    assert protection.checksum(-x, protection.ALL_BYTES) != before
+    assert protection.checksum(x.flip(1), protection.ALL_BYTES) != before
+    assert protection.checksum(x.clone(), protection.ALL_BYTES) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float64,
                                    torch.float8_e4m3fn, torch.complex64])
 def test_every_dtype_has_a_checksum(dtype):
     x = torch.zeros(64, dtype=dtype)
-    before = protection.checksum(x, protection.ALL)
+    before = protection.checksum(x, protection.ALL_BYTES)
     ctypes.memset(x.data_ptr(), 1, 1)
-    assert before is not None and protection.checksum(x, protection.ALL) != before
+    assert before is not None and protection.checksum(x, protection.ALL_BYTES) != before
 
 
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t.t(), lambda t: t[:, ::3], lambda t: t[1:-1, 5:-5]])
 def test_of_a_large_tensor_both_ends_and_all_parts_are_sampled(view):
     x = torch.zeros(2048, 3000)
-    before = protection.checksum(view(x), protection.SAMPLED)
+    before = protection.checksum(view(x), protection.SAMPLE_BYTES)
     view(x)[...] = 1
-    assert protection.checksum(view(x), protection.SAMPLED) != before
+    assert protection.checksum(view(x), protection.SAMPLE_BYTES) != before
     x.zero_()
     for part in (view(x)[:64], view(x)[900:1000], view(x)[-64:]):
         part.fill_(1)
-        assert protection.checksum(view(x), protection.SAMPLED) != before
+        assert protection.checksum(view(x), protection.SAMPLE_BYTES) != before
         part.zero_()
-    assert protection.checksum(view(x), protection.SAMPLED) == before
-    sampled = protection._sampled(view(x).view(torch.int32), protection.SAMPLED)
-    assert sampled.nbytes <= protection.SAMPLED + protection.BLOCK
+    assert protection.checksum(view(x), protection.SAMPLE_BYTES) == before
+    sampled = protection._sample(view(x).view(torch.int32), protection.SAMPLE_BYTES)
+    assert sampled.nbytes <= protection.SAMPLE_BYTES + protection.BLOCK_BYTES
 
 
 def test_the_second_kernel_of_a_plan_may_be_the_vandal(path, happened):
@@ -464,7 +464,7 @@ def test_an_op_may_declare_what_it_writes_into(world):
                lz.Tolerance({"float32": (0.0, 0.0)}), {"x": "rows cols"}, returns=("rows cols",), in_place=("x",))
     lz.register(op)
     lz.register(lz.Kernel("fake.bump", op, lambda: reference, prior=1e6, less_work="none"))
-    call, x = function(op), torch.zeros(2, 3)
+    call, x = public_function(op), torch.zeros(2, 3)
     for n in range(1, 4):
         assert call(x) is x and bool((x == n).all())       # its memory may come back
     assert "Tensor(a!) x" in torch_face.schema(op)

@@ -36,14 +36,14 @@ def op(request, world):
 
 def key(op, *args, **kwargs):
     found = dispatcher_of(op)
-    found._ready()
-    return found.key_of(*found.bound(args, kwargs))
+    found.ensure_world()
+    return found.key_of(*found.order_arguments(args, kwargs))
 
 
 def verdicts(op, call):
     """What every rule that could ever be asked says of the call; or the caller's mistake."""
     found = dispatcher_of(op)
-    named = dict(zip(found.names, found.bound(*call)))
+    named = dict(zip(found.names, found.order_arguments(*call)))
     try:
         facts = reading.read(found.op, named)
     except InvalidCall as e:
@@ -101,7 +101,7 @@ def sweeps():
     """Calls of the awkward op, each with all its facts."""
     found, rng = dispatch.Dispatcher(synthetic.OP), random.Random(9)
     calls = [*synthetic_sweeps(), *(MAKERS["synthetic"](rng) for _ in range(100))]
-    named = [(call, found.bound(*call)) for call in calls]
+    named = [(call, found.order_arguments(*call)) for call in calls]
     return [(call, values, reading.read(synthetic.OP, dict(zip(found.names, values)))) for call, values in named]
 
 
@@ -111,7 +111,7 @@ def test_each_rule_alone_is_told_apart(world, sweeps, rule):
     lz.register(synthetic.OP)
     lz.register(synthetic.kernel("synthetic.one", requires=(rule,)))
     found = dispatcher_of("synthetic")
-    found._ready()
+    found.ensure_world()
     known: dict = {}
     said = set()
     for call, values, facts in sweeps:
@@ -146,11 +146,11 @@ def test_any_number_of_thresholds(world, rng, limits):
 def test_the_generated_reader_says_what_the_careful_one_says(op):
     """The facts of an ordinary call come from generated code; they must be those of facts.read, mistakes included."""
     found, rng = dispatcher_of(op), random.Random(8)
-    found._ready()
+    found.ensure_world()
     ordinary = 0
     for _ in range(400):
         call = MAKERS[op](rng)
-        values = found.bound(*call)
+        values = found.order_arguments(*call)
         quick = found.facts_of(*values)
         assert (quick is None) == (found.key_of(*values) is None)
         if quick is not None:

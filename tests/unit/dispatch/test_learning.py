@@ -41,7 +41,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(exploring, "_now", clock)
-    monkeypatch.setattr(exploring, "_worked", clock)
+    monkeypatch.setattr(exploring, "_cpu_time", clock)
     return clock
 
 
@@ -76,7 +76,7 @@ def serve(x: torch.Tensor, calls: int = 300, call=None) -> None:
 def entry_of(x: torch.Tensor):
     found = dispatchers["rms_norm"]
     lz.rms_norm(x)
-    return found.cache.table[found.key_of(*found.bound((x,), {}))]
+    return found.cache.table[found.key_of(*found.order_arguments((x,), {}))]
 
 
 def is_learned(x: torch.Tensor) -> bool:
@@ -179,7 +179,7 @@ def test_the_budget_stops_exploring(learn, clock, monkeypatch):
 def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, monkeypatch, happened):
     """Two of three samples of the fastest hold a wait of 10 ms in which the thread did not work."""
     worked, waits = Clock(), itertools.cycle((0.0, 0.01, 0.01))
-    monkeypatch.setattr(exploring, "_worked", worked)
+    monkeypatch.setattr(exploring, "_cpu_time", worked)
 
     def takes(us: float, wait: bool):
         def pass_time() -> None:
@@ -202,7 +202,7 @@ def test_idle_time_earns_no_budget(learn, clock, monkeypatch):
     lz.rms_norm(x)
     clock.now += 3600.0
     lz.rms_norm(x)
-    assert exploring.account.budget.total_us <= exploring.MOST_GAP * 1e6 + 1e3
+    assert exploring.account.budget.total_us <= exploring.MAX_GAP * 1e6 + 1e3
 
 
 def test_a_first_call_that_takes_long_is_no_sample(learn, clock, happened):
@@ -265,9 +265,9 @@ def test_never_in_another_mode(learn, clock, changed):
     found, x = dispatchers["rms_norm"], rows()
     lz.rms_norm(x)
     world = worlds.current()
-    plan = world.plan(found.op, found.facts(found.bound((x,), {})))
-    assert learning._wanted(found.op, world, plan, None)
-    assert not learning._wanted(found.op, world, replace(plan, facts={**plan.facts, **changed}), None)
+    plan = world.plan(found.op, found.facts(found.order_arguments((x,), {})))
+    assert learning._is_learnable(found.op, world, plan, None)
+    assert not learning._is_learnable(found.op, world, replace(plan, facts={**plan.facts, **changed}), None)
 
 
 def test_never_while_torch_traces(learn):
@@ -286,7 +286,7 @@ def test_never_with_a_kernel_that_would_compile_or_was_not_tested(learn, clock):
     plan = lz.explain("rms_norm", x)
     assert {"fake.compiles", "fake.untested"} <= {s.kernel for s in plan.steps}
     base = plan.kernel
-    others = {s.kernel for s in learning._candidates(worlds.current(), plan)}
+    others = {s.kernel for s in learning._candidate_steps(worlds.current(), plan)}
     assert not others & {compiles.id, untested.id, "reference.rms_norm", base}
 
 

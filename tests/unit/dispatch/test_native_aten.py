@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
-from layerzero.dispatch.binding import operator_call
+from layerzero.dispatch.binding import as_operator_call
 from layerzero.machine.loading import satisfies
 from layerzero.select.policy import Layer
 from layerzero.spec.errors import InvalidCall, NamedKernelRefused
@@ -83,7 +83,7 @@ def test_every_case_of_the_contract_is_the_same_by_both_paths(both, kernel):
             if values.get("dropout_p"):
                 continue                       # drawn anew in each call
             kinds.add(found.native.compiled.kind(**values))
-            assert same(first, outcome(found.public, call)) and same(first, outcome(found.twin, call)), case
+            assert same(first, outcome(found.public, call)) and same(first, outcome(found.python_call, call)), case
     assert operator in kinds and kinds <= {operator, "python", None}
 
 
@@ -94,7 +94,7 @@ def test_gradients_are_the_same_by_both_paths(locked, op):
     found = locked(op, *args)
     leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     assert torch.autograd.gradcheck(lambda *_: found.public(*args), leaves)
-    outs = [run(*args) for run in (found.public, found.twin)]
+    outs = [run(*args) for run in (found.public, found.python_call)]
     assert type(outs[0].grad_fn) is type(outs[1].grad_fn)
     grads = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
     assert all(torch.equal(a, b) for a, b in zip(*grads))
@@ -112,7 +112,7 @@ def test_odd_numbers_are_the_same_by_both_paths(locked, op, odd):
     lz.configure(breaker_threshold=10**9)
     values = {**dict(zip((p.name for p in found.op.params), plain(op))), **odd}
     for _ in range(2):
-        assert same(outcome(found.public, ((), values)), outcome(found.twin, ((), values)))
+        assert same(outcome(found.public, ((), values)), outcome(found.python_call, ((), values)))
 
 
 def test_what_an_operator_throws_comes_out_as_pythons_own_exception(locked):
@@ -121,7 +121,7 @@ def test_what_an_operator_throws_comes_out_as_pythons_own_exception(locked):
     found = locked("embedding", ids, weight)
     bad = torch.tensor([1, 2, 9])
     caught = []
-    for run in (found.public, found.twin):
+    for run in (found.public, found.python_call):
         with pytest.raises(InvalidCall) as error:
             run(bad, weight)
         caught.append((str(error.value), type(error.value.__cause__), str(error.value.__cause__)))
@@ -136,7 +136,7 @@ def test_an_error_of_autograd_is_the_same(locked):
     found = locked("linear", x, weight)
     x.requires_grad_()
     lz.configure(breaker_threshold=10**9)
-    compiled, python = (outcome(run, ((x, weight), {})) for run in (found.public, found.twin))
+    compiled, python = (outcome(run, ((x, weight), {})) for run in (found.public, found.python_call))
     assert compiled == python and "Inference tensors cannot be saved for backward" in compiled[2]
 
 
@@ -146,7 +146,7 @@ def test_a_warning_of_torch_is_a_warning_of_python(locked):
     torch.set_warn_always(True)                # else this one comes once in a process
     try:
         heard = []
-        for run in (found.public, found.twin):
+        for run in (found.public, found.python_call):
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
                 run(x, weight)
@@ -190,7 +190,7 @@ def test_a_mode_sees_the_call(locked, op, mode):
     args = plain(op)
     found = locked(op, *args)
     heard = []
-    for run in (found.public, found.public, found.twin):
+    for run in (found.public, found.public, found.python_call):
         with mode() as seen:
             assert torch.equal(run(*args), found.public(*args))
         heard.append(seen.seen)
@@ -228,7 +228,7 @@ def test_a_trace_records_sizes_as_before(locked):
     x, w, b = plain("layer_norm")
     found = locked("layer_norm", x, w, b)
     graphs = []
-    for run in (found.public, found.twin):
+    for run in (found.public, found.python_call):
         for _ in range(2):                     # the second is a hit, with the tracer in its key
             traced = torch.jit.trace(lambda x, run=run: run(x), (x,), check_trace=False)
         graphs.append(str(traced.graph))
@@ -334,14 +334,14 @@ def test_errors_leak_nothing(locked):
 # declarations
 
 def test_a_call_of_torchs_own_function_is_known_as_its_operator():
-    name, arguments = operator_call(direct(torch.group_norm, "x", "groups", eps="eps"))
+    name, arguments = as_operator_call(direct(torch.group_norm, "x", "groups", eps="eps"))
     assert name == "group_norm"
     assert arguments == ("x", "groups", Const(None), Const(None), "eps", Const(True))
-    assert operator_call(direct(len, "x")) is None, "no function of torch"
-    assert operator_call(direct(torch.group_norm, "x")) is None, "an argument is missing"
-    assert operator_call(direct(torch.group_norm, "x", "groups", nonsense="eps")) is None
-    assert operator_call(direct(torch.sum, "x")) is not None, "of several forms the plain one"
-    assert operator_call(direct(lambda x: x, "x")) is None
+    assert as_operator_call(direct(len, "x")) is None, "no function of torch"
+    assert as_operator_call(direct(torch.group_norm, "x")) is None, "an argument is missing"
+    assert as_operator_call(direct(torch.group_norm, "x", "groups", nonsense="eps")) is None
+    assert as_operator_call(direct(torch.sum, "x")) is not None, "of several forms the plain one"
+    assert as_operator_call(direct(lambda x: x, "x")) is None
 
 
 def test_a_constant_by_fact_is_right_for_every_call_until_more_is_known():
@@ -365,7 +365,7 @@ def test_groups_of_heads_are_asked_for_only_where_there_are_some(both):
 
 # backend= and policy=
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_call_that_names_its_kernel_is_remembered(both, path_name):
     found, (q, k, v) = both("attention"), qkv()
     run, compiled = getattr(found, path_name), found.native.compiled
@@ -385,7 +385,7 @@ def test_a_call_that_names_its_kernel_is_remembered(both, path_name):
     assert compiled.lookup(q, k, v, backend="torch.sdpa") is None
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_context_around_a_call_that_names_its_kernel(both, path_name):
     found, (q, k, v) = both("attention"), qkv()
     run = getattr(found, path_name)
@@ -400,7 +400,7 @@ def test_a_context_around_a_call_that_names_its_kernel(both, path_name):
     assert sorted(kernels) == ["torch.sdpa", "torch.sdpa", "torch.sdpa", "torch.sdpa_math"]
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_a_policy_is_read_again_when_it_has_changed(both, path_name):
     found, (q, k, v) = both("attention"), qkv()
     run, policy = getattr(found, path_name), {"deterministic": False}

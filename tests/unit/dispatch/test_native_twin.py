@@ -28,12 +28,12 @@ steady = settings(deadline=None, max_examples=60, derandomize=True,
 
 def keys_of(found, call):
     args, kwargs = call
-    return found.key_of(*found.bound(args, kwargs)), found.native.compiled.key(*args, **kwargs)
+    return found.key_of(*found.order_arguments(args, kwargs)), found.native.compiled.key(*args, **kwargs)
 
 
 def shuffled(rng, found, call):
     """The same call with its arguments given otherwise: by position, by name, at their defaults, in another order."""
-    values = found.bound(*call)
+    values = found.order_arguments(*call)
     params = found.op.params
     positional = rng.randrange(1 + sum(not p.keyword_only for p in params))
     rest = [(p, v) for p, v in list(zip(params, values))[positional:]
@@ -145,7 +145,7 @@ def test_a_program_too_large_for_the_native_path_goes_to_python(both):
     lz.configure(rules=tuple(lz.PolicyRule.of("boost", "torch.sdpa", "attention", w, factor=2.0) for w in many))
     assert found.native.compiled.key(q, k, v) is None and found.native.compiled.size() == 0
     torch.testing.assert_close(found.public(q, k, v), ATTENTION.reference(q, k, v))
-    assert found.key_of(*found.bound((q, k, v), {})) in found.cache.table
+    assert found.key_of(*found.order_arguments((q, k, v), {})) in found.cache.table
 
 
 def test_many_thresholds_are_all_told_apart(both):
@@ -171,8 +171,8 @@ def test_both_find_the_same_entry_and_give_the_same_result(both, op):
         again = outcome(found.public, call)
         assert first[0] == "returned", first
         assert same(first, again)
-        assert same(first, outcome(found.twin, call))
-        key = found.key_of(*found.bound(*call))
+        assert same(first, outcome(found.python_call, call))
+        key = found.key_of(*found.order_arguments(*call))
         entry = found.native.compiled.lookup(*call[0], **call[1])
         if key is None:
             assert entry is None
@@ -184,11 +184,11 @@ def test_both_find_the_same_entry_and_give_the_same_result(both, op):
 def test_an_entry_made_by_python_is_found_natively_after_one_call(both):
     found = both("rms_norm")
     x = rows()
-    found.twin(x)
+    found.python_call(x)
     assert found.native.compiled.lookup(x) is None
     found.public(x)
     entry = found.native.compiled.lookup(x)
-    assert entry is not None and entry is found.cache.table[found.key_of(*found.bound((x,), {}))]
+    assert entry is not None and entry is found.cache.table[found.key_of(*found.order_arguments((x,), {}))]
 
 
 def test_how_arguments_are_given_does_not_matter(both):
@@ -251,13 +251,13 @@ def test_a_bad_call_raises_the_same_by_both_paths(both, args, kwargs, remembered
     if remembered:
         for _ in range(2):
             found.public(*qkv(heads=4))
-            found.twin(*qkv(heads=4))
+            found.python_call(*qkv(heads=4))
             found.public(*qkv(heads=4), is_causal=True, window_left=1)
             found.public(*qkv(heads=4), torch.ones(8, 8, dtype=torch.bool))
     tensors = {"attn_mask", "alibi_slopes", "query"}
     call = (tuple(materialised(a) if i < 4 else a for i, a in enumerate(args)),
             {k: materialised(v) if k in tensors else v for k, v in kwargs.items()})
-    compiled, python = outcome(found.public, call), outcome(found.twin, call)
+    compiled, python = outcome(found.public, call), outcome(found.python_call, call)
     assert python[0] == "raised" and compiled == python
 
 
@@ -282,7 +282,7 @@ def test_random_damage_raises_or_returns_the_same(both, name):
             else:
                 kwargs[spot] = rng.choice(junk)
         call = tuple(args), kwargs
-        compiled, python = outcome(found.public, call), outcome(found.twin, call)
+        compiled, python = outcome(found.public, call), outcome(found.python_call, call)
         assert same(compiled, python), (call, compiled, python)
         raised += compiled[0] == "raised"
     assert 50 < raised < 590
@@ -293,7 +293,7 @@ def test_random_damage_raises_or_returns_the_same(both, name):
 def test_values_that_only_look_unusual_are_served(both, odd):
     found = both("attention")
     q, k, v = qkv()
-    want = found.twin(q, k, v, **{n: float(x) if n != "layout" else "bhsd" for n, x in odd.items()})
+    want = found.python_call(q, k, v, **{n: float(x) if n != "layout" else "bhsd" for n, x in odd.items()})
     for _ in range(2):
         assert torch.equal(found.public(q, k, v, **odd), want)
 
@@ -341,10 +341,10 @@ def test_vmap_over_an_op_whose_rules_read_addresses(both):
     found = both("synthetic")
     x, y = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4, 5)
     out = torch.vmap(found.public)(x, y)
-    torch.testing.assert_close(out, torch.stack([found.twin(a, b) for a, b in zip(x, y)]))
+    torch.testing.assert_close(out, torch.stack([found.python_call(a, b) for a, b in zip(x, y)]))
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_gradients_flow(both, path_name):
     run = getattr(both("attention"), path_name)
     inputs = [t.double().requires_grad_() for t in qkv(5, 7)]
@@ -383,8 +383,8 @@ def test_a_huge_bound_costs_nothing_until_it_is_used(both):
 def test_an_entry_of_another_epoch_is_refused(both):
     found = both("rms_norm")
     x = rows(2, 33)
-    values = found.bound((x,), {})
-    found.twin(x)
+    values = found.order_arguments((x,), {})
+    found.python_call(x)
     entry = found.cache.table[found.key_of(*values)]
     epoch = worlds.current().version("rms_norm")
     assert not found.native.put(entry, epoch - 1, values, False, None)
@@ -407,7 +407,7 @@ def test_every_call_is_counted_once(both):
         for _ in range(10 * n):
             found.public(x)
         for _ in range(3):
-            found.twin(x)
+            found.python_call(x)
         made += 10 * n + 3
         assert lz.stats().calls["rms_norm"][kernel] == before + made
     lz.clear_cache()
@@ -479,7 +479,7 @@ def test_keys_lookups_and_refusals_leak_no_references(both):
     found.public(x, y)
     entry = found.native.compiled.lookup(x, y)
     watched = [x, y, entry, found.op.by_name["eps"].default]
-    values = found.bound((x, y), {})
+    values = found.order_arguments((x, y), {})
     gc.collect()
     before = [sys.getrefcount(o) for o in watched]
     for _ in range(5000):
@@ -511,7 +511,7 @@ def test_failing_kernels_leak_no_references(both):
 
 # faults
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_an_exception_keeps_its_traceback(both, path_name):
     def deep_inside(x, weight=None, eps=1e-6):
         raise RuntimeError("boom")
@@ -528,7 +528,7 @@ def test_an_exception_keeps_its_traceback(both, path_name):
         assert "deep_inside" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 @pytest.mark.parametrize("thrown", [KeyboardInterrupt(), SystemExit(3), UserWarning("as an error"), GeneratorExit()])
 def test_what_is_not_a_kernels_fault_passes_through(both, path_name, thrown):
     fake = Fake()
@@ -544,7 +544,7 @@ def test_what_is_not_a_kernels_fault_passes_through(both, path_name, thrown):
     run(rows())
 
 
-@pytest.mark.parametrize("path_name", ["public", "twin"])
+@pytest.mark.parametrize("path_name", ["public", "python_call"])
 def test_the_next_kernel_serves_when_one_fails_after_hits(both, path_name):
     fake = Fake()
     register(fake)
@@ -563,7 +563,7 @@ def test_a_mistake_found_by_the_kernel_is_the_callers(both):
     for _ in range(2):
         found.public(**good)
     bad = {**good, "scale": "large"}
-    compiled, python = outcome(found.public, ((), bad)), outcome(found.twin, ((), bad))
+    compiled, python = outcome(found.public, ((), bad)), outcome(found.python_call, ((), bad))
     assert compiled == python and compiled[1] is InvalidCall and "scale" in compiled[2]
 
 
@@ -573,9 +573,9 @@ def test_the_native_function_looks_like_the_python_one(both):
     import inspect
     for name in ("attention", "rms_norm", "varlen_attention"):
         found = both(name)
-        assert found.public.__name__ == found.twin.__name__ == name
-        assert found.public.__module__ == found.twin.__module__ == "layerzero"
-        mine, other = inspect.signature(found.public), inspect.signature(found.twin)
+        assert found.public.__name__ == found.python_call.__name__ == name
+        assert found.public.__module__ == found.python_call.__module__ == "layerzero"
+        mine, other = inspect.signature(found.public), inspect.signature(found.python_call)
         assert list(mine.parameters) == list(other.parameters)
         for p, q in zip(mine.parameters.values(), other.parameters.values()):
             assert (p.kind, p.default) == (q.kind, q.default)

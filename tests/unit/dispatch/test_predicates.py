@@ -63,13 +63,13 @@ def test_every_kernel_in_the_catalog() -> None:
 
 def test_the_generated_reader_says_what_the_careful_one_says() -> None:
     """For every case of every op: the same facts, or nothing where the call is not an ordinary one."""
-    from layerzero.dispatch.dispatcher import dispatchers, function
+    from layerzero.dispatch.dispatcher import dispatchers, public_function
     here = world.current()
     ordinary = 0
     for op in here.catalog.ops.values():
-        function(op)
+        public_function(op)
         found = dispatchers[op.name]
-        found._ready()
+        found.ensure_world()
         if op.read is not None or found.program is None:
             continue
         for case in op.cases:

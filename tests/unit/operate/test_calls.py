@@ -30,7 +30,7 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
         call = calls.describe(op, values)
         again = Call.from_json(json.loads(json.dumps(call.to_json())))
         assert again == call
-        made = calls.values(op, again)
+        made = calls.make_values(op, again)
         after = facts.read(op, made)
         assert kind_of(op, after) == kind_of(op, before)
         for p in op.params:
@@ -43,22 +43,22 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
 def test_made_twice_is_equal_and_another_seed_differs():
     op = OPS["rms_norm"]
     call = Call("rms_norm", {"x": TensorSpec((4, 8), "float32"), "weight": TensorSpec((8,), "float32")})
-    a, b, c = (calls.values(op, call, seed=s)["x"] for s in (3, 3, 4))
+    a, b, c = (calls.make_values(op, call, seed=s)["x"] for s in (3, 3, 4))
     assert torch.equal(a, b) and not torch.equal(a, c) and a.std() > 0.1
 
 
 def test_expanded_tensor_keeps_its_stride():
     k = torch.randn(1, 2, 1, 5, 8).expand(1, 2, 3, 5, 8)
-    spec = calls._describe(k)
-    made = calls._make(spec, "cpu", torch.Generator())
+    spec = calls._describe_tensor(k)
+    made = calls._make_tensor(spec, "cpu", torch.Generator())
     assert made.stride() == k.stride() and torch.equal(made[:, :, 0], made[:, :, 2])
 
 
 def test_many_whole_numbers_are_kept_as_their_range():
     ids = torch.arange(70_000) % 500
-    spec = calls._describe(ids)
+    spec = calls._describe_tensor(ids)
     assert spec.values is None and spec.below == 500
-    made = calls._make(spec, "cpu", torch.Generator().manual_seed(0))
+    made = calls._make_tensor(spec, "cpu", torch.Generator().manual_seed(0))
     assert made.max() < 500 and made.min() >= 0 and made.dtype == torch.int64
 
 

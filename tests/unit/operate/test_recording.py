@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import layerzero as lz
 from layerzero.dispatch import dispatcher as dispatching
 from layerzero.dispatch import native
-from layerzero.dispatch.dispatcher import dispatchers, function
+from layerzero.dispatch.dispatcher import dispatchers, public_function
 from layerzero.operate import calls as written
 from layerzero.operate import recording
 from layerzero.spec.call import TensorSpec, read_calls
@@ -159,7 +159,7 @@ def test_recordings_inside_each_other_each_see_their_own(world):
 def test_what_cannot_be_written_is_counted(world):
     tokenize = lz.op("tokenize")
     with record() as found:
-        function(tokenize)(**tokenize.inputs(**tokenize.cases[0]))
+        public_function(tokenize)(**tokenize.inputs(**tokenize.cases[0]))
     assert found.calls == () and found.unwritten == 1
 
 
@@ -176,7 +176,7 @@ def test_values_of_whole_numbers_are_kept_so_that_the_call_can_be_made_again(wor
     table, ids = rows(9, 8), torch.tensor([8, 0, 3])
     with record() as found:
         lz.embedding(ids, table)
-    made = written.values(lz.op("embedding"), found.calls[0])
+    made = written.make_values(lz.op("embedding"), found.calls[0])
     assert torch.equal(made["ids"], ids)
 
 
@@ -231,7 +231,7 @@ def test_a_child_does_not_write_its_parents_file(world, tmp_path):
         if not child:
             for _ in range(5):
                 lz.rms_norm(x)
-            recording._active[0].flush()
+            recording._observers[0].flush()
             os._exit(0)
         os.waitpid(child, 0)
     assert [c.count for c in read_calls(file)] == [1]

@@ -234,7 +234,7 @@ def test_a_number_that_a_library_is_passed_is_no_form_of_its_own():
     def entries(package: str, **by):
         kernel = lz.Kernel("fake.sampler", op, lambda: print, jit=True, package=package)
         values = tuple({**{p.name: p.default for p in op.params}, "logits": logits, **by}.values())
-        return jit.entries(kernel, read(op, dict(zip(op.by_name, values))), values)
+        return jit.warmed_keys(kernel, read(op, dict(zip(op.by_name, values))), values)
 
     first = entries("torch", temperature=0.7, top_p=0.9, seed=7, offset=3)
     assert first == entries("torch", temperature=0.8, top_p=0.5, seed=8, offset=4)
@@ -243,29 +243,29 @@ def test_a_number_that_a_library_is_passed_is_no_form_of_its_own():
 
 
 def test_strides_are_told_apart_by_order_unless_there_are_gaps():
-    assert jit.order_of((2, 3, 4), (12, 4, 1)) == (0, 1, 2)
-    assert jit.order_of((2, 3, 4), (12, 1, 3)) == (0, 2, 1) == jit.order_of((5, 7, 9), (63, 1, 7))
-    assert jit.order_of((2, 3, 4), (24, 8, 1)) == (-1, 24, 8, 1)
-    assert jit.order_of((1, 8, 1, 4), (32, 4, 4, 1)) != jit.order_of((1, 8, 1, 4), (32, 4, 32, 1))
-    assert jit.order_of((), ()) == ()
+    assert jit.memory_order((2, 3, 4), (12, 4, 1)) == (0, 1, 2)
+    assert jit.memory_order((2, 3, 4), (12, 1, 3)) == (0, 2, 1) == jit.memory_order((5, 7, 9), (63, 1, 7))
+    assert jit.memory_order((2, 3, 4), (24, 8, 1)) == (-1, 24, 8, 1)
+    assert jit.memory_order((1, 8, 1, 4), (32, 4, 4, 1)) != jit.memory_order((1, 8, 1, 4), (32, 4, 32, 1))
+    assert jit.memory_order((), ()) == ()
 
 
 def test_the_ends_of_a_bucket_keep_what_is_equal_and_the_order_in_memory():
     found = dispatcher_of("attention")
     q = torch.randn(2, 40, 4, 16).transpose(1, 2)
-    values = found.bound((q, q.clone(memory_format=torch.preserve_format), q), {"layout": "bhsd"})
+    values = found.order_arguments((q, q.clone(memory_format=torch.preserve_format), q), {"layout": "bhsd"})
     facts = found.facts(values, worlds.current())
     from layerzero.select.engine import kind_to_compile
-    made = list(sizes.at_the_ends(found, facts, values, kind_to_compile(found.op, facts)))
+    made = list(sizes.at_bucket_ends(found, facts, values, kind_to_compile(found.op, facts)))
     assert [tuple(v[0].shape) for v in made] == [(2, 4, 33, 16), (2, 4, 48, 16)]
     assert all(v[1].shape == v[0].shape and v[0].transpose(1, 2).is_contiguous() for v in made)
 
 
 def test_whole_numbers_are_not_made_more_of():
     found = dispatcher_of("cross_entropy")
-    values = found.bound((torch.randn(40, 8), torch.zeros(40, dtype=torch.int64)), {})
+    values = found.order_arguments((torch.randn(40, 8), torch.zeros(40, dtype=torch.int64)), {})
     facts = found.facts(values, worlds.current())
-    assert not list(sizes.at_the_ends(found, facts, values, ""))
+    assert not list(sizes.at_bucket_ends(found, facts, values, ""))
 
 
 # order, background, time
@@ -530,11 +530,11 @@ def test_a_forked_child_waits_for_nothing_and_can_warm_up_itself(compiler):
     compiler.gate.clear()
     report = warmup([norm(70)], critical=[])
     assert compiler.entered.wait(20)
-    patience, compiling.FORK_PATIENCE = compiling.FORK_PATIENCE, 0.05
+    patience, compiling.FORK_SECONDS = compiling.FORK_SECONDS, 0.05
     try:
         child = os.fork()
     finally:
-        compiling.FORK_PATIENCE = patience
+        compiling.FORK_SECONDS = patience
     if child == 0:
         code = 1
         try:

@@ -359,7 +359,7 @@ def test_a_headroom_beyond_what_is_free_is_told():
 
 def test_a_workspace_beyond_the_headroom_fails():
     lz.configure(memory_headroom=1000)
-    found = readiness.memory(worlds.current(), "cpu", 2000)
+    found = readiness.check_memory(worlds.current(), "cpu", 2000)
     assert found.state == "fail" and "2,000 bytes of workspace are needed, the headroom is 1,000" in found.got
 
 
@@ -414,15 +414,15 @@ class Answers:
 def test_ranks_must_be_alike():
     world = worlds.current()
     mine = " ".join(f"{k}={v}" for k, v in readiness.identity(world).items())
-    assert readiness.ranks(world, Answers(r1=mine), 0, 2).state == "ok"
-    found = readiness.ranks(world, Answers(r1=mine.replace(world.policy.hash, "other")), 0, 2)
+    assert readiness.check_ranks(world, Answers(r1=mine), 0, 2).state == "ok"
+    found = readiness.check_ranks(world, Answers(r1=mine.replace(world.policy.hash, "other")), 0, 2)
     assert found.state == "fail" and f"rank 1: policy=other instead of policy={world.policy.hash}" == found.got
-    found = readiness.ranks(world, Answers(), 0, 3)
+    found = readiness.check_ranks(world, Answers(), 0, 3)
     assert found.state == "warning" and "2 of 3 ranks" in found.got
 
 
 def test_one_process_has_no_ranks():
-    assert readiness.ranks(worlds.current()) is None
+    assert readiness.check_ranks(worlds.current()) is None
 
 
 RANKS = """

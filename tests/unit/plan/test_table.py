@@ -52,7 +52,7 @@ def attend(seq_q: int, seq_k: int, heads: int = 4, kv_heads: int = 2, dim: int =
 
 def cpu_facts(op: str, args: tuple, kwargs: dict) -> dict:
     found = dispatcher_of(op)
-    return found.facts(found.bound(args, kwargs), worlds.current())
+    return found.facts(found.order_arguments(args, kwargs), worlds.current())
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_line_that_the_policy_draws_is_a_line_of_the_table(world):
 def test_the_facts_of_a_written_call_are_those_of_the_call(world):
     q, k, v = qkv(seq_q=3, seq_k=40, heads=4, kv_heads=2)
     found = dispatcher_of("attention")
-    values = found.bound((q, k.transpose(2, 3).contiguous().transpose(2, 3), v), {"softcap": 3.0})
+    values = found.order_arguments((q, k.transpose(2, 3).contiguous().transpose(2, 3), v), {"softcap": 3.0})
     real = found.facts(values, worlds.current())
     call = written.describe(found.op, dict(zip(found.names, values)))
     op, read = facts_of(call, worlds.current(), "cpu")
@@ -466,7 +466,7 @@ def moved(rng: random.Random, op: lz.Op, facts: dict) -> dict:
 def described(op: str, args: tuple, kwargs: dict) -> Call | None:
     found = dispatcher_of(op)
     try:
-        values = found.bound(args, kwargs)
+        values = found.order_arguments(args, kwargs)
         found.facts(values, worlds.current())
     except (InvalidCall, TypeError):
         return None

@@ -166,8 +166,8 @@ def test_what_a_plugin_says_is_text_and_nothing_else():
     row = regret.Replayed(Call("linear"), HOSTILE, HOSTILE, "", {HOSTILE: [2.0] * 8, "b.b": [1.0] * 8},
                           failed={"c.c": HOSTILE})
     said = overview(rows, refused=(Refused(HOSTILE, HOSTILE, (Why(HOSTILE, HOSTILE, HOSTILE),), HOSTILE),),
-                    facts={HOSTILE: HOSTILE}, measured=HOSTILE, regret=_written(regret.Report(
-                        (row,), (regret.Skipped(Call("linear"), HOSTILE),), HOSTILE)))
+                    facts={HOSTILE: HOSTILE}, measured=HOSTILE, regret=_written(regret.RegretReport(
+                        (row,), (regret.NotReplayed(Call("linear"), HOSTILE),), HOSTILE)))
     page = Reader(render(said))
     assert page.text.count(HOSTILE) > 15
     _harmless(page)
@@ -291,8 +291,8 @@ def _written(found):
 
 
 def test_what_lz_regret_writes_is_shown():
-    found = regret.Report((replayed("torch.own", {"torch.own": 10.0, "fast.one": 5.0}, count=3),
-                           replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})), place="here-2t")
+    found = regret.RegretReport((replayed("torch.own", {"torch.own": 10.0, "fast.one": 5.0}, count=3),
+                                 replayed("fast.one", {"torch.own": 10.0, "fast.one": 5.0})), place="here-2t")
     read = _written(found)
     assert [row.regret for row in read.rows] == pytest.approx([1.0, 0.0])
     assert (read.median, read.p95) == (found.regret(0.5), found.regret(0.95))
@@ -308,15 +308,16 @@ def test_what_lz_regret_writes_is_shown():
 
 
 def test_a_replay_of_nothing_is_no_success():
-    page = Reader(render(overview(regret=_written(regret.Report((), (regret.Skipped(Call("moe"), "too large"),))))))
+    nothing = regret.RegretReport((), (regret.NotReplayed(Call("moe"), "too large"),))
+    page = Reader(render(overview(regret=_written(nothing))))
     assert "No call could be replayed" in page.text and "too large" in page.text
 
 
 @pytest.mark.parametrize("text", [
     "", "[]", "3", "{}", '{"rows": []}', "\N{SNOWMAN}", '{"rows": [{}]}', "[" * 100_000,
-    json.dumps({**regret.Report(()).to_json(), "median_regret": math.nan}),
-    json.dumps({**regret.Report(()).to_json(), "lost": "much"}),
-    json.dumps({**regret.Report(()).to_json(), "rows": [None]})])
+    json.dumps({**regret.RegretReport(()).to_json(), "median_regret": math.nan}),
+    json.dumps({**regret.RegretReport(()).to_json(), "lost": "much"}),
+    json.dumps({**regret.RegretReport(()).to_json(), "rows": [None]})])
 def test_a_file_of_something_else_is_refused_by_name(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text, "utf-8")

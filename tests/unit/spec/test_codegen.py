@@ -63,7 +63,7 @@ def test_code_of_a_file_has_no_generated_text():
 
 def test_a_debugger_steps_through_a_call():
     x, heard = torch.ones(2, 8), io.StringIO()
-    twin = dispatcher_of("rms_norm").twin
+    twin = dispatcher_of("rms_norm").python_call
     twin(x)
     debugger = pdb.Pdb(stdin=io.StringIO("step\nstep\nlonglist\ncontinue\n"), stdout=heard, nosigint=True,
                        readrc=False)

@@ -443,7 +443,7 @@ except ImportError as e:
 def test_an_open_folder_is_refused_with_the_reason(library, root):
     library.parent.chmod(0o777)
     state = native.status()
-    assert not state.ok and state.wanted and "can be written by others (mode 0777)" in state.text
+    assert not state.ok and state.expected and "can be written by others (mode 0777)" in state.text
     native.module.cache_clear()
     assert build.is_built.__wrapped__() is False, "not built at all"
 

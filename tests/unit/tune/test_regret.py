@@ -13,7 +13,7 @@ import layerzero as lz
 from layerzero.cli import main
 from layerzero.spec.call import Call, TensorSpec, write_calls
 from layerzero.tune import regret as regrets
-from layerzero.tune.regret import Replayed, Report, Skipped, quantile, ratio, regret, winner
+from layerzero.tune.regret import NotReplayed, RegretReport, Replayed, fastest, quantile, ratio, regret
 
 NORM = Call("rms_norm", {"x": TensorSpec((4, 64), "float32")}, count=3, name="here")
 
@@ -35,7 +35,7 @@ def test_the_regret_is_what_the_best_would_have_saved():
     assert regret(rounds, "a") == pytest.approx(1.0)
     assert regret(rounds, "b") == 0.0
     assert regret(rounds, "c") == pytest.approx(3.0)
-    assert winner(rounds, "a") == "b"
+    assert fastest(rounds, "a") == "b"
 
 
 def test_a_slow_machine_falls_on_all_and_does_not_count():
@@ -50,7 +50,7 @@ def test_being_the_luckiest_of_many_equals_is_no_merit():
     for trial in range(30):
         rounds = {f"k{i}": noisy(10.0, 100 * trial + i) for i in range(20)}
         honest.append(regret(rounds, "k0"))
-        naive.append(ratio(rounds, "k0", winner(rounds, "k0")) - 1.0)
+        naive.append(ratio(rounds, "k0", fastest(rounds, "k0")) - 1.0)
     assert sorted(naive)[15] > 0.05
     assert sorted(honest)[15] < 0.5 * sorted(naive)[15]
 
@@ -61,8 +61,8 @@ def test_a_true_difference_survives_the_noise():
 
 
 def test_of_equals_the_chosen_one_wins():
-    assert winner({"b": [1.0] * 4, "a": [1.0] * 4}, "a") == "a"
-    assert winner({"a": [1.0] * 4, "b": [1.0] * 4}, "b") == "b"
+    assert fastest({"b": [1.0] * 4, "a": [1.0] * 4}, "a") == "a"
+    assert fastest({"a": [1.0] * 4, "b": [1.0] * 4}, "b") == "b"
 
 
 @pytest.mark.parametrize(("share", "weights", "found"), [
@@ -74,7 +74,7 @@ def test_quantiles(share, weights, found):
 
 
 def test_a_report_sums_up():
-    report = Report((
+    report = RegretReport((
         row(count=90, a=10, b=20), row(count=9, a=12, b=10, default="b"), row(count=1, a=30, b=10, t=60, default="t")))
     assert report.regret(0.5) == pytest.approx(0.2) and report.regret(0.5, weighted=True) == 0.0
     assert report.regret(0.95) == pytest.approx(2.0)
@@ -87,24 +87,24 @@ def test_a_report_sums_up():
 
 
 def test_worse_than_torch_is_more_than_three_percent():
-    assert Report((row(a=10.2, b=10, default="b"),)).worse() == 0.0
-    assert Report((row(a=10.5, b=10, default="b"),)).worse() == 1.0
-    assert Report((row(a=10, default=""),)).worse() == 0.0             # nothing to compare with
-    assert Report((row(a=10, default=""),)).gain() == 1.0
+    assert RegretReport((row(a=10.2, b=10, default="b"),)).worse() == 0.0
+    assert RegretReport((row(a=10.5, b=10, default="b"),)).worse() == 1.0
+    assert RegretReport((row(a=10, default=""),)).worse() == 0.0  # nothing to compare with
+    assert RegretReport((row(a=10, default=""),)).gain() == 1.0
 
 
 def test_a_flip_is_another_winner_in_the_second_half():
     turned = row(a=[10.0] * 20, b=[9.0] * 10 + [11.0] * 10)
     near = row(a=[10.0] * 20, b=[9.99] * 10 + [10.01] * 10)
     assert turned.flip == ("b", "a") and near.flip == ("b", "a")
-    report = Report((turned, near, row(a=1, b=2)))
+    report = RegretReport((turned, near, row(a=1, b=2)))
     assert report.flips == (turned, near)
     uneven = row(a=[10.0] * 20, b=[5.0] * 9 + [11.0] * 11)
-    assert Report((uneven, near)).flips_that_matter == (uneven,)
+    assert RegretReport((uneven, near)).flips_that_matter == (uneven,)
 
 
 def test_an_empty_replay_is_a_problem():
-    report = Report((), (Skipped(NORM, "why"),))
+    report = RegretReport((), (NotReplayed(NORM, "why"),))
     assert "none of the 1 calls" in report.problems()[0] and report.summary()["gain_over_torch"] == 1.0
 
 
@@ -113,7 +113,7 @@ def test_an_empty_replay_is_a_problem():
 class Costs:
     """A watch that knows what each kernel costs: whoever ran is asked, the clock is not."""
 
-    most_calls, seconds = 1, 5e-4
+    max_calls, seconds = 1, 5e-4
 
     def __init__(self, fakes: dict[Fake, float], others: float = 50.0) -> None:
         self.fakes, self.others = fakes, others

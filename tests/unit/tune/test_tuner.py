@@ -23,7 +23,7 @@ from layerzero.spec.errors import ConfigError, DeviceLost
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import Rule, contiguous
 from layerzero.tune import tuner
-from layerzero.tune.contest import LEAST, LOOK, hopeless, prepared, settled
+from layerzero.tune.contest import FIRST_ROUNDS, MIN_ROUNDS, apply_transforms, far_behind, is_settled
 from layerzero.tune.harness import GRAPH_MARGIN, MARGIN, Timings
 from layerzero.tune.rates import Reading
 from layerzero.tune.tuner import survey, tune
@@ -45,7 +45,7 @@ def attention(*shape: int, **more) -> Call:
 class Script:
     """A watch that gives scripted microseconds for the kernel that ran last; the last number for ever."""
 
-    most_calls, margin, seconds = 4, MARGIN, 5e-4
+    max_calls, margin, seconds = 4, MARGIN, 5e-4
 
     def __init__(self) -> None:
         self.last, self.us = "", {}
@@ -181,7 +181,7 @@ def test_a_copy_is_contiguous_in_the_layout_that_the_kernel_sees(script):
     plan = lz.explain("attention", *(torch.ones(2, 4, 16, 8) for _ in range(3)))
     query = torch.randn(2, 4, 16, 8)
     values = tuple(query if p.name in ("query", "key", "value") else p.default for p in ATTENTION.params)
-    ready = prepared(ATTENTION, plan.steps[0], values, plan.facts)[0]
+    ready = apply_transforms(ATTENTION, plan.steps[0], values, plan.facts)[0]
     assert torch.equal(ready, query) and ready.transpose(1, 2).is_contiguous()
 
 
@@ -208,8 +208,8 @@ def test_who_is_far_behind_is_timed_a_little_and_measured_all_the_same(script):
           script.fake("fake.slow", 40.0, prior=2.0), script.fake("fake.awful", 5000.0))
     found = {k.kernel: k for k in tune([norm()]).tuned[0].kernels}
     assert {k for k, timed in found.items() if timed.dropped} == {"fake.slow", "fake.awful"}
-    assert (found["fake.slow"].summary.samples, found["fake.awful"].summary.samples) == (LOOK, 1)
-    assert found["fake.best"].summary.samples >= LEAST
+    assert (found["fake.slow"].summary.samples, found["fake.awful"].summary.samples) == (FIRST_ROUNDS, 1)
+    assert found["fake.best"].summary.samples >= MIN_ROUNDS
     assert {s.score.source for s in explained().steps} == {"measured"}
 
 
@@ -223,7 +223,7 @@ def test_rounds_go_on_until_it_is_settled():
     even = Timings({"a": [100.0] * 20, "b": [100.5] * 20})
     apart = Timings({"a": [100.0] * 20, "b": [110.0] * 20})
     open_ = Timings({"a": [100.0, 120.0] * 10, "b": [118.0, 95.0] * 10})
-    assert [settled(t, "ab", MARGIN) for t in (even, apart, open_)] == [True, True, False]
+    assert [is_settled(t, "ab", MARGIN) for t in (even, apart, open_)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("margin", "tied"), [(MARGIN, ("fake.b",)), (GRAPH_MARGIN, ())])
@@ -236,7 +236,7 @@ def test_a_clock_that_repeats_itself_better_tells_nearer_times_apart(script, mar
 
 def test_hopeless_means_every_sample_against_every_sample():
     timings = Timings({"a": [10.0, 11.0, 30.0], "b": [40.0, 95.0, 99.0], "c": [91.0, 92.0, 95.0]})
-    assert hopeless(timings, "abc") == ["c"]
+    assert far_behind(timings, "abc") == ["c"]
 
 
 # who is not timed
@@ -471,9 +471,9 @@ def test_progress_is_told_before_each_kind_and_at_the_end(script):
 def test_the_rows_say_what_was_timed(script):
     on_entry = [10.0] * (4 if dispatcher_of("rms_norm").native is not None else 2)
     serve(script.fake("fake.one", *on_entry, *([10.0] * 9), 20.0))
-    row = tune([norm(8, 32)], rounds=LEAST).tuned[0].measurements[0]
+    row = tune([norm(8, 32)], rounds=MIN_ROUNDS).tuned[0].measurements[0]
     assert isinstance(row, Measurement)
-    assert (row.kernel, row.op, row.median_us, row.samples) == ("fake.one", "rms_norm", 10.0, LEAST)
+    assert (row.kernel, row.op, row.median_us, row.samples) == ("fake.one", "rms_norm", 10.0, MIN_ROUNDS)
     assert row.sizes == "rows=8 hidden=32" and row.family == "float32" and row.bucket.startswith(row.family)
     assert row.place == worlds.current().place("cpu") and row.build and row.at > 0
     assert row.p99_us > row.p95_us > row.median_us and math.isfinite(row.spread)

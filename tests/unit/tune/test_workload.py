@@ -11,7 +11,7 @@ import layerzero as lz
 from layerzero.operate import calls as written
 from layerzero.spec.call import Call, TensorSpec, write_calls
 from layerzero.tune.models import MODELS, Level, Model, calls_of
-from layerzero.tune.workload import calls_for, cases_of, kind_key, merged, standard
+from layerzero.tune.workload import calls_for, cases_of, kind_key, merge, standard
 from layerzero.world import snapshot as worlds
 
 ASKED = ("llama-3-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "mistral-7b",
@@ -42,7 +42,7 @@ def test_every_call_of_a_model_keeps_the_contract_and_is_served(name):
     calls = calls_of(name, prompt=24, context=70, dtype="float32", scale=1 / 32)
     for call in calls:
         op = lz.op(call.op)
-        values = written.values(op, call)
+        values = written.make_values(op, call)
         assert lz.which(call.op, **values)
         out = getattr(lz, call.op)(**values)
         assert torch.isfinite(out[0] if isinstance(out, tuple) else out).all(), call
@@ -144,14 +144,14 @@ def test_a_model_of_ones_own():
 # workloads
 
 def test_calls_of_one_kind_become_one():
-    found = merged([norm(2, name="a"), norm(3, name="b"), norm(4, name="a"), norm(hidden=65)])
+    found = merge([norm(2, name="a"), norm(3, name="b"), norm(4, name="a"), norm(hidden=65)])
     assert [(c.count, c.name) for c in found] == [(9, "a; b"), (1, "")]
 
 
 def test_sizes_of_one_bucket_are_one_kind_and_layouts_are_not():
-    assert [c.count for c in merged([norm(1, 100), norm(1, 120), norm(1, 130)])] == [2, 1]
-    assert len(merged([norm(), norm(strides=(128, 1))])) == 2
-    assert len(merged([norm(), Call("rms_norm", norm().arguments, grad=True)])) == 2
+    assert [c.count for c in merge([norm(1, 100), norm(1, 120), norm(1, 130)])] == [2, 1]
+    assert len(merge([norm(), norm(strides=(128, 1))])) == 2
+    assert len(merge([norm(), Call("rms_norm", norm().arguments, grad=True)])) == 2
 
 
 def test_from_a_file(tmp_path):
@@ -163,14 +163,15 @@ def test_from_a_file(tmp_path):
 
 def test_from_a_model():
     asked = {"batch": 2, "prompt": 32, "context": 64, "dtype": "float32", "scale": 0.125}
-    assert calls_for("llama-3-8b", **asked) == merged(calls_of("llama-3-8b", **asked))
+    assert calls_for("llama-3-8b", **asked) == merge(calls_of("llama-3-8b", **asked))
 
 
 def test_from_the_cases_of_an_op():
     found = calls_for("rms_norm", dtype="float32")
     assert 8 < len(found) <= len(lz.op("rms_norm").cases)
     for call in found:
-        assert all(t.numel() for t in written.values(lz.op("rms_norm"), call).values() if isinstance(t, torch.Tensor))
+        values = written.make_values(lz.op("rms_norm"), call)
+        assert all(t.numel() for t in values.values() if isinstance(t, torch.Tensor))
 
 
 @pytest.mark.parametrize("name", [n for n, op in worlds.current().catalog.ops.items() if op.read is None])
@@ -201,7 +202,7 @@ def test_a_source_that_is_none(source, arguments, said):
 ])
 def test_a_call_that_was_written_wrongly_is_named(call, said):
     with pytest.raises(lz.LayerZeroError, match=said):
-        merged([call])
+        merge([call])
 
 
 def test_the_standard_workload_is_broad_and_small():

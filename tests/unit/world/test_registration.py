@@ -72,11 +72,11 @@ def test_an_op_from_outside_has_everything_that_our_own_have(scale_shift, path):
 
 def test_the_key_of_an_op_from_outside(scale_shift):
     found = dispatcher_of(scale_shift.name)
-    found._ready()
+    found.ensure_world()
     call = scale_shift.inputs()
 
     def key(**changes):
-        return found.key_of(*found.bound((), {**call, **changes}))
+        return found.key_of(*found.order_arguments((), {**call, **changes}))
 
     assert key() == key(x=torch.zeros(3, 8)) != key(x=torch.zeros(4, 8))
     assert key(shift=None) != key() != key(x=call["x"].clone().requires_grad_())
@@ -157,7 +157,7 @@ def test_parameters_may_be_called_anything(world, names):
     lz.register(lz.Kernel("named.plain", op, lambda: scope["reference"],
                           requires=(at_most("n", 100), at_most(names[1], 3.0))))
     x = torch.randn(2, 3)
-    for fn in (run, dispatcher_of(op.name).twin):
+    for fn in (run, dispatcher_of(op.name).python_call):
         for _ in range(3):
             assert torch.equal(fn(x), x * 2) and torch.equal(fn(**{names[0]: x, names[1]: 1.5}), x * 1.5)
         with pytest.raises(NoKernel):
@@ -197,10 +197,10 @@ def test_remembered_choices_are_made_anew_when_a_kernel_comes(world, path):
 
 def test_a_rule_of_a_kernel_from_outside_splits_the_key(world):
     found = dispatcher_of("rms_norm")
-    found._ready()
+    found.ensure_world()
 
     def keys():
-        return [found.key_of(*found.bound((torch.zeros(n, 8),), {})) for n in (33, 40, 41, 48)]
+        return [found.key_of(*found.order_arguments((torch.zeros(n, 8),), {})) for n in (33, 40, 41, 48)]
 
     assert len(set(keys())) == 1
     lz.register(kernel("mine.few", lambda x: x, requires=(at_most("rows", 40),)))

@@ -46,7 +46,7 @@ def remembers(name: str) -> list[str]:
         "probes": dispatch._probes, "health": world.health, "refused": world.refused,
         "unloadable": world.unloadable, "warmed": world.warmed, "certified": world.certified,
         "origins": world.catalog.origins, "learned kinds": learning._kinds, "closed kinds": learning._closed,
-        "asked to compile": compiling._known, "forms": compiling._forms,
+        "asked to compile": compiling._requested, "forms": compiling._forms,
         "bindings": [key for d in dispatchers.values() for key in d._bindings],
         "entries": [e.plan.kernel for d in dispatchers.values() for e in d.cache.table.values()],
         "measurements": {m.kernel for m in world.perf.rows} if hasattr(world.perf, "rows") else (),
@@ -57,7 +57,7 @@ def remembers(name: str) -> list[str]:
 def test_a_kernel_that_served_calls_is_freed(path):
     fake, x = Fake(), rows()
     register(fake)
-    call = dispatcher_of("rms_norm").public if path == "native" else dispatcher_of("rms_norm").twin
+    call = dispatcher_of("rms_norm").public if path == "native" else dispatcher_of("rms_norm").python_call
     for _ in range(3):
         torch.testing.assert_close(call(x), normed(x))
         call(rows(hidden=8), policy={"cache_ttl": 5.0})
@@ -210,7 +210,7 @@ def test_registering_and_unregistering_for_ever_costs_nothing():
     def size() -> int:
         gc.collect()
         return sum(len(gc.get_referents(d)) for d in (
-            incidents._loaded, incidents._loading, incidents._faults, dispatch._probes, compiling._known,
+            incidents._loaded, incidents._loading, incidents._faults, dispatch._probes, compiling._requested,
             learning._closed, *(found._bindings for found in dispatchers.values())))
 
     def once(i: int) -> None:

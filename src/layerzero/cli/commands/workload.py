@@ -139,7 +139,7 @@ class _Bar(AbstractContextManager["_Bar"]):
             self._progress.stop()
 
 
-def show_report(report: regrets.Report, most: int = SHOWN) -> None:
+def show_report(report: regrets.RegretReport, most: int = SHOWN) -> None:
     """The calls with the greatest regret, and what the whole workload comes to."""
     worst = sorted(report.rows, key=lambda row: row.regret, reverse=True)[:most]
     show.heading(f"Regret of {len(report.rows)} calls on {report.place}" + (

@@ -1,9 +1,9 @@
 """Compiling a kernel for a kind of call: at once for a warm-up, or in the background while another kernel serves.
 
-A call finds that a kernel would serve it, were it compiled. It is served by the next one at once, and leaves here
-what it looks like: shapes, strides, dtypes, and copies of its whole numbers. A thread makes tensors like that, calls
-the kernel with them on a stream of its own, and tells the world, so that the next such call chooses anew. Of several
-processes one compiles; the others wait for what it leaves on disk.
+A call whose best kernel is not compiled yet is served by the next one, and requests the compile with a description of
+its inputs: shapes, strides, dtypes, and copies of its integers. A thread makes tensors like these, calls the kernel
+with them on a stream of its own, and publishes a world in which the kernel is warm, so that the next such call selects
+it. Of several processes one compiles; the others wait for what it leaves in the caches on disk.
 """
 
 from __future__ import annotations
@@ -46,35 +46,35 @@ from ..protection import wrong_result
 from . import jit, sizes
 from .sizes import Caller
 
-PATIENCE = 900.0                               # seconds to wait for another process that compiles the same
-LAST_WORDS = 10.0                              # seconds that a compile under way gets when the process ends
-FORK_PATIENCE = 30.0
-MOST_WAITING = 64                              # kernels in the queue; more are skipped, with an event
-MOST_FORMS = 16                                # of one kernel and kind of call that are compiled unasked
-MOST_KNOWN = 4096
-MOST_COPIED = 1 << 26                          # bytes of whole numbers that a call may leave here
-OF_FREE_MEMORY = 0.1                           # what the made-up inputs of one compile may take
+LOCK_SECONDS = 900.0                           # seconds to wait for another process that compiles the same
+EXIT_SECONDS = 10.0                            # seconds that a compile under way gets when the process ends
+FORK_SECONDS = 30.0
+MAX_QUEUED = 64                                # kernels in the queue; more are skipped, with an event
+MAX_FORMS = 16                                 # of one kernel and kind of call that are compiled in the background
+MAX_REQUESTS = 4096
+MAX_COPIED = 1 << 26                           # bytes of integers that one request may copy
+MEMORY_SHARE = 0.1                             # of free memory that the inputs of one compile may take
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-class Binds(Caller, Protocol):
-    """A dispatcher, as far as it matters here."""
+class Binder(Caller, Protocol):
+    """What is needed of a dispatcher here."""
 
-    def binding(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any: ...
+    def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any: ...
 
 
 def share_caches() -> None:
-    """Compiled code outlives the process, in our cache folder unless the user says where."""
-    torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")     # which torch sets itself, where nobody did
+    """Keep compiled code in our cache folder, unless the user says where."""
+    torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")     # torch sets this one itself where nobody did
     for variable, name in CACHES.items():
         if (os.environ.get(variable) or torchs_own).startswith(torchs_own):
             os.environ[variable] = str(_own_cache(name))
 
 
 def _own_cache(name: str) -> Path:
-    """A folder whose files Triton or Inductor may run: they seal nothing, so it must never have been open to others.
+    """Return a folder whose files Triton or Inductor may run: they seal nothing, so nobody else may write to it.
 
-    One that was is left alone, and this process compiles for itself, into a folder that goes when it ends.
+    If others could, the folder is left alone and this process compiles into one that is removed when it ends.
     """
     root = config.cache_dir()
     try:
@@ -85,34 +85,37 @@ def _own_cache(name: str) -> Path:
             return root / name
         return trusted_folder(root, name)
     except (OSError, DataError) as e:
-        own = tempfile.mkdtemp(prefix=f"layerzero-{name}-")
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix=f"layerzero-{name}-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         events.log.warning("%s; %s compiles into a folder of this process instead", e, name)
-        return Path(own)
+        return Path(folder)
 
 
-# one kernel, now
+# compiling one kernel now
 
-_compiling = threading.RLock()                 # held while something is compiled: a fork waits for it
+_compile_lock = threading.RLock()              # held while something is compiled: a fork waits for it
 
 
-def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...],
-                new: frozenset[Any] | None = None) -> str | None:
-    """Load and call the kernel for this kind of call; None, or why it stays out. `new`: what is ready afterwards."""
-    kind, grad = kind_to_compile(found.op, facts), facts["grad"]
-    new = jit.entries(kernel, facts, values) if new is None else new
-    if new <= worlds.current().warmed:
+def compile_now(dispatcher: Binder, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...],
+                warmed: frozenset[Any] | None = None) -> str | None:
+    """Load and call the kernel for this kind of call; return None, or why it failed.
+
+    `warmed` is what the world adds to its own `warmed` afterwards.
+    """
+    kind, grad = kind_to_compile(dispatcher.op, facts), facts["grad"]
+    warmed = jit.warmed_keys(kernel, facts, values) if warmed is None else warmed
+    if warmed <= worlds.current().warmed:
         return None
     began = time.perf_counter()
     try:
-        with locks.Section(), process_lock(_lock_name(kernel, kind), PATIENCE, closing), _compiling:
+        with locks.Section(), process_lock(_lock_name(kernel, kind), LOCK_SECONDS, closing), _compile_lock:
             if closing():
                 return "the process ends"
-            run = found.binding(kernel, step, facts, {}).run
-            _run(found, run, values, grad)
-            for other in sizes.at_the_ends(found, facts, values, kind):
-                _run(found, run, other, grad)
-                new |= jit.entries(kernel, facts, other)
+            run = dispatcher.bind(kernel, step, facts, {}).run
+            _run(dispatcher, run, values, grad)
+            for resized in sizes.at_bucket_ends(dispatcher, facts, values, kind):
+                _run(dispatcher, run, resized, grad)
+                warmed |= jit.warmed_keys(kernel, facts, resized)
     except loading.LoadFailed as e:
         mark_unloadable(kernel, e.reason)
         return e.reason.message
@@ -124,8 +127,9 @@ def compile_now(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, An
         elif fault == "sticky":
             change_health(kernel.health, lambda old: health.disabled(reason))
         return reason.message
-    events.emit(WarmedUp(found.op.name, kernel.id, time.perf_counter() - began))
-    worlds.publish(lambda w: w.replace({found.op.name}, warmed=w.warmed | new) if kernel.id in w.catalog.by_id else w,
+    events.emit(WarmedUp(dispatcher.op.name, kernel.id, time.perf_counter() - began))
+    op = dispatcher.op.name
+    worlds.publish(lambda w: w.replace({op}, warmed=w.warmed | warmed) if kernel.id in w.catalog.by_id else w,
                    f"warmed:{kernel.id}")
     return None
 
@@ -143,9 +147,9 @@ def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
     return any(os.path.isdir(folder) and os.listdir(folder) for folder in folders)
 
 
-def _run(found: Binds, run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:
+def _run(dispatcher: Binder, run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:
     out = jit.call(run, values, grad)
-    wrong = wrong_result(found.op, dict(zip(found.names, values)), out)
+    wrong = wrong_result(dispatcher.op, dict(zip(dispatcher.names, values)), out)
     if wrong is not None:
         raise wrong
     tensors = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor)]
@@ -154,30 +158,30 @@ def _run(found: Binds, run: Callable[..., Any], values: tuple[Any, ...], grad: b
     if leaves and outs:
         torch.autograd.grad(outs, leaves, [torch.ones_like(t) for t in outs], allow_unused=True)
     for kind in {t.device.type for t in tensors} - {"cpu", "meta"}:
-        module = getattr(torch, kind)          # a fault of the device must show here; others' streams are left alone
+        module = getattr(torch, kind)          # a fault of the device must show now; other streams are left alone
         (module.current_stream() if hasattr(module, "current_stream") else module).synchronize()
 
 
 # inputs like those of a call
 
-class _Like(NamedTuple):
-    """What to make a tensor from. `numbers`: the whole numbers of the call's own, which cannot be made up."""
+class _TensorLike(NamedTuple):
+    """The description of a tensor. `numbers` are copies of the integers of the call's own, which cannot be made up."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    offset: int                                # elements: a pointer's remainder by 16 bytes is compiled in
+    offset: int                                # elements: the pointer modulo 16 bytes is compiled in
     grad: bool
     numbers: Tensor | None
 
-    def made(self) -> Tensor:
+    def make(self) -> Tensor:
         extent = _extent(self.shape, self.stride)
         flat = torch.empty(self.offset + extent, dtype=self.dtype, device=self.device)
         if self.numbers is not None:
             flat[self.offset:].copy_(self.numbers)
         elif self.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            # Nobody's random numbers but our own: the caller's next ones stay what they would have been.
+            # A generator of its own: the caller's next random numbers stay the same.
             flat.normal_(generator=torch.Generator(self.device).manual_seed(0))
         else:
             flat.zero_()
@@ -188,16 +192,16 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if all(shape) else 0
 
 
-def _like(t: Tensor, grad: bool) -> _Like:
+def _tensor_like(t: Tensor, grad: bool) -> _TensorLike:
     shape, stride, numbers = tuple(t.shape), t.stride(), None
     if not t.is_floating_point():
         numbers = t.detach().as_strided((_extent(shape, stride),), (1,)).clone()
     offset = 0 if t.is_cpu else t.data_ptr() % 16 // t.element_size()
-    return _Like(shape, stride, t.dtype, t.device, offset, grad and t.requires_grad, numbers)
+    return _TensorLike(shape, stride, t.dtype, t.device, offset, grad and t.requires_grad, numbers)
 
 
-def _unfit(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> str:
-    """Why inputs like these are not to be made; "" if they may be."""
+def _why_not(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> str:
+    """Return why inputs like these must not be made; "" if they may be."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     if facts.get("dropout_p"):
         return "it draws random numbers, which are the caller's"
@@ -205,11 +209,11 @@ def _unfit(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) ->
         return "torch compiles random numbers in"
     if any(p.kind == "object" for p in kernel.op.params):
         return "it takes objects, of which there is no other"
-    room = sum(_extent(tuple(t.shape), t.stride()) * t.element_size() for t in tensors)
-    if 3 * room > (limit := OF_FREE_MEMORY * free_bytes(facts["device"])):     # itself, and the ends of its bucket
-        return f"inputs like its own take {room >> 20} MiB, and {int(limit) >> 20} MiB may be taken; use lz.warmup"
-    if sum(t.nbytes for t in tensors if not t.is_floating_point()) > MOST_COPIED:
-        return f"more than {MOST_COPIED >> 20} MiB of whole numbers would have to be copied; use lz.warmup"
+    nbytes = sum(_extent(tuple(t.shape), t.stride()) * t.element_size() for t in tensors)
+    if 3 * nbytes > (limit := MEMORY_SHARE * free_bytes(facts["device"])):  # the call, and both ends of its bucket
+        return f"inputs like its own take {nbytes >> 20} MiB, and {int(limit) >> 20} MiB may be taken; use lz.warmup"
+    if sum(t.nbytes for t in tensors if not t.is_floating_point()) > MAX_COPIED:
+        return f"more than {MAX_COPIED >> 20} MiB of whole numbers would have to be copied; use lz.warmup"
     return ""
 
 
@@ -217,102 +221,107 @@ def _unfit(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) ->
 
 @dataclass(eq=False)
 class _Job:
-    found: Binds
+    dispatcher: Binder
     kernel: Kernel
     step: Step
     facts: Mapping[str, Any]
-    values: tuple[Any, ...]                    # tensors as _Like
-    new: frozenset[Any]
-    waits_for: Any = None                      # a CUDA event: the copies of whole numbers are under way until then
+    values: tuple[Any, ...]                    # tensors as _TensorLike
+    warmed: frozenset[Any]
+    waits_for: Any = None                      # a CUDA event: the copies of integers are complete
     began: float = 0.0
 
     @property
     def label(self) -> str:
-        return f"{self.kernel.id} for {kind_to_compile(self.found.op, self.facts)}"
+        return f"{self.kernel.id} for {kind_to_compile(self.dispatcher.op, self.facts)}"
 
 
-_turn = locks.Lock()                           # guards what follows
+_queue_lock = locks.Lock()                     # guards all below
 _queue: deque[_Job] = deque()
-_known: dict[frozenset[Any], object] = {}      # what was asked for, and by which request
-_forms: dict[tuple[str, str], int] = {}        # (kernel, kind) -> how many forms of it were asked for
+_requested: dict[frozenset[Any], object] = {}  # what is or was compiled, and the request
+_forms: dict[tuple[str, str], int] = {}        # (kernel, kind) -> how many of its forms were requested
 _current: _Job | None = None
 _thread: threading.Thread | None = None
 _closing = False
 
 
-def request_better(found: Binds, world: World, plan: Plan, override: Override | None, values: tuple[Any, ...]) -> None:
-    """Have the kernels compiled that would serve this call, were they compiled already: as it is, and as it will be
-    while a CUDA graph is captured, since nothing is compiled then."""
+def request_better(dispatcher: Binder, world: World, plan: Plan, override: Override | None,
+                   values: tuple[Any, ...]) -> None:
+    """Request the kernels that would serve this call if they were compiled already.
+
+    Also those that would serve it while a CUDA graph is captured: nothing can be compiled then.
+    """
     facts = plan.facts
-    if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain" or not _may(found.op, world, facts, override):
+    if plan.locked or facts["graph"] or facts["tensor_kind"] != "plain":
+        return
+    if not _may_compile(dispatcher.op, world, facts, override):
         return
     for graph in (False, True) if facts["device"] == "cuda" else (False,):
-        steps = world.plan(found.op, {**facts, "graph": graph}, override, compiled=True).steps
+        steps = world.plan(dispatcher.op, {**facts, "graph": graph}, override, compiled=True).steps
         kernel = world.catalog.by_id[steps[0].kernel] if steps else None
         if kernel is not None and kernel.jit and kernel.id != plan.kernel and is_worth_it(kernel, steps[0]):
-            request(found, kernel, steps[0], facts, values)
-        if not graph and world.policy.setting("learn"):        # what is not compiled cannot be tried
+            request(dispatcher, kernel, steps[0], facts, values)
+        if not graph and world.policy.setting("learn"):        # only compiled kernels can be explored
             for step in steps:
                 kernel = world.catalog.by_id[step.kernel]
                 if kernel.jit and kernel.replayable and worth_trying(step.score.total_us, steps[0].score.total_us):
-                    request(found, kernel, step, facts, values)
+                    request(dispatcher, kernel, step, facts, values)
 
 
-def _may(op: Op, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
-    """Is there a kernel that compiles, and may it do so in the background?"""
-    around = world.surroundings(facts["device"], override)
-    return around.policy.setting("jit") == "background" and any(
-        k.jit for k in world.roster(op, facts["device"], around).viable)
+def _may_compile(op: Op, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
+    """Does an op have kernels that compile, and may they compile in the background?"""
+    surroundings = world.surroundings(facts["device"], override)
+    return surroundings.policy.setting("jit") == "background" and any(
+        k.jit for k in world.roster(op, facts["device"], surroundings).viable)
 
 
 def is_worth_it(kernel: Kernel, step: Step) -> bool:
-    """A guess is not worth seconds of CPU; nor is less work by construction where Inductor compiles it."""
+    """Is the evidence worth seconds of CPU? A guess is not, nor is less work by construction through Inductor."""
     return step.score.source in (MEASURED, INTERPOLATED, SHIPPED, POLICY) or (
         step.score.source == LESS_WORK and bool(kernel.package))
 
 
-def request(found: Binds, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...]) -> None:
-    """Have the kernel compiled for calls like this one. Returns at once; at most once for each kind and form."""
-    new, asked = jit.entries(kernel, facts, values), object()
+def request(dispatcher: Binder, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...]) -> None:
+    """Queue a compile for calls like this one, at most once for each kind and form. Returns at once."""
+    warmed, token = jit.warmed_keys(kernel, facts, values), object()
     kind = kernel.id, kind_to_compile(kernel.op, facts)
     waiting = 0
     try:
-        with _turn:
-            if new in _known or _closing or _forms.get(kind, 0) >= MOST_FORMS:
+        with _queue_lock:
+            if warmed in _requested or _closing or _forms.get(kind, 0) >= MAX_FORMS:
                 return
-            for known in (_known, _forms):     # kernels and sizes without end: begin anew
-                if len(known) >= MOST_KNOWN:
-                    known.clear()  # type: ignore[attr-defined]
-            _known[new] = asked
+            for table in (_requested, _forms):     # ever new kernels and sizes: start over
+                if len(table) >= MAX_REQUESTS:
+                    table.clear()  # type: ignore[attr-defined]
+            _requested[warmed] = token
             _forms[kind] = _forms.get(kind, 0) + 1
-            full = len(_queue) >= MOST_WAITING
+            full = len(_queue) >= MAX_QUEUED
             if full:
-                del _known[new]                # it may be asked for again
-        problem = f"{MOST_WAITING} wait already" if full else _unfit(kernel, facts, values)
+                del _requested[warmed]         # it may be requested again
+        problem = f"{MAX_QUEUED} wait already" if full else _why_not(kernel, facts, values)
         try:
-            kept = () if problem else tuple(_kept(v, facts["grad"]) for v in values)
-        except faults.FAULTS as e:             # no room for the copies: that is not the caller's trouble
+            described = () if problem else tuple(_describe(v, facts["grad"]) for v in values)
+        except faults.FAULTS as e:             # no memory for the copies: the caller must not see that
             problem = f"its whole numbers could not be copied: {e}"
         if not problem:
-            job = _Job(found, kernel, step, facts, kept, new, _copied(values))
-            with _turn:
+            job = _Job(dispatcher, kernel, step, facts, described, warmed, _copies_done(values))
+            with _queue_lock:
                 _queue.append(job)
                 waiting = len(_queue)
                 _start()
-    except BaseException:                      # an interrupt, passed on: it may be asked for again
-        if _known.get(new) is asked:
-            del _known[new]
+    except BaseException:                      # an interrupt: it may be requested again
+        if _requested.get(warmed) is token:
+            del _requested[warmed]
         raise
     events.emit(CompileSkipped(kernel.op.name, kernel.id, problem) if problem else
                 CompileQueued(kernel.op.name, kernel.id, waiting))
 
 
-def _kept(value: Any, grad: bool) -> Any:
-    return _like(value, grad) if isinstance(value, Tensor) else value
+def _describe(value: Any, grad: bool) -> Any:
+    return _tensor_like(value, grad) if isinstance(value, Tensor) else value
 
 
-def _copied(values: tuple[Any, ...]) -> Any:
-    """An event after the copies, where they are made on a GPU."""
+def _copies_done(values: tuple[Any, ...]) -> Any:
+    """Return a CUDA event after the copies, where they are made on a GPU."""
     cuda = next((v for v in values if isinstance(v, Tensor) and v.is_cuda), None)
     return torch.cuda.current_stream(cuda.device).record_event() if cuda is not None else None
 
@@ -330,8 +339,8 @@ def _work() -> None:
     me = threading.current_thread()
     share_caches()
     while True:
-        with _turn:
-            if _thread is not me:              # an interrupt came while it was started, and there is another
+        with _queue_lock:
+            if _thread is not me:              # an interrupt came while it was started, and another was started
                 return
             if _closing or not _queue:
                 _thread = _current = None
@@ -340,7 +349,7 @@ def _work() -> None:
             job.began = time.monotonic()
         try:
             problem = _compile(job)
-        except events.ANYTHING as e:           # also what a kernel should not raise: this thread goes on
+        except events.ANYTHING as e:           # whatever a kernel raises, this thread goes on
             problem = f"{type(e).__name__}: {e}"
         if problem is not None:
             events.emit(CompileSkipped(job.kernel.op.name, job.kernel.id, problem))
@@ -350,27 +359,27 @@ def _compile(job: _Job) -> str | None:
     if worlds.current().catalog.by_id.get(job.kernel.id) is not job.kernel:
         return "it was unregistered"
     grad = job.facts["grad"]
-    with _aside(job), torch.inference_mode(False), torch.set_grad_enabled(grad):
+    with _own_stream(job), torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:
-            values = tuple(v.made() if isinstance(v, _Like) else v for v in job.values)
+            values = tuple(v.make() if isinstance(v, _TensorLike) else v for v in job.values)
             values = _with_own_generator(job.kernel, values)
         except faults.FAULTS as e:             # no memory for them
             return f"inputs like those of the call could not be made: {e}"
-        return compile_now(job.found, job.kernel, job.step, job.facts, values, job.new)
+        return compile_now(job.dispatcher, job.kernel, job.step, job.facts, values, job.warmed)
 
 
 def _with_own_generator(kernel: Kernel, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The caller's next random numbers stay what they would have been. What a library compiles reads none."""
+    """Replace the caller's generator, whose next numbers stay the same. What a library compiles reads none."""
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     return tuple(torch.Generator(device).manual_seed(0) if p.kind == "generator" else v
                  for p, v in zip(kernel.op.params, values))
 
 
 @contextmanager
-def _aside(job: _Job) -> Iterator[None]:
-    """On a stream of its own, and so that a graph which another thread captures meanwhile is not spoilt."""
+def _own_stream(job: _Job) -> Iterator[None]:
+    """Run on a stream of its own, outside of any capture of another thread."""
     with ExitStack() as stack:
-        device = next((v.device for v in job.values if isinstance(v, _Like) and v.device.type == "cuda"), None)
+        device = next((v.device for v in job.values if isinstance(v, _TensorLike) and v.device.type == "cuda"), None)
         if device is not None:
             stack.enter_context(torch.cuda.device(device))
             if torch.version.hip is None:
@@ -402,13 +411,13 @@ class Status:
 
 
 def status() -> Status:
-    with _turn:
+    with _queue_lock:
         job, waiting = _current, tuple(j.label for j in _queue)
     return Status("" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.began, waiting)
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Until nothing is compiled in the background any more; is that so?"""
+    """Wait until nothing is compiled in the background; return False if that took longer than `timeout`."""
     end = None if timeout is None else time.monotonic() + timeout
     while (thread := _thread) is not None and thread.is_alive():
         thread.join(None if end is None else max(end - time.monotonic(), 0))
@@ -420,14 +429,14 @@ def wait(timeout: float | None = None) -> bool:
 # the end of this process, and its children
 
 def _close() -> None:
-    """The process ends: nothing new is begun, and a compile under way gets some time, since it cannot be stopped."""
+    """The process ends: start nothing new, and give the current compile, which cannot be stopped, some time."""
     global _closing
-    with _turn:
+    with _queue_lock:
         _closing = True
         _queue.clear()
         thread = _thread
     if thread is not None:
-        thread.join(LAST_WORDS)
+        thread.join(EXIT_SECONDS)
 
 
 def closing() -> bool:
@@ -435,44 +444,44 @@ def closing() -> bool:
 
 
 def _before_fork() -> None:
-    _compiling.acquire(timeout=FORK_PATIENCE)  # a child must not inherit a compiler's lock that nobody gives back
+    _compile_lock.acquire(timeout=FORK_SECONDS)  # a child must not inherit a compiler's lock that nobody releases
 
 
 def _after_fork_in_parent() -> None:
-    with suppress(RuntimeError):               # the wait was too long and the fork went on
-        _compiling.release()
+    with suppress(RuntimeError):               # the lock was not acquired in time
+        _compile_lock.release()
 
 
 def _after_fork() -> None:
-    """In the child: the thread is gone. What it was asked for is forgotten, so that it may be asked for again."""
-    global _thread, _current, _compiling
-    _thread, _current, _compiling = None, None, threading.RLock()
+    """In the child: the thread is gone. Forget the requests, so that they may be made again."""
+    global _thread, _current, _compile_lock
+    _thread, _current, _compile_lock = None, None, threading.RLock()
     _queue.clear()
-    _known.clear()
+    _requested.clear()
     _forms.clear()
 
 
-def _look(world: World) -> None:
-    """What was unregistered is not compiled any more."""
+def _forget_unregistered(world: World) -> None:
+    """Drop the requests for kernels that were unregistered."""
     global _catalog
     if world.catalog is _catalog:
         return
-    known = world.catalog.by_id
-    with _turn:
-        gone = [job for job in _queue if known.get(job.kernel.id) is not job.kernel]
+    kernels = world.catalog.by_id
+    with _queue_lock:
+        gone = [job for job in _queue if kernels.get(job.kernel.id) is not job.kernel]
         for job in gone:
             _queue.remove(job)
-        for new in [n for n in _known if any((w if isinstance(w, str) else w[0]) not in known for w in n)]:
-            del _known[new]
-        for kind in [k for k in _forms if k[0] not in known]:
+        for warmed in [n for n in _requested if any((w if isinstance(w, str) else w[0]) not in kernels for w in n)]:
+            del _requested[warmed]
+        for kind in [k for k in _forms if k[0] not in kernels]:
             del _forms[kind]
     _catalog = world.catalog
     for job in gone:
         events.emit(CompileSkipped(job.kernel.op.name, job.kernel.id, "it was unregistered"))
 
 
-_catalog: Catalog | None = None                # that of the last world that was looked at
-worlds.listen(_look)
+_catalog: Catalog | None = None                # the last one seen by _forget_unregistered
+worlds.listen(_forget_unregistered)
 atexit.register(_close)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

@@ -1,8 +1,8 @@
 """One kind of call that is being learned, and what its entries run meanwhile: an `Exploring`, which has
 one kernel after the other serve the calls and times them.
 
-Who is next and who has won is decided by select/trial.py. Here is the clock, the CUDA events, the
-account of what it costs, and what happens if a kernel throws. learning.py says which calls come here.
+select/trial.py decides which kernel is next and which has won. This file has the clock, the CUDA events, the
+account of what exploring costs, and what happens if a kernel throws. learning.py says which calls are explored.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from ..cache import Entry
 if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
 
-BEHIND_WINNER = 1.005                          # how a tie is written down for those that did not win
-MOST_GAP = 0.05                                # seconds without a call: beyond these the process is idle
-KEPT, ATTEMPTS = 0.9, 3                        # less of a sample on the CPU: not counted, but for every third in a row
-MOST_OVERHEAD_US = 100.0                       # to decide about one call takes some 10; more is another process
-MOST_SKIPPED = 31                              # calls in a row that are not looked at while there is no budget
+BEHIND_WINNER = 1.005                          # a tie is recorded as this much slower for those that did not win
+MAX_GAP = 0.05                                 # seconds without a call after which the process counts as idle
+MIN_CPU_SHARE, MAX_DISTURBED = 0.9, 3          # a sample with less CPU time is not counted, except every third in a row
+MAX_OVERHEAD_US = 100.0                        # deciding about one call takes about 10; more is another process's doing
+MAX_SKIPPED = 31                               # calls in a row that are not timed while there is no budget
 
-# (op, bucket, place, which kernels need their inputs copied first): such calls take another time.
+# (op, bucket, place, transforms of kernels that need them): with transforms, calls take another time.
 Key = tuple[str, str, str, tuple[tuple[str, ...], ...]]
 
-_now, _worked = time.perf_counter, time.thread_time
+_now, _cpu_time = time.perf_counter, time.thread_time
 
 
 class Account:
-    """What exploring has cost in this process, and what it may."""
+    """What exploring has cost in this process, and its budget."""
 
     def __init__(self) -> None:
-        self._lock = locks.Lock()              # held for a sum
+        self._lock = locks.Lock()              # held for an addition only
         self.reset()
 
     def reset(self) -> None:
         self.budget = Budget()
         self.began: float | None = None        # when the first call came
-        self.explored = 0                      # calls that another kernel served than would have without learning
+        self.explored = 0                      # calls served by another kernel than without learning
         self._last: float | None = None
 
     def charge(self, lost_us: float = 0.0, reserved_us: float = 0.0, explored: bool = False) -> None:
@@ -61,10 +61,10 @@ class Account:
             self.explored += explored
 
     def tick(self, now: float) -> None:
-        """Count the time in which calls come; not that in which the process has nothing to do."""
+        """Count the time between calls, up to MAX_GAP: not that in which the process is idle."""
         with self._lock:
             if self._last is not None and now > self._last:
-                self.budget.count(total_us=min(now - self._last, MOST_GAP) * 1e6)
+                self.budget.count(total_us=min(now - self._last, MAX_GAP) * 1e6)
             self._last = now
             if self.began is None:
                 self.began = time.monotonic()
@@ -74,60 +74,60 @@ account = Account()
 
 
 class Sample(NamedTuple):
-    """A call that was timed; on CUDA its time is known when the device has come so far."""
+    """A call that was timed; on CUDA its time is known once the device has done it."""
 
     ticket: Ticket
     host_us: float
-    overhead_us: float                         # what exploring itself did before the call
+    overhead_us: float                         # of exploring itself, before the call
     prepared: bool = False                     # were weights packed during the call?
     worked_us: float = 0.0                     # CPU time of this thread; 0: not taken
-    marks: tuple[Any, Any] | None = None       # CUDA events around it
-    behind: bool = False                       # had the device not come to the first mark when the call returned?
+    events_around: tuple[Any, Any] | None = None       # CUDA events around it
+    behind: bool = False                       # had the device not reached the first event when the call returned?
 
     @property
     def disturbed(self) -> bool:
-        """Was the CPU taken away meanwhile?"""
-        return 0.0 < self.worked_us < KEPT * self.host_us
+        """Was the CPU taken away during the call?"""
+        return 0.0 < self.worked_us < MIN_CPU_SHARE * self.host_us
 
     def us(self) -> float | None:
-        """What a caller in a loop would see: the longer of host and device. None: not known yet.
+        """Return what a caller in a loop would see: the longer of host and device time; None if not known yet.
 
-        Where the device was waiting for the host, the time between the marks holds the host's time too.
+        If the device was waiting for the host, the time between the events includes the host's time.
         """
-        if self.marks is None:
+        if self.events_around is None:
             return self.host_us
-        begin, end = self.marks
+        begin, end = self.events_around
         if not end.query():
             return None
         between = begin.elapsed_time(end) * 1e3
         return max(self.host_us, between if self.behind else between - self.host_us)
 
 
-class Kind:
-    """One kind of call that is being learned. `lock` is never waited for."""
+class LearnedKind:
+    """One kind of call that is being learned. Nobody waits for `lock`: a call that cannot take it is not timed."""
 
-    def __init__(self, key: Key, op: Op, plan: Plan, default: str, on_settled: Callable[[Kind], None]) -> None:
+    def __init__(self, key: Key, op: Op, plan: Plan, default: str, on_settled: Callable[[LearnedKind], None]) -> None:
         base = plan.steps[0]
         self.key, self.op, self.facts = key, op, plan.facts
         self.on_settled = on_settled
         self.trial = Trial(base.kernel, base.score.total_us, default, zlib.crc32(repr(key).encode()))
         self.steps: dict[str, Step] = {}
         self.lock = locks.Lock()
-        self.done: deque[Sample] = deque()     # by any thread; read by the one that holds the lock
-        self.failed: deque[tuple[Ticket | None, str, str]] = deque()   # the call, the kernel to drop, and why
+        self.done: deque[Sample] = deque()     # appended by any thread, read by the one that holds the lock
+        self.failed: deque[tuple[Ticket | None, str, str]] = deque()   # the sample, the kernel to drop, and why
         self.serving = base.kernel
         self.settled = False
         self.cost_us = 0.0
-        self.told = False
+        self.announced = False
         self.skip = self.pause = 0             # calls to let pass while there is no budget
         self.disturbed: dict[str, int] = {}    # kernel -> how often in a row
 
     def cost(self, step: Step, us: float) -> float:
-        """What selection counts: the user's boosts divide the time."""
+        """Return the cost that selection counts: the user's boosts divide the time."""
         return us / step.score.boost
 
     def next(self, available: Callable[[str], bool], began: float) -> Ticket | None:
-        """Who serves this call and is timed; the lock is held. None: `serving`, untimed."""
+        """Return which kernel serves this call and is timed; None: `serving` does, untimed. The lock is held."""
         account.tick(began)
         self.collect()
         trial = self.trial
@@ -140,9 +140,9 @@ class Kind:
         if trial.winner:
             self.end()
             return None
-        if not trial.in_flight:                # no budget; else it only waits for the device
-            self.skip = self.pause = min(2 * self.pause + 1, MOST_SKIPPED)
-        lost = min((_now() - began) * 1e6, MOST_OVERHEAD_US)
+        if not trial.in_flight:                # no budget; otherwise it waits for samples
+            self.skip = self.pause = min(2 * self.pause + 1, MAX_SKIPPED)
+        lost = min((_now() - began) * 1e6, MAX_OVERHEAD_US)
         self.cost_us += lost
         account.charge(lost)
         return None
@@ -153,7 +153,7 @@ class Kind:
             self.on_settled(self)
 
     def collect(self) -> None:
-        """What is known by now of calls that were timed."""
+        """Take in the samples whose times are known by now."""
         while self.failed:
             ticket, kernel, why = self.failed.popleft()
             if ticket is not None:
@@ -164,20 +164,20 @@ class Kind:
             sample = self.done[0]
             us = sample.us()
             if us is None:
-                return                         # the device works in order: later ones are not done either
+                return                         # the device works in order: later samples are not done either
             self.done.popleft()
-            self._take(sample, us)
+            self._count_sample(sample, us)
 
-    def _take(self, sample: Sample, us: float) -> None:
+    def _count_sample(self, sample: Sample, us: float) -> None:
         ticket, trial = sample.ticket, self.trial
-        times = self.disturbed[ticket.kernel] = self.disturbed.get(ticket.kernel, 0) + 1 if sample.disturbed else 0
-        counts = not sample.prepared and times in (0, ATTEMPTS)
-        if times == ATTEMPTS:                  # a busy machine: better this one than none
+        in_a_row = self.disturbed[ticket.kernel] = self.disturbed.get(ticket.kernel, 0) + 1 if sample.disturbed else 0
+        counts = not sample.prepared and in_a_row in (0, MAX_DISTURBED)
+        if in_a_row == MAX_DISTURBED:          # a busy machine: this sample is better than none
             self.disturbed[ticket.kernel] = 0
         trial.sampled(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None)
-        lost = min(sample.overhead_us, MOST_OVERHEAD_US)
+        lost = min(sample.overhead_us, MAX_OVERHEAD_US)
         if ticket.kernel != trial.base:
-            if ticket.warm_up or sample.prepared:      # that another process took the CPU is not our cost
+            if ticket.warm_up or sample.prepared:      # time that another process took is not our cost
                 lost += max((sample.worked_us if sample.disturbed else us) - trial.expected_us(trial.base), 0.0)
             else:
                 lost += trial.extra_us(ticket.kernel)
@@ -185,10 +185,10 @@ class Kind:
         account.charge(lost, -ticket.reserved_us, explored=ticket.kernel != trial.base)
 
     def measurements(self, world: World) -> list[Measurement]:
-        """The result, written so that selection makes the same of it as the trial did."""
+        """Return the result as measurements, such that selection decides as the trial did."""
         op, facts, trial = self.op, self.facts, self.trial
         kind = kind_of(op, facts)
-        flops, moved = (float(parse(text)(facts)) for text in (op.flops, op.bytes))
+        flops, nbytes = (float(parse(text)(facts)) for text in (op.flops, op.bytes))
         results = trial.results()
         best = statistics_of(results[trial.winner])
         rows = []
@@ -196,14 +196,14 @@ class Kind:
             s, score = statistics_of(samples), self.steps[kernel].score
             behind = 1.0 if kernel == trial.winner else max(BEHIND_WINNER * best.median / s.median, 1.0)
 
-            def own(us: float, score: Any = score, behind: float = behind) -> float:
-                """Of the kernel alone: copies of inputs are counted apart, and estimated."""
+            def kernel_us(us: float, score: Any = score, behind: float = behind) -> float:
+                """The time of the kernel alone: transforms of inputs are counted apart, and estimated."""
                 total = us * behind * score.boost
                 return max(total - score.transform_us, 0.05 * total)
 
             rows.append(Measurement(
-                kernel, op.name, kind.bucket, self.key[2], own(s.median), s.spread, len(samples), kind.family,
-                kind.sizes_text, flops, moved, own(s.p95), own(s.p99), mode=EAGER))
+                kernel, op.name, kind.bucket, self.key[2], kernel_us(s.median), s.spread, len(samples), kind.family,
+                kind.sizes_text, flops, nbytes, kernel_us(s.p95), kernel_us(s.p99), mode=EAGER))
         return list(measurements.heeded(world, op, facts, rows, [trial.winner])[0])
 
     def after_fork(self) -> None:
@@ -232,117 +232,119 @@ def statistics_of(samples: list[float]) -> Statistics:
     return Statistics(at(0.5), (at(0.9) - at(0.1)) / at(0.5), at(0.95), at(0.99))
 
 
-# the entry of a kind that is being learned
+# what an entry runs while its kind is learned
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """One kernel as it serves the calls of an entry."""
 
-    entry: Entry                               # what it runs; its own kernel comes first, for the recovery
-    ready: Callable[[tuple[Any, ...]], bool] | None    # of one that compiles: is it compiled for this very call?
-    named: bool = False                        # called by its name, which counts and blames by itself
+    entry: Entry                               # its own kernel is first in the plan, for the recovery
+    ready: Callable[[tuple[Any, ...]], bool] | None    # for a kernel that compiles: is it compiled for this call?
+    named: bool = False                        # called as lz.<op>(backend=...), which counts calls and faults by itself
 
 
 class Exploring:
-    """What an entry runs while its kind is learned. `ways` are filled in as their kernels are loaded."""
+    """What an entry runs while its kind is learned. `candidates` grows as their kernels are loaded."""
 
-    def __init__(self, dispatcher: Dispatcher, kind: Kind, plan: Plan, plain: Callable[..., Any], base: Way) -> None:
+    def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan, run_plain: Callable[..., Any],
+                 base: Candidate) -> None:
         self.dispatcher, self.kind, self.plan = dispatcher, kind, plan
-        self.plain = plain                     # what serves without learning, for calls that are not timed
+        self.run_plain = run_plain             # serves the calls that are not timed, as without learning
         self.base = plan.steps[0].kernel
-        self.ways: Mapping[str, Way] = {self.base: base}
+        self.candidates: Mapping[str, Candidate] = {self.base: base}
         self.cuda = plan.facts["device"] == "cuda"
         self.main = dispatcher.names.index(dispatcher.op.main_tensor) if dispatcher.op.main_tensor else -1
 
     def __call__(self, *values: Any) -> Any:
-        kind, ways = self.kind, self.ways
-        if kind.skip > 0:                      # threads may both count: it need not be exact
+        kind, candidates = self.kind, self.candidates
+        if kind.skip > 0:                      # not exact between threads, and need not be
             kind.skip -= 1
-            return self._serve(ways, values)
-        if kind.settled or len(ways) < 2 or (self.cuda and not self._timeable(values)):
-            return self._serve(ways, values)
+            return self._serve(candidates, values)
+        if kind.settled or len(candidates) < 2 or (self.cuda and not self._timeable(values)):
+            return self._serve(candidates, values)
         ticket: Ticket | None = None
         try:
             if not kind.lock.acquire(blocking=False):
-                return self._serve(ways, values)
+                return self._serve(candidates, values)
             try:
                 began = _now()
-                ticket = kind.next(lambda kernel: self._available(ways, kernel, values), began)
+                ticket = kind.next(lambda kernel: self._available(candidates, kernel, values), began)
             finally:
                 kind.lock.release()
             if ticket is None:
-                return self._serve(ways, values)
-            way = ways[ticket.kernel]
-            self._count(way, ticket.kernel)
-            timed = _timed_on_cuda if self.cuda else _timed
-            out, sample = timed(way.entry.run, values, ticket, began)
+                return self._serve(candidates, values)
+            candidate = candidates[ticket.kernel]
+            self._count(candidate, ticket.kernel)
+            timed = _run_timed_on_cuda if self.cuda else _run_timed
+            out, sample = timed(candidate.entry.run, values, ticket, began)
         except faults.FAULTS as fault:
             if ticket is None:
                 raise
-            return self._recovered(ways, ticket.kernel, values, fault, ticket)
-        except BaseException:                  # an interrupt, passed on: nobody waits for this sample
+            return self._recover(candidates, ticket.kernel, values, fault, ticket)
+        except BaseException:                  # an interrupt: this sample will not come
             if ticket is not None:
                 kind.failed.append((ticket, "", ""))
             raise
         kind.done.append(sample)
         return out
 
-    def _available(self, ways: Mapping[str, Way], kernel: str, values: tuple[Any, ...]) -> bool:
-        way = ways.get(kernel)
-        return way is not None and (way.ready is None or way.ready(values))
+    def _available(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...]) -> bool:
+        candidate = candidates.get(kernel)
+        return candidate is not None and (candidate.ready is None or candidate.ready(values))
 
     def _timeable(self, values: tuple[Any, ...]) -> bool:
-        """Not inside a capture, and not for a device whose stream is not the current one."""
+        """Return False inside a capture, and for tensors on another device than the current one."""
         return (not faults.capturing() and self.main >= 0
                 and values[self.main].device.index == torch.cuda.current_device())
 
-    def _serve(self, ways: Mapping[str, Way], values: tuple[Any, ...]) -> Any:
+    def _serve(self, candidates: Mapping[str, Candidate], values: tuple[Any, ...]) -> Any:
         kernel = self.kind.serving
-        way = ways.get(kernel)
-        if kernel == self.base or way is None or (way.ready is not None and not way.ready(values)):
-            return self.plain(*values)
-        self._count(way, kernel)
+        candidate = candidates.get(kernel)
+        if kernel == self.base or candidate is None or (candidate.ready is not None and not candidate.ready(values)):
+            return self.run_plain(*values)
+        self._count(candidate, kernel)
         try:
-            return way.entry.run(*values)
+            return candidate.entry.run(*values)
         except faults.FAULTS as fault:
-            return self._recovered(ways, kernel, values, fault, None)
+            return self._recover(candidates, kernel, values, fault, None)
 
-    def _count(self, way: Way, kernel: str) -> None:
-        """The call was counted for the kernel that serves anyway."""
-        if way.named or kernel != self.base:
-            self.dispatcher.ledger.moved(self.base, "" if way.named else kernel)
+    def _count(self, candidate: Candidate, kernel: str) -> None:
+        """Correct the ledger, which has counted the call for the first kernel of the plan."""
+        if candidate.named or kernel != self.base:
+            self.dispatcher.ledger.reassign(self.base, "" if candidate.named else kernel)
 
-    def _recovered(self, ways: Mapping[str, Way], kernel: str, values: tuple[Any, ...], fault: BaseException,
-                   ticket: Ticket | None) -> Any:
-        """The kernel is out for this kind; whose fault it was, and who serves, is decided as for any other call."""
-        guilty = "" if isinstance(fault, faults.PASSED_ON) else kernel
-        self.kind.failed.append((ticket, guilty, f"it failed: {type(fault).__name__}"))
-        if not ways[kernel].named or kernel == self.base or not isinstance(fault, KernelFailed):
-            return self.dispatcher.recover(ways[kernel].entry, values, fault)
-        out = self.plain(*values)
-        self.dispatcher.ledger.fell_back(self.base)
+    def _recover(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...], fault: BaseException,
+                 ticket: Ticket | None) -> Any:
+        """Drop the kernel for this kind; whose fault it was and who serves is decided as for any other call."""
+        to_drop = "" if isinstance(fault, faults.PASSED_ON) else kernel
+        self.kind.failed.append((ticket, to_drop, f"it failed: {type(fault).__name__}"))
+        if not candidates[kernel].named or kernel == self.base or not isinstance(fault, KernelFailed):
+            return self.dispatcher.recover(candidates[kernel].entry, values, fault)
+        out = self.run_plain(*values)
+        self.dispatcher.ledger.count_fallback(self.base)
         events.emit(Fallback(self.kind.op.name, kernel, self.base, fault.reasons[0] if fault.reasons else None))
         return out
 
 
-def _packed() -> int:
-    """How many weights kernels keep in an arrangement of their own: a call that adds one is no sample."""
+def _packed_weights() -> int:
+    """How many weights are packed: a call that packs another is no sample."""
     from ...backends._packing import PACKED  # `import layerzero` reads no backend
 
     return len(PACKED)
 
 
-def _timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, Sample]:
-    packed, worked = _packed(), _worked()
+def _run_timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, Sample]:
+    packed, worked = _packed_weights(), _cpu_time()
     start = _now()
     out = run(*values)
     took = _now() - start
-    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, _packed() != packed, (_worked() - worked) * 1e6)
+    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, _packed_weights() != packed,
+                       (_cpu_time() - worked) * 1e6)
 
 
-def _timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
-                   began: float) -> tuple[Any, Sample]:
+def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
+                       began: float) -> tuple[Any, Sample]:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    packed = _packed()
+    packed = _packed_weights()
     begin.record()
     start = _now()
     out = run(*values)
@@ -350,4 +352,4 @@ def _timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Tic
     end.record()
     behind = not begin.query()
     overhead = _now() - began - took
-    return out, Sample(ticket, took * 1e6, overhead * 1e6, _packed() != packed, 0.0, (begin, end), behind)
+    return out, Sample(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed, 0.0, (begin, end), behind)

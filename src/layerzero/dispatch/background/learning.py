@@ -1,10 +1,10 @@
-"""Learning while serving: calls of a kind that nobody has measured are served by the kernels that may
+"""Learning while serving: calls of a kind that was never measured are served by the kernels that may
 serve it, in turn, and timed, until it is clear which is fastest. No call is computed twice.
 
 While a kind is learned, its entries run an `Exploring` (exploring.py). Once it is settled, the result is
 written to the store like any other measurement, and the entries are the ordinary ones again.
 
-One thread works behind the calls: it loads the kernels that are to be tried, and it writes results, at
+One thread works in the background: it loads the kernels that are to be tried, and it writes results, at
 most once in PUBLISH_SECONDS, because each new world empties the caches of all operations.
 """
 
@@ -38,62 +38,58 @@ from .. import protection
 from ..binding import Binding
 from ..cache import Entry
 from . import jit
-from .exploring import Exploring, Key, Kind, Way, account
+from .exploring import Candidate, Exploring, Key, LearnedKind, account
 
 if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
 
-MOST_KINDS = 1024                              # that are known to be learned
-MOST_CLOSED = 8192                             # kinds that are remembered as done with
-MOST_KERNELS = 8                               # that one kind is learned for, those expected to be fastest
-MOST_GAP = 0.05                                # seconds without a call: beyond these the process is idle
-KEPT, ATTEMPTS = 0.9, 3                        # less of a sample on the CPU: not counted, but for every third in a row
-MOST_OVERHEAD_US = 100.0                       # to decide about one call takes some 10; more is another process
-MOST_SKIPPED = 31                              # calls in a row that are not looked at while there is no budget
+MAX_KINDS = 1024                               # being learned at once
+MAX_CLOSED = 8192                              # kinds that are remembered as done
+MAX_KERNELS = 8                                # candidates of one kind, those expected to be fastest
 PUBLISH_SECONDS = 1.0
-DEVICES = ("cpu", "cuda")                      # on others a call cannot be timed without waiting for it
+DEVICES = ("cpu", "cuda")                      # elsewhere a call cannot be timed without waiting for it
 
-_kinds: dict[Key, Kind] = {}                   # those being learned
-_closed: dict[Key, None] = {}                  # those this process is done with, oldest first
-_adding = locks.Lock()
+_kinds: dict[Key, LearnedKind] = {}            # being learned
+_closed: dict[Key, None] = {}                  # done in this process, oldest first
+_kinds_lock = locks.Lock()
 _learned = _unclear = 0
 
 
-# which entries
+# which entries explore
 
-def exploring(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..., Any],
-              override: Override | None) -> Callable[..., Any]:
-    """What the entry of this plan is to run: `run`, or an Exploring if the kind of call is to be learned."""
-    if not _wanted(dispatcher.op, world, plan, override):
+def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..., Any],
+            override: Override | None) -> Callable[..., Any]:
+    """Return what the entry of this plan runs: `run`, or an Exploring if its kind of call is to be learned."""
+    if not _is_learnable(dispatcher.op, world, plan, override):
         return run
     key = _key(dispatcher.op, world, plan)
-    candidates = _candidates(world, plan) if key not in _closed else []
-    if not candidates:
-        _kinds.pop(key, None)                  # measured meanwhile, by a call in another form
+    steps = _candidate_steps(world, plan) if key not in _closed else []
+    if not steps:
+        _kinds.pop(key, None)                  # measured meanwhile, through a call in another form
         return run
     default = _default(world, plan)
-    with _adding:
+    with _kinds_lock:
         kind = _kinds.get(key)
         if kind is None:
-            while len(_kinds) >= MOST_KINDS:   # the oldest goes on by itself, and newer calls of it begin anew
+            while len(_kinds) >= MAX_KINDS:    # entries of the oldest go on; new ones of it start over
                 del _kinds[next(iter(_kinds))]
-            kind = _kinds[key] = Kind(key, dispatcher.op, plan, default.kernel if default is not None else "",
-                                       _worker.settled)
+            kind = _kinds[key] = LearnedKind(key, dispatcher.op, plan, default.kernel if default is not None else "",
+                                             _worker.settled)
     base = plan.steps[0]
     kind.steps.setdefault(base.kernel, base)
     kernel = world.catalog.by_id[base.kernel]
-    found = Exploring(dispatcher, kind, plan, run, _way(dispatcher, world, kernel, plan, run))
-    protection.place(run, found, "plain")
-    _worker.prepare(found, world, candidates, override)
-    return found
+    exploring = Exploring(dispatcher, kind, plan, run, _candidate(dispatcher, world, kernel, plan, run))
+    protection.unguard_later(run, exploring, "run_plain")
+    _worker.prepare(exploring, world, steps, override)
+    return exploring
 
 
 def _key(op: Op, world: World, plan: Plan) -> Key:
-    copied = tuple(sorted((s.kernel, *map(str, s.transforms)) for s in plan.steps if s.transforms))
-    return op.name, kind_of(op, plan.facts).bucket, world.place(plan.facts["device"]), copied
+    transforms = tuple(sorted((s.kernel, *map(str, s.transforms)) for s in plan.steps if s.transforms))
+    return op.name, kind_of(op, plan.facts).bucket, world.place(plan.facts["device"]), transforms
 
 
-def _wanted(op: Op, world: World, plan: Plan, override: Override | None) -> bool:
+def _is_learnable(op: Op, world: World, plan: Plan, override: Override | None) -> bool:
     policy, facts = world.policy, plan.facts
     if not policy.setting("learn") or override is not None or op.read is not None:
         return False
@@ -103,91 +99,87 @@ def _wanted(op: Op, world: World, plan: Plan, override: Override | None) -> bool
 
 
 def _default(world: World, plan: Plan) -> Step | None:
-    """Torch's own kernel, the one that selection takes for the default."""
-    own = [s for s in plan.steps if world.catalog.by_id[s.kernel].baseline]
-    return min(own, key=lambda s: (s.score.source != "default", s.score.total_us), default=None)
+    """Return the step of torch's own kernel, which selection takes as the default."""
+    baselines = [s for s in plan.steps if world.catalog.by_id[s.kernel].baseline]
+    return min(baselines, key=lambda s: (s.score.source != "default", s.score.total_us), default=None)
 
 
-def _candidates(world: World, plan: Plan) -> list[Step]:
-    """Whom to try beside the first. Where something was measured already: only what compiles and was ready too late."""
+def _candidate_steps(world: World, plan: Plan) -> list[Step]:
+    """Return the steps to try beside the first.
+
+    If some were measured already, these are only kernels that were compiled too late to be measured too.
+    """
     measured = any(s.score.source == MEASURED for s in plan.steps)
     first, default = plan.steps[0], _default(world, plan)
 
-    def may(step: Step) -> bool:
+    def is_candidate(step: Step) -> bool:
         kernel = world.catalog.by_id[step.kernel]
         return (kernel.backend != "reference" and not kernel.untested and kernel.health not in world.health
-                and not kernel.plans_each_size         # one such call would use up what exploring may cost
+                and not kernel.plans_each_size         # one such call would use up the budget
                 and (not kernel.jit or is_warm(kernel, plan.facts, world.warmed))
                 and (not measured or (kernel.jit and step.score.source != MEASURED))
                 and worth_trying(step.score.total_us, first.score.total_us))
 
-    found = sorted((s for s in plan.steps[1:] if may(s)), key=lambda s: s.score.total_us)[:MOST_KERNELS]
-    if default is not None and default is not first and default not in found and (found or not measured):
-        found.append(default)                  # what was measured counts only together with the default
-    return found
+    steps = sorted((s for s in plan.steps[1:] if is_candidate(s)), key=lambda s: s.score.total_us)[:MAX_KERNELS]
+    if default is not None and default is not first and default not in steps and (steps or not measured):
+        steps.append(default)                  # a measurement counts only together with the default's
+    return steps
 
 
-def _way(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan, run: Callable[..., Any]) -> Way:
-    """A kernel whose launches the native path replays is called by its name, so that its time is the one it will have
-    when it is chosen: through Python its launch would take several times as long."""
+def _candidate(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan, run: Callable[..., Any]) -> Candidate:
+    """Make the candidate of one kernel.
+
+    A kernel whose launches the native path replays is called as lz.<op>(backend=...), so that its time is the one it
+    will have once chosen: through Python its launch would take several times as long.
+    """
     named = kernel.replayable and dispatcher.native is not None and not plan.steps[0].transforms
     if named:
-        run = _by_name(dispatcher, kernel.id)
-    entry = Entry(plan, Binding(protection.bare(run), None), run)
-    protection.place(run, entry, "run")
-    return Way(entry, _readiness(world, kernel, plan.facts), named)
-
-
-def _by_name(dispatcher: Dispatcher, kernel: str) -> Callable[..., Any]:
-    params, public = dispatcher.op.params, dispatcher.public
-    split = next((i for i, p in enumerate(params) if p.keyword_only), len(params))
-    names = tuple(p.name for p in params[split:])
-
-    def run(*values: Any) -> Any:
-        return public(*values[:split], **dict(zip(names, values[split:])), backend=kernel)
-
-    return run
+        run = dispatcher.with_backend(kernel.id)
+    entry = Entry(plan, Binding(protection.without_guard(run), None), run)
+    protection.unguard_later(run, entry, "run")
+    return Candidate(entry, _readiness(world, kernel, plan.facts), named)
 
 
 def _readiness(world: World, kernel: Kernel, facts: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], bool] | None:
     if not kernel.jit or kernel.id in world.warmed:
         return None
-    return lambda values: jit.entries(kernel, facts, values) <= world.warmed
+    return lambda values: jit.warmed_keys(kernel, facts, values) <= world.warmed
 
 
-def _prepare(found: Exploring, world: World, candidates: list[Step], override: Override | None) -> None:
-    """Load and bind the candidates, behind the calls: an import may take seconds."""
-    dispatcher, kind, plan = found.dispatcher, found.kind, found.plan
+def _prepare(exploring: Exploring, world: World, steps: list[Step], override: Override | None) -> None:
+    """Load and bind the kernels of these steps, in the background: an import may take seconds."""
+    dispatcher, kind, plan = exploring.dispatcher, exploring.kind, exploring.plan
     fixed = fixed_by_key(world.program(dispatcher.op), plan.facts)
-    ways = dict(found.ways)
-    for step in candidates:
+    candidates = dict(exploring.candidates)
+    for step in steps:
         kernel = world.catalog.by_id[step.kernel]
         try:
-            bound = dispatcher.binding(kernel, step, plan.facts, {} if kernel.jit else fixed)
+            binding = dispatcher.bind(kernel, step, plan.facts, {} if kernel.jit else fixed)
         except loading.LoadFailed as e:
             mark_unloadable(kernel, e.reason)
             continue
-        first = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
-        run = dispatcher.warming(world, kernel, bound.run, first, override) if kernel.jit else bound.run
-        ways[step.kernel] = _way(dispatcher, world, kernel, first, dispatcher.guarded(kernel, first, run, world))
+        reordered = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
+        run = dispatcher.wrap_jit(world, kernel, binding.run, reordered, override) if kernel.jit else binding.run
+        run = dispatcher.wrap_guard(kernel, reordered, run, world)
+        candidates[step.kernel] = _candidate(dispatcher, world, kernel, reordered, run)
     with kind.lock:
-        for step in candidates:
-            if step.kernel in ways:
+        for step in steps:
+            if step.kernel in candidates:
                 kind.steps.setdefault(step.kernel, step)
                 kind.trial.enter(step.kernel, step.score.total_us)
-        first_time, kind.told = not kind.told and len(ways) > 1, kind.told or len(ways) > 1
+        first_time, kind.announced = not kind.announced and len(candidates) > 1, kind.announced or len(candidates) > 1
     if first_time:
-        events.emit(LearningStarted(kind.op.name, kind.trial.base, kind.key[1], tuple(ways)))
-    found.ways = ways
-    if len(kind.trial.runners) == 1:           # nobody to compare with: not one could be loaded
+        events.emit(LearningStarted(kind.op.name, kind.trial.base, kind.key[1], tuple(candidates)))
+    exploring.candidates = candidates
+    if len(kind.trial.runners) == 1:           # nothing to compare with: no other kernel could be loaded
         kind.trial.winner = kind.trial.base
         kind.end()
 
 
-# behind the calls
+# the background thread
 
 class Worker:
-    """One thread, started when there is something to do and gone when there is not."""
+    """One thread, which starts when there is something to do and ends when there is not."""
 
     def __init__(self) -> None:
         self.renew()
@@ -195,7 +187,7 @@ class Worker:
     def renew(self) -> None:
         self._wake = locks.condition()
         self._tasks: deque[Callable[[], None]] = deque()
-        self._settled: list[Kind] = []
+        self._settled: list[LearnedKind] = []
         self._thread: threading.Thread | None = None
         self._last = -PUBLISH_SECONDS
         self._hurry = False
@@ -205,7 +197,7 @@ class Worker:
             self._tasks.append(lambda: _prepare(*task))
             self._start()
 
-    def settled(self, kind: Kind) -> None:
+    def settled(self, kind: LearnedKind) -> None:
         with self._wake:
             self._settled.append(kind)
             self._start()
@@ -222,7 +214,7 @@ class Worker:
         me = threading.current_thread()
         while True:
             with self._wake:
-                if self._thread is not me:     # an interrupt came while it was started, and there is another
+                if self._thread is not me:     # an interrupt came while it was started, and another was started
                     return
                 task = self._tasks.popleft() if self._tasks else None
                 if task is None and not self._settled:
@@ -237,15 +229,15 @@ class Worker:
                 settled, self._settled = ([], self._settled) if task is not None else (self._settled, [])
             try:
                 task() if task is not None else self._publish(settled)
-            except events.ANYTHING as e:       # a kernel that cannot be bound; the calls and this thread go on
+            except events.ANYTHING as e:       # a kernel that cannot be bound, say; this thread goes on
                 events.warn("learning: %s: %s", type(e).__name__, e)
 
-    def _publish(self, kinds: list[Kind]) -> None:
+    def _publish(self, kinds: list[LearnedKind]) -> None:
         self._last = time.monotonic()
         publish(kinds)
 
     def flush(self, seconds: float = 60.0) -> bool:
-        """Wait until nothing is left to load or to write; True if that was within the time."""
+        """Wait until nothing is left to load or to write; return False if that took longer than `seconds`."""
         end = time.monotonic() + seconds
         with self._wake:
             while self._at_work() and time.monotonic() < end:
@@ -258,7 +250,7 @@ class Worker:
         return self._thread is not None and self._thread.is_alive()
 
     def after_fork(self) -> None:
-        """In the child: the thread is gone, and what it had to do is done here too."""
+        """In the child: the thread is gone; start one for what it had to do."""
         tasks, settled = self._tasks, self._settled
         self.renew()
         self._tasks, self._settled = tasks, settled
@@ -270,8 +262,8 @@ _worker = Worker()
 flush = _worker.flush
 
 
-def publish(kinds: list[Kind]) -> None:
-    """Write the results of these kinds, and make their entries ordinary ones again: one new world for all."""
+def publish(kinds: list[LearnedKind]) -> None:
+    """Write the results of these kinds and publish one new world, in which their entries no longer explore."""
     global _learned, _unclear
     world, rows = worlds.current(), []
     for kind in kinds:
@@ -290,24 +282,24 @@ def publish(kinds: list[Kind]) -> None:
         worlds.publish(lambda w: w.replace(ops), "learned")
 
 
-def _close(kind: Kind) -> None:
-    """This process is done with the kind."""
-    with _adding:
+def _close(kind: LearnedKind) -> None:
+    """Remember that this process is done with the kind."""
+    with _kinds_lock:
         _kinds.pop(kind.key, None)
         _closed[kind.key] = None
-        while len(_closed) > MOST_CLOSED:
+        while len(_closed) > MAX_CLOSED:
             del _closed[next(iter(_closed))]
 
 
-# what happened
+# status
 
 class Status(NamedTuple):
-    """`share`: of the time since the first call was explored."""
+    """What was learned, and what it cost; `share` is of the time since the first explored call."""
 
     learning: int
     learned: int
     unclear: int                               # kinds given up without a result
-    explored: int                              # calls that another kernel served than would have without learning
+    explored: int                              # calls served by another kernel than without learning
     seconds: float                             # what exploring has cost
     share: float
 
@@ -323,8 +315,8 @@ def status() -> Status:
     return Status(len(_kinds), _learned, _unclear, account.explored, lost, lost / span if span > 0 else 0.0)
 
 
-def standing(op: Op, world: World, plan: Plan) -> Callable[[str], str]:
-    """What explain says of a kernel for this kind of call while it is learned; "" otherwise."""
+def progress_of(op: Op, world: World, plan: Plan) -> Callable[[str], str]:
+    """Return what explain shows for a kernel while this kind of call is learned; "" otherwise."""
     if not _kinds or plan.facts["device"] not in DEVICES or mode_of(plan.facts) != EAGER:
         return lambda kernel: ""
     kind = _kinds.get(_key(op, world, plan))
@@ -341,25 +333,25 @@ def reset() -> None:
     _learned = _unclear = 0
 
 
-def _follow(world: World) -> None:
+def _forget_unregistered(world: World) -> None:
     global _catalog
     if not world.policy.setting("learn"):
         _kinds.clear()
     if world.catalog is _catalog:
         return
-    known = world.catalog.by_id                # what was unregistered is not learned about any more
+    kernels = world.catalog.by_id              # kinds with unregistered kernels are dropped
     for key, kind in list(_kinds.items()):
-        if world.catalog.ops.get(kind.op.name) is not kind.op or not known.keys() >= kind.steps.keys():
+        if world.catalog.ops.get(kind.op.name) is not kind.op or not kernels.keys() >= kind.steps.keys():
             _kinds.pop(key, None)
-    for key in [k for k in list(_closed) if k[0] not in world.catalog.ops or any(c[0] not in known for c in k[3])]:
+    for key in [k for k in list(_closed) if k[0] not in world.catalog.ops or any(c[0] not in kernels for c in k[3])]:
         _closed.pop(key, None)
     _catalog = world.catalog
 
 
-_catalog: Catalog | None = None                # that of the last world that was looked at
+_catalog: Catalog | None = None                # the last one seen by _forget_unregistered
 
 
-worlds.listen(_follow)
+worlds.listen(_forget_unregistered)
 atexit.register(flush, 5.0)
 
 

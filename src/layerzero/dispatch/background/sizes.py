@@ -1,6 +1,6 @@
-"""The same call in other sizes of its bucket.
+"""The same call at other sizes of its bucket.
 
-A compiler may make code for the first size it sees, more general code for the second, and look at whether
+A compiler may make code for the first size it sees, more general code for the second, and specialize on whether
 a size is a multiple of 16. After a call at both ends of a bucket there is code for all sizes in it.
 """
 
@@ -22,7 +22,7 @@ EXACT = 16                                     # sizes up to this are a bucket o
 
 
 class Caller(Protocol):
-    """A dispatcher, as far as it matters here."""
+    """What is needed of a dispatcher here."""
 
     @property
     def op(self) -> Op: ...
@@ -33,47 +33,48 @@ class Caller(Protocol):
     def facts(self, values: tuple[Any, ...]) -> dict[str, Any]: ...
 
 
-def at_the_ends(found: Caller, facts: Mapping[str, Any], values: tuple[Any, ...],
-                kind: str) -> Iterator[tuple[Any, ...]]:
-    """The call at the smallest and at the largest sizes of its kind, where it can be made so."""
-    op, named = found.op, dict(zip(found.names, values))
+def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[Any, ...],
+                   kind: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the call at the smallest and at the largest sizes of its kind, where its tensors can be resized."""
+    op, named = dispatcher.op, dict(zip(dispatcher.names, values))
     patterns = op.patterns[facts[op.variant] if op.variant else ""]
     axes = {name: _axes(op, patterns[name], t) for name, t in named.items()
             if isinstance(t, Tensor) and name in patterns}
-    held = {dim for name, dims in axes.items() for dim in dims.values() if not _can_grow(named[name])}
-    free = {dim: n for name, dims in axes.items() for axis, dim in dims.items()
-            if dim not in held and (n := named[name].shape[axis]) > EXACT}
+    fixed = {dim for name, dims in axes.items() for dim in dims.values() if not _is_resizable(named[name])}
+    sizes = {dim: n for name, dims in axes.items() for axis, dim in dims.items()
+             if dim not in fixed and (n := named[name].shape[axis]) > EXACT}
     for low in (True, False):
-        new = _moved(free, low)
-        if new == free:
+        new = _at_bucket_end(sizes, low)
+        if new == sizes:
             continue
-        made = {**named, **{name: _resized(named[name], {a: new[d] for a, d in dims.items() if d in new})
-                            for name, dims in axes.items() if any(d in new for d in dims.values())}}
-        other = tuple(made[name] for name in found.names)
+        resized = {**named, **{name: _resize(named[name], {a: new[d] for a, d in dims.items() if d in new})
+                               for name, dims in axes.items() if any(d in new for d in dims.values())}}
+        call = tuple(resized[name] for name in dispatcher.names)
         try:
-            if kind_to_compile(op, found.facts(other)) == kind:
-                yield other
+            if kind_to_compile(op, dispatcher.facts(call)) == kind:
+                yield call
         except InvalidCall:                    # sizes that do not go together
             continue
 
 
 def _axes(op: Op, tokens: tuple[str, ...], t: Tensor) -> dict[int, str]:
-    """axis -> the name of its size, for the axes that are not the same in every call of the kind."""
+    """Return axis -> the name of its size, for the axes whose size differs between calls of the kind."""
     if tokens and tokens[0].startswith("*") and t.dim() != len(tokens):
         tokens = ("", *tokens[1:])             # several dimensions under one name
     offset = t.dim() - len(tokens)
-    found = {i + offset: token.lstrip("*~") for i, token in enumerate(tokens) if token and not token.isdigit()}
-    return {i: dim for i, dim in found.items() if i >= 0 and dim not in op.exact
+    names = {i + offset: token.lstrip("*~") for i, token in enumerate(tokens) if token and not token.isdigit()}
+    return {i: dim for i, dim in names.items() if i >= 0 and dim not in op.exact
             and not (tokens[i - offset].startswith("~") and t.shape[i] == 1)}
 
 
-def _can_grow(t: Tensor) -> bool:
-    """Whole numbers have a meaning that more of them would not have; only dense tensors can be made alike."""
-    return (t.is_floating_point() or t.dtype is torch.bool) and jit.order_of(tuple(t.shape), t.stride())[:1] != (-1,)
+def _is_resizable(t: Tensor) -> bool:
+    """Integers cannot be made up, and only dense tensors can be given another size."""
+    is_dense = jit.memory_order(tuple(t.shape), t.stride())[:1] != (-1,)
+    return is_dense and (t.is_floating_point() or t.dtype is torch.bool)
 
 
-def _moved(sizes: Mapping[str, int], low: bool) -> dict[str, int]:
-    """Each size at an end of its bucket; equal ones stay equal, different ones different."""
+def _at_bucket_end(sizes: Mapping[str, int], low: bool) -> dict[str, int]:
+    """Return each size at an end of its bucket; equal sizes stay equal, different ones different."""
     ranks: dict[int, list[int]] = {}
     for n in sorted(set(sizes.values())):
         ranks.setdefault(bucket(n), []).append(n)
@@ -82,11 +83,11 @@ def _moved(sizes: Mapping[str, int], low: bool) -> dict[str, int]:
     return {dim: new[n] for dim, n in sizes.items()}
 
 
-def _resized(t: Tensor, wanted: Mapping[int, int]) -> Tensor:
-    """Its numbers repeated or cut off, its dimensions in the same order in memory."""
-    order = jit.order_of(tuple(t.shape), t.stride())
+def _resize(t: Tensor, new_sizes: Mapping[int, int]) -> Tensor:
+    """Repeat or cut off the numbers of a tensor, with its dimensions in the same order in memory."""
+    order = jit.memory_order(tuple(t.shape), t.stride())
     out = t.detach().permute(order)
-    for axis, n in wanted.items():
+    for axis, n in new_sizes.items():
         i = order.index(axis)
         out = out.index_select(i, torch.arange(n, device=t.device) % out.shape[i])
     back = [order.index(i) for i in range(len(order))]

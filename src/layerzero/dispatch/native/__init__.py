@@ -1,4 +1,4 @@
-"""The native fast path: found if it was built for this torch and Python, never built in a user's call.
+"""The native fast path: loaded if it was built for this torch and Python, never built in a user's call.
 
 `lz build` compiles `fastpath.cpp` and its headers against the installed torch (some 20 seconds) into the cache folder,
 under a name made of the versions and the sources' hash, and seals it. Without it, or where others could have written
@@ -42,10 +42,10 @@ PART = toolchain.Part("the native fast path", "the native fast path", "it")
 HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
-SIZE, LITERAL, LEAD, SPREAD = range(4)
+SIZE, LITERAL, LEAD, BROADCAST = range(4)
 PARAM, CONSTANT, LAST_SIZE = range(3)
 NO_WORLD = -1              # an epoch that no world has: the table refuses every entry
-MAX_TESTS = 47             # of one field: they share a word with its bucket
+MAX_TESTS = 47             # of one field: they share a word of the key with its bucket
 
 
 def library_path() -> Path:
@@ -55,20 +55,20 @@ def library_path() -> Path:
     return cache_dir() / "native" / tag / "fastpath.so"
 
 
-def wanted() -> bool:
-    """Not wanted where it is switched off, or where Python runs without a GIL (the table relies on it)."""
+def is_enabled() -> bool:
+    """Return False if it is switched off, or if Python runs without a GIL, which guards the table."""
     gil = getattr(sys, "_is_gil_enabled", lambda: True)
     return os.environ.get("LAYERZERO_NATIVE", "1").strip().lower() not in ("0", "false", "no", "off") and gil()
 
 
 @lru_cache(maxsize=None)
 def module() -> Any:
-    """The compiled module, or None."""
-    if not wanted():
+    """Load the compiled module; None if there is none."""
+    if not is_enabled():
         return None
     try:
         store, parts = Store.of(library_path())
-        found = store.import_library("layerzero.dispatch.native.fastpath", *parts)
+        compiled = store.import_library("layerzero.dispatch.native.fastpath", *parts)
     except FileNotFoundError:
         return None
     except DataError as e:
@@ -79,9 +79,9 @@ def module() -> Any:
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    found.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS,
-                raw_stream)
-    return found
+    compiled.setup(torch.Tensor, torch.nn.Parameter, context.current, context.for_call, Layer, capturing, FAULTS,
+                   raw_stream)
+    return compiled
 
 
 _problem: list[str] = []
@@ -90,7 +90,7 @@ _problem: list[str] = []
 @dataclass(frozen=True)
 class Status:
     ok: bool
-    wanted: bool
+    expected: bool                             # False: nothing is wrong if it is not loaded
     text: str
     hint: str = ""
 
@@ -98,7 +98,7 @@ class Status:
 def status() -> Status:
     if module() is not None:
         return Status(True, True, f"loaded for torch {torch.__version__}")
-    if not wanted():
+    if not is_enabled():
         return Status(False, False, "switched off; calls go through pure Python")
     if _problem:
         return Status(False, True, f"{_problem[0]}; calls go through pure Python", "build it again: lz build --force")
@@ -106,23 +106,23 @@ def status() -> Status:
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Compile the fast path for this torch and Python and our own CPU kernels, at the same time; the fast path's file.
+    """Compile the fast path for this torch and Python, and our own CPU kernels beside it; return the fast path's file.
 
-    `say` is told when a part begins and when it is done, from the thread that waits for its compiler. One that does
-    not compile keeps the other from nothing. Safe to run in several processes at once.
+    `say` is called with a text when a part begins and ends, from the thread that waits for its compiler. If one part
+    fails, the other is still built. Safe to run in several processes at once.
     """
     with ThreadPoolExecutor(2) as pool:
         fast_path, kernels = (pool.submit(part, force, say) for part in (build_fast_path, build_kernels))
-    one, other = fast_path.exception(), kernels.exception()
-    if isinstance(one, ConfigError) and isinstance(other, ConfigError):
-        raise ConfigError(f"{one}\n{other}")
+    fast_path_error, kernels_error = fast_path.exception(), kernels.exception()
+    if isinstance(fast_path_error, ConfigError) and isinstance(kernels_error, ConfigError):
+        raise ConfigError(f"{fast_path_error}\n{kernels_error}")
     kernels.result()                           # raises what went wrong
     return fast_path.result()
 
 
 def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
     """Compile the kernels of backends/native for this processor."""
-    from ...backends.native import build as kernels  # not needed unless something is built
+    from ...backends.native import build as kernels  # `import layerzero` reads no backend
 
     return kernels.build(force, say)
 
@@ -154,7 +154,7 @@ def compile_command(compiler: list[str], target: Path) -> list[str]:
 
 
 class NativeDispatcher:
-    """Speaks to the compiled dispatcher of one op."""
+    """The Python side of the compiled dispatcher of one op."""
 
     def __init__(self, op: Op, compiled: Any) -> None:
         self.op = op
@@ -165,10 +165,11 @@ class NativeDispatcher:
     def install(self, program: KeyProgram, epoch: int, limit: int) -> None:
         self.compiled.install(*encode(program), epoch, limit)
 
-    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], anywhere: bool, override: Override | None) -> bool:
-        """Tell the table what calls like these want; False if it cannot hold that.
+    def put(self, entry: Entry, epoch: int, values: tuple[Any, ...], same_in_capture: bool,
+            override: Override | None) -> bool:
+        """Add an entry for calls like these values to the table; False if the table cannot hold it.
 
-        `anywhere`: while a CUDA graph is captured the same would be called, so nobody need ask whether one is.
+        `same_in_capture`: the same would be called while a CUDA graph is captured, so that need not be checked.
         """
         call = entry.binding.call or Direct(entry.binding.run, tuple(self.index), {})
         constants: list[Any] = []
@@ -187,51 +188,53 @@ class NativeDispatcher:
         inputs = tuple(map(source, arguments))
         return bool(self.compiled.put(
             entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
-            -1 if call.item is None else call.item, -1 if call.first is None else call.first, anywhere, name,
+            -1 if call.item is None else call.item, -1 if call.first is None else call.first, same_in_capture, name,
             inputs, entry.recordings, entry.run is not entry.binding.run))
 
     def recordings(self) -> Any:
-        """A place for the recorded launches of an entry, which `put` is given with it."""
+        """Return an empty list of recorded launches for an entry; `put` passes it to the table."""
         return module().Recordings()
 
     def collect(self) -> None:
+        """Add the hits of the table to the counts of its entries."""
         self.compiled.collect()
 
 
-def dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) -> NativeDispatcher | None:
-    """The native dispatcher of an op, or None where there is no native path for it."""
+def make_dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) -> NativeDispatcher | None:
+    """Make the native dispatcher of an op; None if there is no native path for it."""
     compiled = module()
     if compiled is None or op.read is not None or any(p.kind == "str" and not p.choices for p in op.params):
         return None
     floats = {p.name for p in op.params if p.kind == "float"}
     steps = [step for text in op.derived.values() for step in parse(text).postfix]
     if any(value in floats if code == "fact" else isinstance(value, float) for code, value in steps):
-        return None                            # derived facts are whole numbers there
-    doc = f"{op.name}{_untyped(op)}\n--\n\n{op.reference.__doc__ or ''}"
-    return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, _weakly(op, miss), _weakly(op, recover)))
+        return None                            # its derived facts are integers
+    doc = f"{op.name}{_text_signature(op)}\n--\n\n{op.reference.__doc__ or ''}"
+    on_miss, on_fault = _weak_callback(op, miss), _weak_callback(op, recover)
+    return NativeDispatcher(op, compiled.Dispatcher(op.name, doc, on_miss, on_fault))
 
 
-def _weakly(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, without keeping its owner alive: the garbage collector does not see into native code."""
+def _weak_callback(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method without keeping its owner alive: the garbage collector does not see into native code."""
     name, reference = op.name, weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = reference()
-        if found is None:
+        bound = reference()
+        if bound is None:
             raise RegistrationError(f"lz.{name} was unregistered; register it again, and call what that returns")
-        return found(*args, **kwargs)
+        return bound(*args, **kwargs)
 
     return call
 
 
-def _untyped(op: Op) -> str:
-    own = signature(op)
-    plain = [p.replace(annotation=p.empty) for p in own.parameters.values()]
-    return str(own.replace(parameters=plain, return_annotation=own.empty))
+def _text_signature(op: Op) -> str:
+    full = signature(op)
+    plain = [p.replace(annotation=p.empty) for p in full.parameters.values()]
+    return str(full.replace(parameters=plain, return_annotation=full.empty))
 
 
 def encode(program: KeyProgram) -> tuple[Any, ...]:
-    """The key program as the tuples that fastpath.cpp takes."""
+    """Write the key program as the tuples that `install` of fastpath.cpp takes."""
     op = program.op
     index = {p.name: i for i, p in enumerate(op.params)}
     slots = {name: i for i, name in enumerate((*op.dims, *op.derived))}
@@ -243,30 +246,30 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
          tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices),
          *_limits(op, p))
         for p in op.params)
-    wanted_facts: dict[str, set[str]] = {}
+    tensor_facts: dict[str, set[str]] = {}
     for tensor, fact in program.tensor_facts:
-        wanted_facts.setdefault(tensor, set()).add(fact)
+        tensor_facts.setdefault(tensor, set()).add(fact)
     order = [p for p in op.params if p.kind == "tensor" and not p.optional]
     order += [p for p in op.params if p.kind == "tensor" and p.optional]
-    one_by_one = any("requires_grad" in wanted_facts.get(p.name, ()) for p in order if not p.optional)
+    grad_per_tensor = any("requires_grad" in tensor_facts.get(p.name, ()) for p in order if not p.optional)
 
-    def wants(p: Param) -> tuple[int, ...]:
-        facts = wanted_facts.get(p.name, set())
+    def flags(p: Param) -> tuple[int, ...]:
+        facts = tensor_facts.get(p.name, set())
         alignment = 1 if "alignment" in facts else 2 if "alignment_off_cpu" in facts else 0
-        return (bool(facts & {"contiguous", "stride_last"}), "ndim" in facts, p.optional or one_by_one, alignment,
+        return (bool(facts & {"contiguous", "stride_last"}), "ndim" in facts, p.optional or grad_per_tensor, alignment,
                 not p.optional and p.name in op.same_dtype)
 
-    tensors = tuple((index[p.name], wants(p), tuple(_shape(op.patterns[v].get(p.name, ()), slots) for v in variants))
+    tensors = tuple((index[p.name], flags(p), tuple(_shape(op.patterns[v].get(p.name, ()), slots) for v in variants))
                     for p in order)
 
-    def place(name: str) -> int:
+    def slot_of(name: str) -> int:
         return slots[name] if name in slots else count + index[name]
 
     read = {f.fact for f in program.fields}
     derived = tuple(
-        (slots[name], tuple((_CODES.index(code), place(value) if code == "fact" else int(value or 0))
+        (slots[name], tuple((_CODES.index(code), slot_of(value) if code == "fact" else int(value or 0))
                             for code, value in parse(text).postfix))
-        for name, text in op.derived.items() if name in read or _feeds(op, name, read))
+        for name, text in op.derived.items() if name in read or _is_read_by(op, name, read))
     fields = tuple(
         (*((slots[f.fact], -1) if f.fact in slots else (-1, index[f.fact])),
          int(f.exact), int(f.bucket), *tests) for f in program.fields for tests in _tests(f))
@@ -275,7 +278,7 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
 
 
 def _limits(op: Op, p: Param) -> tuple[float, float]:
-    """What an int or float must lie in; seeds beyond 64 signed bits are left to Python."""
+    """Return the range of an int or float parameter; seeds beyond 64 signed bits are left to Python."""
     low, high = op.limits.get(p.name, (0, 0))
     return (low, min(high, INT64[1])) if p.kind == "int" else (low, high)
 
@@ -287,12 +290,13 @@ def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...
         yield tuple(f.equals[at:at + size]), tuple(f.above[at:at + size]), tuple(f.multiples[at:at + size])
 
 
-def _feeds(op: Op, name: str, read: set[str]) -> bool:
-    users = [other for other, text in op.derived.items() if name in parse(text).names]
-    return any(user in read or _feeds(op, user, read) for user in users)
+def _is_read_by(op: Op, name: str, read: set[str]) -> bool:
+    """Is a derived fact an input of one that the key reads?"""
+    readers = [user for user, text in op.derived.items() if name in parse(text).names]
+    return any(user in read or _is_read_by(op, user, read) for user in readers)
 
 
 def _shape(tokens: tuple[str, ...], slots: dict[str, int]) -> tuple[tuple[int, int], ...]:
-    kinds = {"~": SPREAD, "*": LEAD}
+    kinds = {"~": BROADCAST, "*": LEAD}
     return tuple((LITERAL, int(token)) if token.isdigit() else (kinds.get(token[0], SIZE), slots[token.lstrip("~*")])
                  for token in tokens)

@@ -1,10 +1,9 @@
-// Operators of ATen, called without Python's argument parser and without a frame of Python.
+// ATen operators, called without Python's argument parser and without a Python frame.
 //
-// What the key reader has looked at is plain tensors, numbers, bools and None: to turn these into
-// what an operator takes needs no parser. The types come from the operator's own signature in
-// torch's headers, so that an operator more is a name more in the list below. Whatever does not
-// convert, and every call that a mode of torch wants to see, goes through the function of Python as
-// if this were not here.
+// The arguments are those that the key reader accepts: plain tensors, numbers, bools and None. To
+// convert these for an operator needs no parser. The types come from the operator's own signature
+// in torch's headers, so that another operator is another name in the list below. What does not
+// convert, and every call under a torch function mode, goes through the Python function.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -43,13 +42,13 @@
 
 namespace fastpath {
 
-// One argument: `read` takes it from the call, false where Python's parser must judge it; `get`
-// hands it over.
+// One argument: `read` takes it from the call, false if Python's parser must convert it; `get`
+// passes it to the operator.
 template <class T> struct Argument;
 
-// Tensors are held, while the GIL is: in newer torch (2.10 has it, 2.8 not) a second reference to
-// what only Python held so far counts for its Python object too. ATen would take that reference
-// without the GIL, and so would take the GIL for each, several times in a call.
+// Takes its own reference while the GIL is held: in newer torch (2.10, not 2.8) a second reference to
+// a tensor that only Python held counts for its Python object too. ATen would take that reference
+// without the GIL, and so would acquire the GIL for each, several times in a call.
 template <> struct Argument<const at::Tensor &> {
   at::Tensor value;
   bool read(const Call &call, PyObject **values, Source source) {
@@ -89,12 +88,12 @@ template <> struct Argument<double> {
 
 template <> struct Argument<std::optional<double>> {
   Argument<double> number;
-  bool given = false;
+  bool present = false;
   bool read(const Call &call, PyObject **values, Source source) {
-    given = argument(call, values, source) != Py_None;
-    return !given || number.read(call, values, source);
+    present = argument(call, values, source) != Py_None;
+    return !present || number.read(call, values, source);
   }
-  std::optional<double> get() { return given ? std::optional<double>(number.value) : std::nullopt; }
+  std::optional<double> get() { return present ? std::optional<double>(number.value) : std::nullopt; }
 };
 
 template <> struct Argument<bool> {
@@ -124,7 +123,7 @@ template <> struct Argument<c10::SymInt> : Argument<int64_t> {
   c10::SymInt get() { return value; }
 };
 
-template <class T> struct Argument<c10::ArrayRef<T>> {       // a shape: of int64_t or SymInt
+template <class T> struct Argument<c10::ArrayRef<T>> {  // a shape, of int64_t or SymInt
   T value = 0;
   bool read(const Call &call, PyObject **values, Source source) {
     if (source.kind != Source::LAST_SIZE || !is_plain(values[source.index])) return false;
@@ -136,7 +135,7 @@ template <class T> struct Argument<c10::ArrayRef<T>> {       // a shape: of int6
   c10::ArrayRef<T> get() { return {&value, 1}; }
 };
 
-// The result, or of a tuple the part that is wanted.
+// Wrap the result for Python: a tensor, or of a tuple one element (`item`) or the `first` ones.
 inline PyObject *wrap(at::Tensor &&out, Py_ssize_t, Py_ssize_t) {
   return THPVariable_Wrap(std::move(out));
 }
@@ -148,23 +147,23 @@ template <class T> PyObject *wrap_element(T &&) {
 }
 
 template <class... T> PyObject *wrap(std::tuple<T...> &&out, Py_ssize_t item, Py_ssize_t first) {
-  auto element = [&](Py_ssize_t wanted) {
-    PyObject *found = nullptr;
-    auto take = [&](Py_ssize_t i, auto &one) {
-      if (i == wanted) found = wrap_element(std::move(one));
+  auto element = [&](Py_ssize_t index) {
+    PyObject *wrapped = nullptr;
+    auto take = [&](Py_ssize_t i, auto &value) {
+      if (i == index) wrapped = wrap_element(std::move(value));
     };
     Py_ssize_t i = 0;
     std::apply([&](auto &...each) { (take(i++, each), ...); }, out);
-    return found;
+    return wrapped;
   };
   if (item >= 0) return element(item);
-  PyObject *some = PyTuple_New(first);
-  for (Py_ssize_t i = 0; some && i < first; i++) {
-    PyObject *one = element(i);
-    if (one) PyTuple_SET_ITEM(some, i, one);
-    else Py_CLEAR(some);
+  PyObject *tuple = PyTuple_New(first);
+  for (Py_ssize_t i = 0; tuple && i < first; i++) {
+    PyObject *value = element(i);
+    if (value) PyTuple_SET_ITEM(tuple, i, value);
+    else Py_CLEAR(tuple);
   }
-  return some;
+  return tuple;
 }
 
 template <class T> struct Results { static constexpr Py_ssize_t count = 0; };      // 0: no tuple
@@ -188,7 +187,7 @@ template <class Op, class R, class... A> struct Operator<Op, R(A...)> {
     if (!converts) return call_python(call, values);
     Py_ssize_t item = call.item, first = call.first;
     R out = std::apply([](auto &...each) {
-      pybind11::gil_scoped_release no_gil;      // `call` may be gone from here on
+      pybind11::gil_scoped_release no_gil;      // `call` may be freed from here on
       return Op::call(each.get()...);
     }, arguments);
     return wrap(std::move(out), item, first);
@@ -196,20 +195,20 @@ template <class Op, class R, class... A> struct Operator<Op, R(A...)> {
   }
 };
 
-// Makes it a call of the operator `Op`. False where Python must make it: the result is a tuple of
-// which something else is wanted than tensors from its beginning.
+// Make `call` call the operator `Op`. False if Python must call it: for a part of the result that `wrap`
+// cannot return.
 template <class Op> bool call_as(Call *call) {
-  using Found = Operator<Op>;
-  bool fits = Found::results ? (call->item >= 0 ? call->item < Found::results
-                                                : call->first >= 0 && call->first <= Found::results)
-                             : call->item < 0 && call->first < 0;
-  if (!fits || call->inputs.size() != Found::arity) return false;
-  call->invoke = Found::invoke;
+  using Caller = Operator<Op>;
+  bool fits = Caller::results ? (call->item >= 0 ? call->item < Caller::results
+                                                 : call->first >= 0 && call->first <= Caller::results)
+                              : call->item < 0 && call->first < 0;
+  if (!fits || call->inputs.size() != Caller::arity) return false;
+  call->invoke = Caller::invoke;
   call->kind = Op::name;
   return true;
 }
 
-// The same by the operator's name; false also where it is not in the list.
+// The same by the operator's name; false also if it is not in the list.
 inline bool call_operator(std::string_view name, Call *call) {
 #define LZ_OPERATOR(op) \
   if (name == #op) return call_as<at::_ops::op>(call);

@@ -1,8 +1,7 @@
-// What a table entry calls, and how.
+// How a table entry is called.
 //
-// `invoke` is the kind of the call: call_python here, an ATen operator in aten.h, launches in
-// launch.h. Another kind is another function of this type, in a header of its own, that `put`
-// chooses for an entry.
+// `invoke` is one of three functions, chosen by `put`: call_python below, an ATen operator in
+// aten.h, or replayed launches in launch.h.
 #pragma once
 
 #include "key.h"
@@ -19,14 +18,14 @@ struct Source {                                 // where an argument comes from
 
 struct Call {
   Invoke invoke = nullptr;
-  const char *kind = "python";                  // what it is, for people
-  PyObject *fn = nullptr, *keywords = nullptr;  // for Python: and the names of the last arguments
+  const char *kind = "python";                  // "python" or the operator's name, for diagnosis
+  PyObject *fn = nullptr, *keywords = nullptr;  // the Python function, and the names of its last arguments
   Py_ssize_t positional = 0;
-  std::vector<Source> sources;                  // of its arguments
-  std::vector<Source> inputs;                   // of what another `invoke` takes, in its own order
+  std::vector<Source> sources;                  // the arguments of `fn`
+  std::vector<Source> inputs;                   // the arguments of an operator, in its order
   std::vector<PyObject *> constants;
-  PyObject *recordings = nullptr;               // of launches (launch.h); the entry holds them
-  Py_ssize_t item = -1, first = -1;             // of a tuple: one element, or the first few
+  PyObject *recordings = nullptr;               // recorded launches (launch.h), borrowed from the entry
+  Py_ssize_t item = -1, first = -1;             // which element, or how many, of a tuple to return
 };
 
 // A borrowed reference.
@@ -34,7 +33,7 @@ inline PyObject *argument(const Call &call, PyObject **values, Source source) {
   return source.kind == Source::CONSTANT ? call.constants[source.index] : values[source.index];
 }
 
-// x.shape[-1:], as Python has it: while torch traces, sizes are more than numbers. A new reference.
+// x.shape[-1:] through Python: while torch traces, sizes are more than integers. A new reference.
 inline PyObject *last_size(PyObject *tensor) {
   PyObject *shape = PyObject_GetAttrString(tensor, "shape");
   Py_ssize_t n = shape ? PySequence_Size(shape) : -1;
@@ -43,15 +42,15 @@ inline PyObject *last_size(PyObject *tensor) {
   return out;
 }
 
-// Through Python's calling convention.
+// Call `fn` by Python's calling convention.
 //
 // The slot, and `call` with it, may be dropped while the kernel runs, by a new world in another
-// thread: what is needed after the call is taken before it. The function and the constants live as
-// long as the entry, which `dispatch` holds. The same goes for every other kind of call.
+// thread: what is needed after the call is read before it. The function and the constants live as
+// long as the entry, which `dispatch` holds. The same is true of every other `invoke`.
 inline PyObject *call_python(const Call &call, PyObject **values) {
   PyObject *stack[2 * MAX_PARAMS + 1], **argv = stack + 1, *shapes[MAX_PARAMS];
   Py_ssize_t item = call.item, first = call.first;
-  int made = 0;
+  int shape_count = 0;
   PyObject *keywords = Py_XNewRef(call.keywords), *out = nullptr;
   bool complete = true;
   for (size_t i = 0; complete && i < call.sources.size(); i++) {
@@ -59,12 +58,12 @@ inline PyObject *call_python(const Call &call, PyObject **values) {
     argv[i] = argument(call, values, source);
     if (source.kind == Source::LAST_SIZE) {
       argv[i] = last_size(argv[i]);
-      if ((complete = argv[i])) shapes[made++] = argv[i];
+      if ((complete = argv[i])) shapes[shape_count++] = argv[i];
     }
   }
   size_t count = call.positional | PY_VECTORCALL_ARGUMENTS_OFFSET;
   if (complete) out = PyObject_Vectorcall(call.fn, argv, count, keywords);
-  while (made) Py_DECREF(shapes[--made]);
+  while (shape_count) Py_DECREF(shapes[--shape_count]);
   Py_XDECREF(keywords);
   if (!out || (item < 0 && first < 0)) return out;
   PyObject *part = item >= 0 ? PySequence_GetItem(out, item) : PySequence_GetSlice(out, 0, first);

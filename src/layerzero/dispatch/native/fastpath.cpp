@@ -1,10 +1,11 @@
-// The hot path, natively: read the key of a call straight from its tensors, find the entry, call it.
+// The hot path in C++: `dispatch` is what lz.<op> runs on a hit. It reads the key of a call straight
+// from its tensors (key.h), finds the entry (table.h) and calls it (call.h, aten.h, launch.h).
 //
-// This is the twin of the Python that hotpath.py generates, and like it is driven by the op's key
-// program: nothing here knows any particular op. native.py writes the program down as plain tuples.
-// A call that is not an ordinary one (a subclass, a wrong rank, an unknown keyword) is handed to
-// Python, which knows what to say about it. All state is guarded by the GIL: between reading a key
-// and taking a reference on what it finds, no other thread runs.
+// It does what the Python that hotpath.py generates does, and like it follows the op's key program:
+// nothing here knows any particular op. native/__init__.py encodes the program as plain tuples.
+// A call that is not an ordinary one (a subclass, a wrong rank, an unknown keyword) goes to Python,
+// which reports what is wrong. All state is guarded by the GIL: between reading a key and taking a
+// reference on what it finds, no other thread runs.
 #include "aten.h"
 #include "call.h"
 #include "key.h"
@@ -15,9 +16,9 @@ using namespace fastpath;
 
 namespace {
 
-// How often torch has counted a write into each of a call's tensors. One made in inference mode counts none.
+// The version counters of a call's tensors, by which torch counts writes. Inference tensors have none.
 struct Versions {
-  uint64_t tensors = 0;                         // a bit for each parameter that is one
+  uint64_t tensors = 0;                         // a bit for each parameter that is a tensor
   uint32_t counts[MAX_PARAMS];
 
   static uint32_t of(PyObject *value) {
@@ -34,10 +35,10 @@ struct Versions {
   }
 
   uint64_t changed(PyObject **values) const {
-    uint64_t found = 0;
+    uint64_t bits = 0;
     for (int i = 0; i < MAX_PARAMS; i++)
-      if (tensors >> i & 1 && counts[i] != of(values[i])) found |= 1ull << i;
-    return found;
+      if (tensors >> i & 1 && counts[i] != of(values[i])) bits |= 1ull << i;
+    return bits;
   }
 };
 
@@ -47,39 +48,39 @@ PyObject *recover(Dispatcher *d, PyObject *entry, PyObject *const *args, Py_ssiz
   PyErr_Fetch(&type, &fault, &trace);
   PyErr_NormalizeException(&type, &fault, &trace);
   if (trace) PyException_SetTraceback(fault, trace);
-  PyObject *given = PyTuple_New(n), *named = PyDict_New(), *out = nullptr;
-  if (given && named) {
-    for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(given, i, Py_NewRef(args[i]));
+  PyObject *arguments = PyTuple_New(n), *kwargs = PyDict_New(), *out = nullptr;
+  if (arguments && kwargs) {
+    for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(arguments, i, Py_NewRef(args[i]));
     Py_ssize_t m = keywords ? PyTuple_GET_SIZE(keywords) : 0;
-    for (Py_ssize_t i = 0; i < m; i++) PyDict_SetItem(named, PyTuple_GET_ITEM(keywords, i), args[n + i]);
+    for (Py_ssize_t i = 0; i < m; i++) PyDict_SetItem(kwargs, PyTuple_GET_ITEM(keywords, i), args[n + i]);
     PyObject *written = PyLong_FromUnsignedLongLong(changed);
-    if (written) out = PyObject_CallFunctionObjArgs(d->recover, entry, given, named, fault, written, nullptr);
+    if (written) out = PyObject_CallFunctionObjArgs(d->recover, entry, arguments, kwargs, fault, written, nullptr);
     Py_XDECREF(written);
   }
-  Py_XDECREF(given);
-  Py_XDECREF(named);
+  Py_XDECREF(arguments);
+  Py_XDECREF(kwargs);
   Py_XDECREF(type);
   Py_XDECREF(fault);
   Py_XDECREF(trace);
   return out;
 }
 
-// The key of a call whose arguments come in any order, which are ordered into `values`: as read_key, -1 on an error.
-int ordered(Dispatcher *d, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **values,
+// Order the arguments of a call into `values` and read its key into `words`. Returns as read_key; -1 on a Python error.
+int read_call(Dispatcher *d, PyObject *const *args, Py_ssize_t n, PyObject *keywords, PyObject **values,
             uint64_t *words) {
   Extras extras;
-  uint64_t given = d->program ? order_arguments(*d->program, args, n, keywords, values, &extras) : 0;
-  if (!given) return 0;
+  uint64_t is_given = d->program ? order_arguments(*d->program, args, n, keywords, values, &extras) : 0;
+  if (!is_given) return 0;
   PyObject *override = override_of(extras);
   if (!override) return PyErr_Occurred() ? -1 : 0;
-  return read_key(*d->program, given, values, override, words);
+  return read_key(*d->program, is_given, values, override, words);
 }
 
 PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
   Dispatcher *d = (Dispatcher *)self;
   PyObject *values[MAX_PARAMS];
   uint64_t words[MAX_WORDS];
-  int count = ordered(d, args, n, keywords, values, words);
+  int count = read_call(d, args, n, keywords, values, words);
   if (count < 0) return nullptr;
   Slot *s = count ? find_for(d, values, words, count) : nullptr;
   if (!s || s->suspect) return PyObject_Vectorcall(d->miss, args, n, keywords);
@@ -97,7 +98,7 @@ PyObject *dispatch(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject
   return out;
 }
 
-// ---------------------------------------------------------------- what Python sees
+// ---------------------------------------------------------------- the Python interface
 
 int64_t at_index(PyObject *tuple, Py_ssize_t i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)); }
 
@@ -106,7 +107,7 @@ void numbers(PyObject *tuple, std::vector<double> *out) {
 }
 
 // params: ((name, kind, optional, keyword_only, has_default, default, choices, least, most), ...)
-// tensors: ((param, (want_stride, want_ndim, want_grad, want_alignment, alike), (((token, value), ...) per variant)), ...)
+// tensors: ((param, (want_stride, want_ndim, want_grad, want_alignment, same_dtype), (((token, value), ...) per variant)), ...)
 // derived: ((slot, ((code, value), ...)), ...)   fields: ((slot, param, exact, bucket, equals, above, multiples), ...)
 PyObject *install(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
@@ -121,7 +122,7 @@ PyObject *install(PyObject *self, PyObject *args) {
   for (Py_ssize_t i = 0; i < count; i++) bools += at_index(PyTuple_GET_ITEM(params, i), 1) == BOOL;
   if (count > MAX_PARAMS || slots + count > MAX_SLOTS || bools > 31 ||
       12 + 3 * PyTuple_GET_SIZE(tensors) + numbered + numbered / 64 + count / 8 > MAX_WORDS) {
-    d->program = nullptr;                       // more than the native path holds: every call goes to Python
+    d->program = nullptr;                       // too large for the native path: every call goes to Python
     clear(d);
     Py_RETURN_FALSE;
   }
@@ -140,7 +141,7 @@ PyObject *install(PyObject *self, PyObject *args) {
     param.kind = (Kind)at_index(t, 1);
     param.optional = at_index(t, 2);
     param.keyword_only = at_index(t, 3);
-    param.fallback = at_index(t, 4) ? Py_NewRef(PyTuple_GET_ITEM(t, 5)) : nullptr;
+    param.default_value = at_index(t, 4) ? Py_NewRef(PyTuple_GET_ITEM(t, 5)) : nullptr;
     if (param.kind == INT) { param.least = at_index(t, 7); param.most = at_index(t, 8); }
     else if (param.kind == FLOAT) {
       param.lowest = PyFloat_AsDouble(PyTuple_GET_ITEM(t, 7));
@@ -153,8 +154,8 @@ PyObject *install(PyObject *self, PyObject *args) {
       param.choices.push_back(choice);
     }
     p->params.push_back(param);
-    p->defaults.push_back(param.fallback);
-    if (!param.fallback) p->required |= 1ull << i;
+    p->defaults.push_back(param.default_value);
+    if (!param.default_value) p->required |= 1ull << i;
     if (!param.keyword_only) p->positional = i + 1;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
@@ -202,17 +203,17 @@ PyObject *install(PyObject *self, PyObject *args) {
     bool derived_from = false;
     for (const Derived &item : p->derived)
       for (const Instruction &step : item.code) derived_from |= step.code == FACT && step.value == slots + i;
-    if (derived_from) p->whole.push_back(i);
+    if (derived_from) p->derived_inputs.push_back(i);
   }
   if (PyErr_Occurred()) { delete p; return nullptr; }
-  // A bool without a default is always given, and then all are read.
+  // If a bool has no default, it is always given, and all bools are read.
   if (!(p->required & p->bool_mask) && !read_bools(*p, p->defaults.data(), &p->default_bools)) p->bool_mask = ~0ull;
   if (!(p->required & p->scalar_mask)) {
     uint64_t words[MAX_WORDS];
     int first = 0, n = read_scalars(*p, p->defaults.data(), words, &first);
     if (n >= 0) {
-      p->standing.assign(words, words + n);
-      p->standing_variant = first;
+      p->default_words.assign(words, words + n);
+      p->default_variant = first;
     }
   }
   Program *old = d->program;
@@ -220,7 +221,7 @@ PyObject *install(PyObject *self, PyObject *args) {
   d->limit = (size_t)limit;
   d->epoch = epoch;
   clear(d);
-  delete old;                                   // its names and defaults are kept: they are few and shared
+  delete old;                                   // its names and defaults are never freed: they are few and shared
   Py_RETURN_TRUE;
 }
 
@@ -232,18 +233,18 @@ bool read_sources(PyObject *tuple, std::vector<Source> *out) {       // ((kind, 
   return !PyErr_Occurred();
 }
 
-// put(entry, epoch, values, override, fn, sources, constants, keywords or None, positional, item, first, anywhere,
+// put(entry, epoch, values, override, fn, sources, constants, keywords or None, positional, item, first, same_in_capture,
 //     name of an ATen operator or None, inputs, Recordings or None, watched) -> bool
 PyObject *put(PyObject *self, PyObject *args) {
   Dispatcher *d = (Dispatcher *)self;
   PyObject *entry, *tuple, *override, *fn, *sources, *constants, *keywords, *inputs, *recordings;
   const char *operator_name;
   long long epoch;
-  int anywhere, watched;
+  int same_in_capture, watched;
   Slot s;
   if (!PyArg_ParseTuple(args, "OLO!OOO!O!OnnnpzO!Op", &entry, &epoch, &PyTuple_Type, &tuple, &override, &fn,
                         &PyTuple_Type, &sources, &PyTuple_Type, &constants, &keywords, &s.call.positional,
-                        &s.call.item, &s.call.first, &anywhere, &operator_name, &PyTuple_Type, &inputs,
+                        &s.call.item, &s.call.first, &same_in_capture, &operator_name, &PyTuple_Type, &inputs,
                         &recordings, &watched))
     return nullptr;
   if (!d->program || epoch != d->epoch || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)d->program->params.size() ||
@@ -257,12 +258,12 @@ PyObject *put(PyObject *self, PyObject *args) {
   if (known && known->entry == entry) known->suspect = false;
   if (!n || known) Py_RETURN_FALSE;
   if (!read_sources(sources, &s.call.sources) || !read_sources(inputs, &s.call.inputs)) return nullptr;
-  // What torch.jit.trace records of sizes, Python's functions tell it. The mode is part of the key.
+  // torch.jit.trace records sizes only through Python's functions. The mode is part of the key.
   bool traced = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
   if (!operator_name || traced || !call_operator(operator_name, &s.call)) s.call.invoke = call_python;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(constants); i++)
     s.call.constants.push_back(Py_NewRef(PyTuple_GET_ITEM(constants, i)));
-  s.anywhere = anywhere;
+  s.same_in_capture = same_in_capture;
   s.watched = watched;
   s.hash = hash_of(words, n);
   s.key.assign(words, words + n);
@@ -276,16 +277,16 @@ PyObject *put(PyObject *self, PyObject *args) {
   }
   if (d->used >= d->limit) {
     sweep(d);
-    if (epoch != d->epoch) { release(s); Py_RETURN_FALSE; }     // what the sweep dropped may have run Python code
+    if (epoch != d->epoch) { release(s); Py_RETURN_FALSE; }     // releasing entries may have run Python code
   }
-  place(d, std::move(s));
+  insert(d, std::move(s));
   Py_RETURN_TRUE;
 }
 
 PyObject *key(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
   PyObject *values[MAX_PARAMS];
   uint64_t words[MAX_WORDS];
-  int count = ordered((Dispatcher *)self, args, n, keywords, values, words);
+  int count = read_call((Dispatcher *)self, args, n, keywords, values, words);
   if (count < 0) return nullptr;
   if (!count) Py_RETURN_NONE;
   PyObject *out = PyTuple_New(count);
@@ -293,21 +294,21 @@ PyObject *key(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *key
   return out;
 }
 
-// What a call would hit; null if nothing, with an error set or not.
-Slot *hit(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
+// The slot that a call would hit; null if none, with or without a Python error.
+Slot *find_call(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
   PyObject *values[MAX_PARAMS];
   uint64_t words[MAX_WORDS];
-  int count = ordered((Dispatcher *)self, args, n, keywords, values, words);
+  int count = read_call((Dispatcher *)self, args, n, keywords, values, words);
   return count > 0 ? find_for((Dispatcher *)self, values, words, count) : nullptr;
 }
 
 PyObject *lookup(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
-  Slot *s = hit(self, args, n, keywords);
+  Slot *s = find_call(self, args, n, keywords);
   return !s && PyErr_Occurred() ? nullptr : Py_NewRef(s ? s->entry : Py_None);
 }
 
 PyObject *kind(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *keywords) {
-  Slot *s = hit(self, args, n, keywords);
+  Slot *s = find_call(self, args, n, keywords);
   if (s) return PyUnicode_FromString(s->call.kind);
   return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
 }
@@ -315,7 +316,7 @@ PyObject *kind(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *ke
 PyObject *collect(PyObject *self, PyObject *) {
   std::vector<Slot> &table = *((Dispatcher *)self)->table;
   for (size_t i = 0; i < table.size(); i++)
-    if (table[i].hash) report(table[i]);
+    if (table[i].hash) report_hits(table[i]);
   if (PyErr_Occurred()) return nullptr;
   Py_RETURN_NONE;
 }
@@ -324,7 +325,7 @@ PyObject *size(PyObject *self, PyObject *) { return PyLong_FromSize_t(((Dispatch
 
 PyObject *get_call(PyObject *self, void *) { return Py_NewRef(((Dispatcher *)self)->call); }
 
-PyObject *make(PyTypeObject *type, PyObject *args, PyObject *) {
+PyObject *new_dispatcher(PyTypeObject *type, PyObject *args, PyObject *) {
   const char *name, *doc;
   PyObject *miss, *recover_fn;
   if (!PyArg_ParseTuple(args, "ssOO", &name, &doc, &miss, &recover_fn)) return nullptr;
@@ -348,7 +349,7 @@ PyObject *make(PyTypeObject *type, PyObject *args, PyObject *) {
 
 PyMethodDef methods[] = {
     {"install", install, METH_VARARGS, "Take a key program and forget every entry; False if it is too large."},
-    {"put", put, METH_VARARGS, "Remember what to call for calls like these values; False if they are not ordinary."},
+    {"put", put, METH_VARARGS, "Add an entry for calls like these values; False if they are not ordinary."},
     {"key", (PyCFunction)(void (*)(void))key, METH_FASTCALL | METH_KEYWORDS, "The key of a call outside of a capture, or None."},
     {"lookup", (PyCFunction)(void (*)(void))lookup, METH_FASTCALL | METH_KEYWORDS, "The entry a call would hit, or None."},
     {"kind", (PyCFunction)(void (*)(void))kind, METH_FASTCALL | METH_KEYWORDS,
@@ -359,8 +360,8 @@ PyMethodDef methods[] = {
 PyGetSetDef getters[] = {{"call", get_call, nullptr, "The public function.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyTypeObject dispatcher_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// setup(Tensor, Parameter, override ContextVar, context.for_call, Layer, capturing or None, what a kernel may throw,
-//       torch's question for the raw stream of a device or None)
+// setup(Tensor, Parameter, override ContextVar, context.for_call, Layer, _cuda_isCurrentStreamCapturing or None,
+//       the exceptions a kernel may raise, _cuda_getCurrentRawStream or None)
 PyObject *setup(PyObject *, PyObject *args) {
   PyObject *t, *p, *v, *o, *l, *c, *f, *r;
   if (!PyArg_ParseTuple(args, "OOOOOOOO", &t, &p, &v, &o, &l, &c, &f, &r)) return nullptr;
@@ -386,12 +387,12 @@ PyMODINIT_FUNC PyInit_fastpath(void) {
   dispatcher_type.tp_name = "layerzero.Dispatcher";
   dispatcher_type.tp_basicsize = sizeof(Dispatcher);
   dispatcher_type.tp_flags = Py_TPFLAGS_DEFAULT;
-  dispatcher_type.tp_new = make;
+  dispatcher_type.tp_new = new_dispatcher;
   dispatcher_type.tp_methods = methods;
   dispatcher_type.tp_getset = getters;
   if (PyType_Ready(&dispatcher_type) < 0) return nullptr;
   PyObject *m = PyModule_Create(&module);
   if (m) PyModule_AddObject(m, "Dispatcher", Py_NewRef((PyObject *)&dispatcher_type));
-  if (m && !add_launch(m)) return nullptr;
+  if (m && !add_recordings_type(m)) return nullptr;
   return m;
 }

@@ -1,6 +1,7 @@
 // The key of a call, read straight from its arguments: what select/key.py says the cache must know.
 //
-// Driven by the op's key program, which native.py writes down as plain tuples: nothing here knows any particular op.
+// It follows the op's key program, which native/__init__.py encodes as plain tuples: nothing here knows any
+// particular op.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -22,21 +23,21 @@ namespace fastpath {
 constexpr int MAX_PARAMS = 48, MAX_WORDS = 96, MAX_SLOTS = 48, MAX_STACK = 24;
 
 inline PyTypeObject *tensor_type, *parameter_type;
-inline PyObject *override_var;   // the ContextVar of context.py
-inline PyObject *for_call;       // context.py: the override of a call that says backend= or policy=
-inline PyTypeObject *layer_type; // a policy that never changes
-inline PyObject *backend_name, *policy_name;      // these two words, interned
-inline PyObject *capturing;      // torch's question whether a CUDA graph is being captured, or NULL
-inline PyObject *faults;         // what a kernel may throw: faults.py
+inline PyObject *override_var;   // the ContextVar of world/context.py
+inline PyObject *for_call;       // world/context.py: makes the override of a call with backend= or policy=
+inline PyTypeObject *layer_type; // an immutable policy layer
+inline PyObject *backend_name, *policy_name;    // the interned keywords
+inline PyObject *capturing;      // torch._C._cuda_isCurrentStreamCapturing, or NULL
+inline PyObject *faults;         // the exceptions a kernel may raise: machine/faults.py
 
 // ---------------------------------------------------------------- the program
 
 enum Kind { TENSOR, BOOL, INT, FLOAT, STR, GENERATOR };   // a generator is passed on, never read
-enum Token { SIZE, LITERAL, LEAD, SPREAD };
+enum Token { SIZE, LITERAL, LEAD, BROADCAST };
 enum Code { FACT, CONST, ADD, SUB, MUL, DIV, MOD, EQ, NE, LT, LE, GT, GE, MAX, MIN };
 
 struct Param {
-  PyObject *name, *fallback;                    // fallback: the default, or NULL if it must be given
+  PyObject *name, *default_value;               // default_value: NULL if it must be given
   Kind kind;
   bool optional, keyword_only;
   std::vector<PyObject *> choices;              // of a str parameter
@@ -47,13 +48,13 @@ struct Dim { Token token; int64_t value; };     // value: a slot, or the literal
 struct Tensor {
   int param;
   bool want_stride, want_ndim, want_grad;
-  int want_alignment;                           // 1: always, 2: only off the CPU, where alone some rule asks
-  bool alike;                                   // must have the main tensor's dtype
+  int want_alignment;                           // 1: always, 2: only off the CPU, where rules read it
+  bool same_dtype;                              // must have the main tensor's dtype
   std::vector<std::vector<Dim>> shapes;         // one per variant
 };
 struct Instruction { Code code; int64_t value; };
 struct Derived { int slot; std::vector<Instruction> code; };
-struct Field {                                  // a number, as the key keeps it
+struct Field {                                  // a number in the key
   int slot, param;                              // one of them, the other is -1
   bool exact, bucket;
   std::vector<double> equals, above;
@@ -61,23 +62,23 @@ struct Field {                                  // a number, as the key keeps it
 };
 struct Program {
   std::vector<Param> params;
-  std::vector<PyObject *> defaults;             // of every parameter, or NULL; in a row, because every call reads them
-  uint64_t bool_mask = 0, scalar_mask = 0;      // which parameters are bools, and which other plain values
+  std::vector<PyObject *> defaults;             // of every parameter, or NULL; contiguous, because every call copies them
+  uint64_t bool_mask = 0, scalar_mask = 0;      // which parameters are bools, and which are other scalars
   uint64_t default_bools = 0;                   // their bits in the key
   std::vector<Tensor> tensors;
   std::vector<Derived> derived;
   std::vector<Field> fields;                    // of sizes and derived numbers
-  std::vector<int> bools, scalars, whole;       // parameters: bools; the other plain ones; ints that derived facts read
+  std::vector<int> bools, scalars, derived_inputs;      // parameters: bools; other scalars; ints that derived facts read
   std::vector<Field> numbers;                   // of scalars
-  std::vector<uint64_t> standing;               // the words of the scalars, each at its default
-  int standing_variant = -1;                    // -1: some scalar has no default
+  std::vector<uint64_t> default_words;          // the words of the scalars if all are at their defaults
+  int default_variant = -1;                    // -1: some scalar has no default
   int variant = -1;                             // the str parameter that picks the shapes
   int main = -1;                                // the tensor that gives dtype and device
   int variants = 1, slots = 0;
-  Py_ssize_t positional = 0;                    // parameters that may be given by their place
+  Py_ssize_t positional = 0;                    // how many parameters may be given by position
   uint64_t required = 0;                        // those without a default
   bool watch_capture = false;
-  bool sdpa_switches = false;                   // torch.nn.attention.sdpa_kernel says which kernels may serve it
+  bool sdpa_switches = false;                   // torch.nn.attention.sdpa_kernel decides which kernels may serve it
 };
 
 inline int64_t bucket(int64_t n) {                     // as spec/grid.py
@@ -90,10 +91,10 @@ inline bool is_plain(PyObject *o) { return Py_TYPE(o) == tensor_type || Py_TYPE(
 
 // ---------------------------------------------------------------- reading a call
 
-// What a call says about the choice itself; null or None: nothing.
+// The keywords of a call that are not the op's; null or None if absent.
 struct Extras { PyObject *backend = nullptr, *policy = nullptr; };
 
-// Order the arguments by parameter; which were given, a bit each. 0: not an ordinary call.
+// Order the arguments by parameter; returns a bit for each that was given, 0 for a call that is not ordinary.
 inline uint64_t order_arguments(const Program &p, PyObject *const *args, Py_ssize_t n, PyObject *keywords,
                                 PyObject **out, Extras *extras) {
   size_t count = p.params.size();
@@ -120,7 +121,7 @@ inline uint64_t order_arguments(const Program &p, PyObject *const *args, Py_ssiz
 
 inline int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 
-// False: it has no answer in 64 bits, so Python must give it.
+// False: it does not fit 64 bits, so Python must compute it.
 inline bool evaluate(const std::vector<Instruction> &code, const int64_t *slots, const bool *known, int64_t *out, bool *is_known) {
   int64_t stack[MAX_STACK];
   int top = 0;
@@ -159,8 +160,8 @@ inline bool evaluate(const std::vector<Instruction> &code, const int64_t *slots,
 struct Sizes {
   int64_t value[MAX_SLOTS];
   bool known[MAX_SLOTS] = {};
-  const int64_t *lead[MAX_SLOTS];               // of a slot that stands for leading sizes: where they are
-  size_t leads[MAX_SLOTS];                      // and how many
+  const int64_t *lead[MAX_SLOTS];               // the leading sizes that a slot stands for
+  size_t leads[MAX_SLOTS];                      // how many they are
 
   bool agree(const Dim &d, int64_t size) {
     if (d.token == LITERAL) return size == d.value;
@@ -169,18 +170,18 @@ struct Sizes {
     return known[d.value] = true;
   }
 
-  // Bind the sizes of one tensor and check those seen before; notes how it broadcasts.
-  bool bind(const std::vector<Dim> &shape, c10::IntArrayRef sizes, uint64_t *spread) {
+  // Bind the sizes of one tensor and check those bound before; writes how it broadcasts.
+  bool bind(const std::vector<Dim> &shape, c10::IntArrayRef sizes, uint64_t *broadcast) {
     size_t n = sizes.size(), m = shape.size();
     if (!m) return true;
-    if (shape[0].token == SPREAD) {
+    if (shape[0].token == BROADCAST) {
       if (n > m) return false;
-      *spread = n;
+      *broadcast = n;
       for (size_t i = 0; i < n; i++) {
         int64_t slot = shape[m - n + i].value;
         if (known[slot] && sizes[i] == value[slot]) continue;
         if (sizes[i] != 1) return false;
-        *spread |= 256ull << i;
+        *broadcast |= 256ull << i;
       }
       return true;
     }
@@ -243,19 +244,19 @@ inline bool fits(const Param &param, PyObject *v) {
   double value;
   if (PyLong_CheckExact(v)) {
     int overflow = 0;
-    int64_t whole = PyLong_AsLongLongAndOverflow(v, &overflow);
+    int64_t integer = PyLong_AsLongLongAndOverflow(v, &overflow);
     if (overflow) return false;
-    if (param.kind == INT) return param.least <= whole && whole <= param.most;
-    value = (double)whole;
+    if (param.kind == INT) return param.least <= integer && integer <= param.most;
+    value = (double)integer;
   } else if (param.kind == FLOAT && PyFloat_CheckExact(v)) value = PyFloat_AS_DOUBLE(v);
   else return false;
   return param.lowest <= value && value <= param.highest;
 }
 
-// The words of the strings and numbers among the parameters; -1 if one is not as it should be.
+// Read the words of the strings and numbers among the parameters; -1 if one has a wrong type or value.
 inline int read_scalars(const Program &p, PyObject **values, uint64_t *words, int *variant) {
   int n = 0, filled = 0;
-  uint64_t packed = 0;                          // choices of strings, a byte each
+  uint64_t packed = 0;                          // the index of each string's choice, a byte each
   for (int i : p.scalars) {
     const Param &param = p.params[i];
     PyObject *v = values[i];
@@ -300,7 +301,7 @@ inline int read_scalars(const Program &p, PyObject **values, uint64_t *words, in
   return n;
 }
 
-// The bools among the parameters, two bits each. False: one is not as it should be.
+// Read the bools among the parameters, two bits each. False: one is no bool.
 inline bool read_bools(const Program &p, PyObject **values, uint64_t *out) {
   uint64_t packed = 0;
   for (int i : p.bools) {
@@ -314,42 +315,43 @@ inline bool read_bools(const Program &p, PyObject **values, uint64_t *out) {
   return true;
 }
 
-// The overrides of calls that named a backend or a policy lately, by identity of all they were made of. A string
-// and a Layer never change; what is kept here is alive, so no other object has its address.
-struct Named { PyObject *backend, *policy, *context, *found; };
-constexpr size_t NAMED = 64;
-inline Named recent[NAMED];
+// A cache of overrides of calls with backend= or policy=, by the identity of these and the context. A string and a
+// Layer are immutable; what is cached is alive, so no other object has its address.
+struct NamedOverride { PyObject *backend, *policy, *context, *result; };
+constexpr size_t RECENT = 64;
+inline NamedOverride recent[RECENT];
 
-// The override of a call, borrowed; null for one that Python must look at.
+// The override of a call, borrowed; null for a call that Python must handle.
 inline PyObject *named_override(const Extras &extras, PyObject *context) {
   PyObject *backend = extras.backend ? extras.backend : Py_None, *policy = extras.policy ? extras.policy : Py_None;
   if (backend == Py_None && policy == Py_None) return context;
   if (backend != Py_None && !PyUnicode_CheckExact(backend)) return nullptr;
-  bool lasting = policy == Py_None || Py_TYPE(policy) == layer_type;
+  bool is_immutable = policy == Py_None || Py_TYPE(policy) == layer_type;
   uint64_t mixed = ((uint64_t)(uintptr_t)backend * 31 + (uint64_t)(uintptr_t)policy) * 31 +
                    (uint64_t)(uintptr_t)context;
-  Named &seat = recent[(mixed * 0x9E3779B97F4A7C15ull) >> 58];
-  if (lasting && seat.backend == backend && seat.policy == policy && seat.context == context) return seat.found;
-  PyObject *found = PyObject_CallFunctionObjArgs(for_call, backend, policy, nullptr);
-  if (!found) { PyErr_Clear(); return nullptr; }      // Python will say what is wrong with it, in its turn
-  Named old = seat;
-  seat = lasting ? Named{Py_NewRef(backend), Py_NewRef(policy), Py_NewRef(context), found}
-                 : Named{nullptr, nullptr, nullptr, found};
-  for (PyObject *o : {old.backend, old.policy, old.context, old.found}) Py_XDECREF(o);
-  return found;
+  NamedOverride &cached = recent[(mixed * 0x9E3779B97F4A7C15ull) >> 58];
+  if (is_immutable && cached.backend == backend && cached.policy == policy && cached.context == context)
+    return cached.result;
+  PyObject *result = PyObject_CallFunctionObjArgs(for_call, backend, policy, nullptr);
+  if (!result) { PyErr_Clear(); return nullptr; }      // Python reports what is wrong with it
+  NamedOverride old = cached;
+  cached = is_immutable ? NamedOverride{Py_NewRef(backend), Py_NewRef(policy), Py_NewRef(context), result}
+                        : NamedOverride{nullptr, nullptr, nullptr, result};
+  for (PyObject *o : {old.backend, old.policy, old.context, old.result}) Py_XDECREF(o);
+  return result;
 }
 
-constexpr int FLAG_WORD = 3;                     // grad, determinism, capture, what of SDPA is switched off
+constexpr int FLAG_WORD = 3;                    // grad, determinism, capture, disabled SDPA backends
 constexpr uint64_t IN_CAPTURE = 4;
 
-// What torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp have switched off, a bit each.
+// The SDPA backends that torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp disable, a bit each.
 inline uint64_t sdpa_off(const at::Context &context) {
   return (uint64_t)!context.userEnabledFlashSDP() << 3 | (uint64_t)!context.userEnabledMemEfficientSDP() << 4 |
          (uint64_t)!context.userEnabledMathSDP() << 5 | (uint64_t)!context.userEnabledCuDNNSDP() << 6;
 }
 
-// The override in force, borrowed: the context's variable or `recent` keeps it alive while this call looks it up.
-// Null: a Python error, or (with none set) a call that is not ordinary.
+// The override in force, borrowed: the ContextVar or `recent` keeps it alive while this call looks it up.
+// Null: a Python error, or, with none set, a call that is not ordinary.
 inline PyObject *override_of(const Extras &extras) {
   PyObject *context = nullptr;
   if (PyContextVar_Get(override_var, Py_None, &context) < 0) return nullptr;
@@ -357,7 +359,7 @@ inline PyObject *override_of(const Extras &extras) {
   return extras.backend || extras.policy ? named_override(extras, context) : context;
 }
 
-// The key of a call into `words`, as outside of a capture; the number of words, 0 for a call that is not ordinary.
+// Read the key of a call, as outside of a capture, into `words`; returns their number, 0 for a call that is not ordinary.
 inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObject *override, uint64_t *words) {
   int n = 0;
   Sizes sizes;
@@ -371,23 +373,23 @@ inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObjec
   n++;                                          // FLAG_WORD
   uint64_t packed = p.default_bools;
   if (given & p.bool_mask && !read_bools(p, values, &packed)) return 0;
-  // Mostly every string and number is the default itself: then one word stands for them all.
-  int variant = p.standing_variant;
-  bool standing = variant >= 0;
+  // Mostly every string and number is the default object itself: then one bit stands for them all.
+  int variant = p.default_variant;
+  bool at_defaults = variant >= 0;
   if (given & p.scalar_mask)
-    for (size_t i = 0; standing && i < p.scalars.size(); i++)
-      standing = values[p.scalars[i]] == p.defaults[p.scalars[i]];
-  if (!standing) {
+    for (size_t i = 0; at_defaults && i < p.scalars.size(); i++)
+      at_defaults = values[p.scalars[i]] == p.defaults[p.scalars[i]];
+  if (!at_defaults) {
     variant = 0;
     uint64_t *section = words + n + 1;          // behind the word for the bools
     int count = read_scalars(p, values, section, &variant);
     if (count < 0) return 0;
-    standing = (size_t)count == p.standing.size() && p.standing_variant >= 0 &&
-               !std::memcmp(section, p.standing.data(), count * 8);      // equal to the defaults, by value
-    words[n++] = packed << 1 | !standing;
-    if (!standing) n += count;
+    at_defaults = (size_t)count == p.default_words.size() && p.default_variant >= 0 &&
+               !std::memcmp(section, p.default_words.data(), count * 8);  // equal to the defaults, by value
+    words[n++] = packed << 1 | !at_defaults;
+    if (!at_defaults) n += count;
   } else words[n++] = packed << 1;
-  for (int i : p.whole) {
+  for (int i : p.derived_inputs) {
     int slot = p.slots + i;
     if (values[i] == Py_None) continue;
     sizes.value[slot] = PyLong_AsLongLong(values[i]);
@@ -409,11 +411,11 @@ inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObjec
     if (impl->layout() != c10::kStrided || tensor.is_nested()) return 0;
     c10::Device device = impl->device();
     if (main && device != main->device()) return 0;             // the caller's mistake: Python says so
-    if (t.alike && impl->dtype() != main->dtype()) return 0;
-    uint64_t spread = 0;
-    if (!sizes.bind(t.shapes[variant], impl->sizes(), &spread)) return 0;
+    if (t.same_dtype && impl->dtype() != main->dtype()) return 0;
+    uint64_t broadcast = 0;
+    if (!sizes.bind(t.shapes[variant], impl->sizes(), &broadcast)) return 0;
     uint64_t word = 1ull << 63 | (uint64_t)(uint8_t)c10::typeMetaToScalarType(impl->dtype()) |
-                    (uint64_t)(uint8_t)device.type() << 8 | (uint64_t)(uint8_t)device.index() << 16 | spread << 24;
+                    (uint64_t)(uint8_t)device.type() << 8 | (uint64_t)(uint8_t)device.index() << 16 | broadcast << 24;
     if (grad && impl->requires_grad()) {
       if (t.want_grad) word |= 1ull << 62;
       else flags |= 1;
@@ -425,7 +427,7 @@ inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObjec
     if (t.want_stride && !contiguous)
       words[n++] = impl->sizes().back() == 1 ? 1 : (uint64_t)impl->strides().back();
     if (t.want_alignment == 1 || (t.want_alignment && !device.is_cpu())) {
-      if (!impl->has_storage()) return 0;       // a wrapper, as under vmap
+      if (!impl->has_storage()) return 0;       // a wrapper, as under vmap, has none
       words[n++] = device.is_meta() ? 0 : alignment_of(tensor);
     }
   }
@@ -434,40 +436,40 @@ inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObjec
   uint64_t absent = 0;                          // which sizes are unknown, a bit each
   int numbered = 0;
   for (const Field &f : p.fields) {
-    bool given = sizes.known[f.slot];
-    absent = absent << 1 | !given;
+    bool known = sizes.known[f.slot];
+    absent = absent << 1 | !known;
     if (++numbered % 64 == 0) { words[n++] = absent; absent = 0; }
-    words[n++] = given ? number_word(f, sizes.value[f.slot]) : 0;
+    words[n++] = known ? number_word(f, sizes.value[f.slot]) : 0;
   }
   words[n++] = absent;
   words[FLAG_WORD] = flags;
   return n;
 }
 
-// The current device of CUDA; -1 if it cannot be told.
+// The current CUDA device; -1 if it is lost.
 inline int current_device() {
   try {
     return c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA)->getDevice().index();
-  } catch (const c10::Error &) {                // the device is lost: Python says so
+  } catch (const c10::Error &) {                // Python reports it
     return -1;
   }
 }
 
-// Is torch's current stream there the default one, which the driver knows as null?
+// Is torch's current stream on this device the default one, which is null for the driver?
 inline bool on_default_stream(int device) {
   c10::Device place(c10::DeviceType::CUDA, (c10::DeviceIndex)device);
   return c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA)->getStream(place).id() == 0;
 }
 
 // Is a CUDA graph being captured? Asking the driver takes longer than all else, so it is asked only where the answer
-// matters, and not of the default stream, which nobody can capture. 0 or 1; -1: it cannot be asked, which Python knows how to tell (the device is lost).
+// matters, and not for the default stream, which cannot be captured. 0 or 1; -1: the device is lost, which Python reports.
 inline int in_capture(const Program &p, PyObject **values) {
   if (!p.watch_capture || !capturing || p.main < 0 || !THPVariable_Unpack(values[p.main]).is_cuda()) return 0;
   int device = current_device();
   if (device >= 0 && on_default_stream(device)) return 0;
   PyObject *answer = PyObject_CallNoArgs(capturing);
   if (!answer) PyErr_Clear();
-  Py_XDECREF(answer);                           // a bool outlives it
+  Py_XDECREF(answer);                           // True and False outlive it
   return answer ? answer == Py_True : -1;
 }
 

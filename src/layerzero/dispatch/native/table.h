@@ -13,10 +13,10 @@ struct Slot {
   std::vector<uint64_t> key;
   PyObject *entry = nullptr, *override_object = nullptr;
   Call call;
-  uint64_t hits = 0, reported = 0, seen = 0;
-  bool anywhere = false;                        // in a capture of a CUDA graph the same would be called
-  bool watched = false;                         // a fault tells which inputs were written into before it
-  bool suspect = false;                         // it has failed: Python looks at its calls until it is `put` again
+  uint64_t hits = 0, reported = 0, swept_hits = 0;
+  bool same_in_capture = false;                 // the same would be called while a CUDA graph is captured
+  bool watched = false;                         // on a fault, say which inputs were written into before it
+  bool suspect = false;                         // it has failed: its calls go to Python until it is `put` again
 };
 
 struct Dispatcher {
@@ -35,7 +35,7 @@ inline uint64_t mix(uint64_t a, uint64_t b) {
   return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-inline uint64_t hash_of(const uint64_t *words, size_t n) {       // in pairs that do not wait for each other
+inline uint64_t hash_of(const uint64_t *words, size_t n) {  // pairs of words are independent
   uint64_t h = n, salt = 0x9E3779B97F4A7C15ull;
   size_t i = 0;
   for (; i + 2 <= n; i += 2, salt += 0x9E3779B97F4A7C16ull)
@@ -54,17 +54,18 @@ inline Slot *find(Dispatcher *d, const uint64_t *words, size_t n, uint64_t hash)
   return nullptr;
 }
 
-// What to call for these values, inside or outside of a capture; null if that is not known. `words` becomes the key.
+// The slot for these values, inside or outside of a capture; null if there is none. Adds the capture to the key in
+// `words`.
 inline Slot *find_for(Dispatcher *d, PyObject **values, uint64_t *words, size_t n) {
   Slot *s = find(d, words, n, hash_of(words, n));
-  if (s && s->anywhere) return s;
+  if (s && s->same_in_capture) return s;
   int captured = in_capture(*d->program, values);
   if (!captured) return s;
   words[FLAG_WORD] |= IN_CAPTURE;
   return captured < 0 ? nullptr : find(d, words, n, hash_of(words, n));
 }
 
-inline void report(Slot &s) {                          // tell the Python entry how often it was hit natively
+inline void report_hits(Slot &s) {              // add the hits of this slot to those of the Python entry
   if (s.hits == s.reported) return;
   PyObject *old = PyObject_GetAttrString(s.entry, "native_hits");
   long long before = old ? PyLong_AsLongLong(old) : 0;
@@ -76,7 +77,7 @@ inline void report(Slot &s) {                          // tell the Python entry 
 }
 
 inline void release(Slot &s) {
-  report(s);
+  report_hits(s);
   PyErr_Clear();
   Py_CLEAR(s.entry);
   Py_CLEAR(s.override_object);
@@ -89,19 +90,19 @@ constexpr size_t SMALLEST = 64;
 
 inline void clear(Dispatcher *d) {
   std::vector<Slot> old(SMALLEST);
-  old.swap(*d->table);                          // releasing may run Python code: the table must be whole by then
+  old.swap(*d->table);                          // releasing may run Python code: the table must be consistent by then
   d->used = 0;
   for (Slot &s : old)
     if (s.hash) release(s);
 }
 
-inline void place(Dispatcher *d, Slot &&s) {
+inline void insert(Dispatcher *d, Slot &&s) {
   if (2 * (d->used + 1) > d->table->size()) {
     std::vector<Slot> old(2 * d->table->size());
     old.swap(*d->table);
     d->used = 0;
-    for (Slot &o : old)
-      if (o.hash) place(d, std::move(o));
+    for (Slot &moved : old)
+      if (moved.hash) insert(d, std::move(moved));
   }
   std::vector<Slot> &table = *d->table;
   size_t mask = table.size() - 1, i = s.hash & mask;
@@ -117,10 +118,10 @@ inline void sweep(Dispatcher *d) {                     // second chance: drop wh
   size_t kept = 0, enough = d->limit / 2;
   for (Slot &s : old) {
     if (!s.hash) continue;
-    if (s.hits != s.seen && kept < enough) {
-      s.seen = s.hits;
+    if (s.hits != s.swept_hits && kept < enough) {
+      s.swept_hits = s.hits;
       kept++;
-      place(d, std::move(s));
+      insert(d, std::move(s));
     } else dropped.push_back(std::move(s));
   }
   for (Slot &s : dropped) release(s);

@@ -18,7 +18,7 @@ from .replacements import is_uncapped
 logger = logging.get_logger("transformers.layerzero")
 
 _op = catalog.builtin_op("attention")
-attention = dispatch.function(_op)
+attention = dispatch.public_function(_op)
 torch_face.define(_op)                          # torch.compile and torch.export find it under torch.ops.layerzero
 
 

@@ -17,7 +17,7 @@ from ...operate.inspection import dispatcher_of
 from ...plan.bake import bind
 from ...select.policy import PolicyRule
 from ...spec.errors import LayerZeroError
-from ...tune.contest import eligible
+from ...tune.contest import eligible_plan
 from ...tune.harness import Race, cache_bytes, stopwatch
 from ...world import context
 from ...world import snapshot as worlds
@@ -75,9 +75,9 @@ class Binder:
 
     def _race(self, op: str, chosen: Run, calls: Sequence[tuple[Tensor, ...]], fixed: dict[str, Any]) -> Run:
         dispatcher = dispatcher_of(op)
-        facts = {**dispatcher.facts(dispatcher.bound(calls[0], fixed)), "graph": True}
+        facts = {**dispatcher.facts(dispatcher.order_arguments(calls[0], fixed)), "graph": True}
         runs = {chosen.kernel: chosen}         # type: ignore[attr-defined]
-        for step in eligible(worlds.current(), dispatcher.op, facts).steps:
+        for step in eligible_plan(worlds.current(), dispatcher.op, facts).steps:
             if step.kernel.startswith(("reference.", "torch.compiled")) or step.kernel in runs:
                 continue
             try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...dispatch import facts as reading
 from ...machine import faults, hardware
 from ...machine.loading import LoadFailed
-from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, absence, attempt, first_cause, problem_of
+from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, attempt, first_cause, problem_of, why_no_capture
 from ...operate.inspection import dispatcher_of
 from ...select.policy import suggest
 from ...spec.errors import ConfigError
@@ -62,7 +62,7 @@ def is_graph_safe(kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any
     """
     kernel = kernel_or_op if isinstance(kernel_or_op, Kernel) else (
         worlds.current().catalog.by_id.get(kernel_or_op) if isinstance(kernel_or_op, str) else None)
-    if absent := absence():
+    if absent := why_no_capture():
         return GraphVerdict(kernel.id if kernel else str(kernel_or_op), None, absent)
     if kernel is not None and not args and not kwargs:
         return recorded(kernel) or prove(kernel)
@@ -78,7 +78,7 @@ def _op_name(op: Any) -> str:
 
 def _of_call(kernel: Kernel | None, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GraphVerdict:
     found = dispatcher_of(op)
-    values = found.bound(args, kwargs)
+    values = found.order_arguments(args, kwargs)
     if kernel is None:
         with context.overriding({"graph_strict_mode": True}) as asked:
             plan = worlds.current().plan(found.op, found.facts(values), asked, thorough=True)
@@ -132,7 +132,7 @@ def _concluded(kernel: Kernel, problems: list[Problem], made: Attempt, tried: in
 
 def certificate_fields(kernel: Kernel, device: str) -> dict[str, Any]:
     """For its certificate: what a capture has shown."""
-    if device != "cuda" or kernel.op.read is not None or absence():
+    if device != "cuda" or kernel.op.read is not None or why_no_capture():
         return {}
     found = prove(kernel)
     return {"graph_safe": found.safe, "graph_problem": found.why if found.safe is False else "",
@@ -280,7 +280,7 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
     The tensors among the arguments get other numbers meanwhile and their own back afterwards; those of whole numbers
     keep theirs. `fn` runs several times: what it keeps elsewhere, such as a cache, moves on.
     """
-    if absent := absence():
+    if absent := why_no_capture():
         return GraphReport(problems=(Problem("no cuda", absent),))
     given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     kept = [t.detach().clone() for t in given]

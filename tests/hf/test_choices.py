@@ -109,8 +109,31 @@ def test_another_function_in_the_place_of_torchs_stays(family, monkeypatch):
     monkeypatch.undo()
     patch(model)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: own(*args, **kwargs) / 2)
-    if family == "falcon":                     # replaced after lz.patch: that is the latest choice
-        torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)     # that is the latest choice
+
+
+@torch.no_grad()
+def test_a_choice_that_is_made_later_is_followed(half):
+    model, ids = tiny("llama"), tokens(1, 8)
+    twin = copy.deepcopy(model)
+    report = accelerate(model, measure=False)
+    for one in (model, twin):
+        one.set_attn_implementation("half")
+    served = sum(report.served.values())
+    assert torch.equal(*(one.generate(ids, max_new_tokens=6, do_sample=False) for one in (model, twin)))
+    assert sum(report.served.values()) == served and "'half', which was chosen since" in str(report)
+    assert unaccelerate(model) and model.config._attn_implementation == "half"
+    assert model(ids).logits.equal(twin(ids).logits)
+
+
+@torch.no_grad()
+def test_torchs_attention_replaced_after_accelerate(monkeypatch):
+    model, ids, own = tiny("llama"), tokens(1, 8), F.scaled_dot_product_attention
+    twin = copy.deepcopy(model)
+    report = accelerate(model, measure=False)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: own(*args, **kwargs) / 2)
+    assert torch.equal(*(one.generate(ids, max_new_tokens=6, do_sample=False) for one in (model, twin)))
+    assert any("scaled_dot_product_attention is" in why for why in report.declined)
 
 
 @pytest.mark.parametrize("name", ("sdpa", "eager"))

@@ -247,6 +247,31 @@ def test_weights_that_must_stay_where_they_are(change, why):
     assert [p.data_ptr() for p in model.parameters()] == places
 
 
+def test_undone_in_inference_mode():
+    model, ids = tiny("llama"), tokens(2, 8)
+    report = accelerate(model, measure=False)
+    with torch.inference_mode():
+        report.undo()
+    assert not any(p.is_inference() for p in model.parameters())
+    model(ids, labels=ids).loss.backward()
+    model = tiny("llama")
+    accelerate(model, measure=False, patch=False)
+    for p in model.model.layers[0].parameters():
+        p.data = p.data.clone()
+    with torch.inference_mode():
+        decoded(model)                         # which gives up what was joined
+    assert not any(p.is_inference() for p in model.parameters())
+
+
+def test_shared_with_other_processes_later():
+    model, stock = tiny("llama"), tiny("llama")
+    report = accelerate(model, measure=False, patch=False)
+    model.share_memory()
+    assert all(p.is_shared() for p in model.parameters())
+    agree(model, stock)
+    assert MOVED in report.declined and unaccelerate(model) and all(p.is_shared() for p in model.parameters())
+
+
 def test_a_model_from_a_file_is_joined(tmp_path):
     tiny("llama").save_pretrained(tmp_path)
     model = type(tiny("llama")).from_pretrained(tmp_path)

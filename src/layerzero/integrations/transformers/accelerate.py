@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from ...machine import faults
 from ...spec.codec import Record
 from ...spec.errors import ConfigError
+from ...spec.event import Fallback
 from ...tune.harness import Race, Ratio, stopwatch
+from ...world import events
 from .accelerated import ACCELERATION, Accelerated, attach, detach
 from .decoders import recognise
 from .families import NotRecognised
@@ -161,6 +163,8 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         if not isinstance(error, faults.FAULTS) or isinstance(error, faults.PASSED_ON) or \
                 faults.classify(error) == "sticky":
             raise
+        events.emit(Fallback("accelerate", "layerzero", type(model).__name__,
+                             faults.reason_of(error, faults.classify(error))))
         return Acceleration(type(model).__name__, left=[f"everything: {type(error).__name__}: {error}"], _model=model)
     if report._changes:
         report.done.append(f"{len(report._changes)} modules by lz.patch")

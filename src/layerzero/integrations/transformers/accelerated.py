@@ -27,12 +27,15 @@ from ...machine import faults
 from ...spec.errors import NoKernelFoundError
 from ...spec.event import Fallback
 from ...world import events
+from ..rewiring import replaced_sdpa
+from . import NAME
 from .captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
 from .decoders import DecoderParts
 from .families import NotRecognised
 from .growing_cache import growing
 from .host_memory import HostMemory
+from .implementations import DECODED
 
 # What a call may also hold and what it must then be. Anything else is left to the model.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -212,6 +215,8 @@ class Accelerated:
             elif not any(value is v for v in HARMLESS[name]):
                 raise NotRecognised(f"{name} is given")
         config = self.parts.base.config
+        if config._attn_implementation not in (NAME, *DECODED):
+            raise NotRecognised(f"attn_implementation={config._attn_implementation!r}, which was chosen since")
         if others.get("use_cache") is None and not getattr(config, "use_cache", True):
             raise NotRecognised("use_cache is off in the configuration")
         if (config.output_attentions or config.output_hidden_states or not config.return_dict
@@ -219,7 +224,7 @@ class Accelerated:
             raise NotRecognised("more than the logits is asked for by the configuration")
         if self.model.training or _autocast():
             raise NotRecognised("training mode" if self.model.training else "autocast")
-        disturbed = self._watch.disturbed()
+        disturbed = self._watch.disturbed() or replaced_sdpa()
         if disturbed == MOVED:                 # for good: what the step holds of the old ones is given up
             self.broken = disturbed
             self.undo()

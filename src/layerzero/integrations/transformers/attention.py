@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules import module as nn_module
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging
 
 from ...dispatch import dispatcher as dispatch
 from ...dispatch import torch_library as torch_face
 from ...spec.errors import ConfigError
 from ...world import catalog
+from ..rewiring import replaced_sdpa
 from .masks import Pattern, pattern_of, plain_pattern
-from .replacements import is_uncapped
+from .replacements import OWNED, is_uncapped
 
 logger = logging.get_logger("transformers.layerzero")
 CAPTURING = "transformers.utils.output_capturing"       # the hooks by which transformers collects outputs
@@ -40,6 +42,10 @@ def attention_forward(
     than queries are those of a static cache that was empty.
     s_aux: one sink per head. position_bias: added to the scores. indices: the keys that each query selected.
     """
+    if getattr(module, OWNED, None) is not None and replaced_sdpa():       # since lz.patch: that is the latest choice
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias=position_bias,
+            **({"softcap": softcap} if softcap else {}), **kwargs)
     if kwargs.get("output_attentions"):
         logger.warning_once("attn_implementation='layerzero' computes no attention weights, so output_attentions=True "
                             "gives None for them. Set the attention implementation to 'eager' if you want them.")

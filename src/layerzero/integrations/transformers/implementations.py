@@ -7,6 +7,7 @@ choice of the user: it is left as it is, and the report says so.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable
@@ -25,8 +26,7 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 PATCHED = ("sdpa", "eager")                    # what lz.patch computes instead
 # What the decode step computes instead: one token with a plain cache is the same by each of these.
 DECODED = (*PATCHED, "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-# What an eager function may take by name; `sliding_window` and `is_causal` are said by the mask already.
-EAGER_PARAMETERS = frozenset(("scaling", "dropout", "softcap", "position_bias", "s_aux", "sliding_window", "is_causal"))
+EAGER_PARAMETERS = frozenset(("scaling", "dropout", "softcap", "position_bias"))    # that an eager function may name
 CLOSE = 1e-3                                   # relative: another formula is farther off, another rounding is not
 
 
@@ -106,6 +106,12 @@ def _sizes(module: Any) -> tuple[int, int, int] | None:
     return None if heads % groups else (heads, heads // groups, dim)
 
 
+def _reads_more(eager: Any) -> bool:
+    """Tells whether a function does something with arguments that it does not name."""
+    rest = inspect.getfullargspec(eager).varkw
+    return any(i.argval == rest for i in dis.get_instructions(eager.__code__) if i.opname.startswith("LOAD_FAST"))
+
+
 @torch.no_grad()
 def _agrees(eager: Callable[..., Any], module: Any, heads: int, kv_heads: int, dim: int) -> bool:
     """Tells whether an eager function gives what lz gives: with the scale, mask, softcap, bias and sinks that it
@@ -119,7 +125,7 @@ def _agrees(eager: Callable[..., Any], module: Any, heads: int, kv_heads: int, d
     extra = {"softcap": 2.0, "position_bias": random(like, 1, heads, 5, 5, seed=3)}
     try:
         parameters = eager_parameters(eager)
-        if not parameters <= EAGER_PARAMETERS:
+        if not parameters <= EAGER_PARAMETERS or _reads_more(eager):
             return False
         options = {"scaling": 0.3, "dropout": 0.0, **{n: v for n, v in extra.items() if n in parameters}}
         with torch.inference_mode(False), torch.autocast(like.device.type, enabled=False):

@@ -50,9 +50,10 @@ class Joined:
 
     def undo(self) -> None:
         """Gives every parameter memory of its own again; one that got other memory since keeps that."""
-        for parameter, address in self._placed:
-            if parameter.data_ptr() == address:
-                parameter.data = parameter.detach().clone()
+        with torch.inference_mode(False), torch.no_grad():     # weights like any other, whoever undoes it where
+            for parameter, address in self._placed:
+                if parameter.data_ptr() == address:
+                    parameter.data = parameter.detach().clone()
         self._placed.clear()
 
 

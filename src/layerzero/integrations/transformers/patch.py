@@ -302,7 +302,8 @@ def _transformers_models(model: nn.Module) -> Iterator[Any]:
 def _carry_over(owned: _Owned) -> None:
     """What was set in the configuration while the model was patched stays set."""
     for name, value in vars(owned.ours).items():
-        if not name.endswith("_implementation_internal") and not is_configuration(value):
+        ours = name == "_attn_implementation_internal" and value == NAME
+        if not ours and not is_configuration(value):
             if name not in vars(owned.stock) or vars(owned.stock)[name] != value:
                 setattr(owned.stock, name, value)
 

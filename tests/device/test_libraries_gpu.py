@@ -67,10 +67,10 @@ def test_one_plan_serves_all_layers_and_follows_the_lengths() -> None:
 
     answers()
     shelf = next(p for kind, p in paged.PLANS.items() if kind[0] == "decode")
-    made = shelf.made
+    made = shelf.planned
     values["key_cache"] = torch.randn_like(values["key_cache"])
     answers()
-    assert (shelf.made, shelf.reused > 0) == (made, True)
+    assert (shelf.planned, shelf.reused > 0) == (made, True)
     values["context_lens"] += 1
     answers()
-    assert shelf.made == made + 1
+    assert shelf.planned == made + 1

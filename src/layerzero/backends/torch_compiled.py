@@ -45,8 +45,8 @@ COMPILERS = {"win32": "cl", "darwin": "clang++"}           # what Inductor calls
 def compiler() -> bool | Reason:
     """Returns True, or why nothing can be compiled here. Triton needs a C++ compiler for a GPU as
     well."""
-    wanted = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
-    return bool(shutil.which(wanted.split()[0])) or Reason(Code.COMPILER_MISSING, f"a C++ compiler ({wanted})")
+    name = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
+    return bool(shutil.which(name.split()[0])) or Reason(Code.COMPILER_MISSING, f"a C++ compiler ({name})")
 
 
 class Compiled:

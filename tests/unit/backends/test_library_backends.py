@@ -300,10 +300,10 @@ def test_a_plan_is_made_once_for_unchanged_lengths(plans):
     shelf, get = plans
     lengths = torch.tensor([3, 4])
     first = get(lengths)
-    assert get(lengths) is first and (shelf.made, shelf.reused) == (1, 1)
+    assert get(lengths) is first and (shelf.planned, shelf.reused) == (1, 1)
     lengths += 1
     assert get(lengths) is first and first.planned == [[3, 4], [4, 5]]      # planned anew, in the same wrapper
-    assert get(lengths, "other") is not first and shelf.made == 3
+    assert get(lengths, "other") is not first and shelf.planned == 3
 
 
 def test_other_lengths_at_the_same_address_are_planned_anew(plans):
@@ -314,7 +314,7 @@ def test_other_lengths_at_the_same_address_are_planned_anew(plans):
     del first
     memory[0] = 9
     second = torch.from_numpy(memory.numpy()[:2])
-    assert get(second).planned[-1] == [9, 4] and shelf.made == 2
+    assert get(second).planned[-1] == [9, 4] and shelf.planned == 2
 
 
 def test_a_plan_for_inference_tensors_is_never_trusted(plans):
@@ -323,7 +323,7 @@ def test_a_plan_for_inference_tensors_is_never_trusted(plans):
         lengths = torch.tensor([3, 4])
     get(lengths)
     get(lengths)
-    assert (shelf.made, shelf.reused) == (2, 0)
+    assert (shelf.planned, shelf.reused) == (2, 0)
 
 
 def test_the_oldest_wrapper_is_planned_again(plans):

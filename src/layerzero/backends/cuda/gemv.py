@@ -92,10 +92,10 @@ class Shape(NamedTuple):
         height = 16 * cfg.tall
         sums = cfg.slots * (cfg.parts * cfg.tall * self.rows * 20 + 16) * 4
         totals = cfg.slots * height * self.rows * 4 if cfg.split > 1 else 0
-        scales, zeros, ahead = self.lines(cfg)
+        scales, zeros, tiles_kept = self.lines(cfg)
         line = sum((many | 1) * 16 for many in (scales, zeros) if many)
         return (self.x_bytes(cfg.split) + sums + totals
-                + cfg.warps * (cfg.stages * cfg.tall * 1024 + ahead * height * line))
+                + cfg.warps * (cfg.stages * cfg.tall * 1024 + tiles_kept * height * line))
 
 
 def with_slots(shape: Shape, cfg: Config, machine: Machine) -> Config:

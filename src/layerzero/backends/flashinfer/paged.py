@@ -53,7 +53,7 @@ class Plans:
 
     def __init__(self, make: Callable[[Tensor], Any], device: torch.device) -> None:
         self.lock = threading.Lock()
-        self.made = self.reused = 0
+        self.planned = self.reused = 0
         self._make = make
         self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
         self._plans: OrderedDict[Any, _Plan] = OrderedDict()
@@ -73,7 +73,7 @@ class Plans:
             cached = self._plans.popitem(last=False)[1]
         wrapper = self._make(self._workspace) if cached is None else cached.wrapper
         dead = plan(wrapper)
-        self.made += 1
+        self.planned += 1
         self._plans[key] = planned = _Plan(wrapper, tuple(weakref.ref(t.untyped_storage()) for t in tensors),
                                            versions or (), dead)
         return planned

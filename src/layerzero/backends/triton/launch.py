@@ -59,7 +59,7 @@ class _Ready(NamedTuple):
     function: Any
     packed: Any
     constants: tuple[Any, ...]                 # of the parameters after the run-time ones
-    made: Any                                  # Triton's CompiledKernel
+    compiled: Any                              # Triton's CompiledKernel
 
 
 listeners: list[Callable[[Compiled], None]] = []    # called with every loaded specialization
@@ -124,7 +124,8 @@ class Launcher:
                   *values, *ready.constants)
         if watcher is not None:
             hooks = hook_lists(self.fn)
-            launch = bare.launch(self.fn, ready.made, full, args, varying, hooks) if hooks else "hooks it cannot watch"
+            launch = (bare.launch(self.fn, ready.compiled, full, args, varying, hooks) if hooks
+                      else "hooks it cannot watch")
             if isinstance(launch, str):
                 watcher.refuse(f"{self.name}: {launch}")
             else:

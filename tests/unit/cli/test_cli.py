@@ -14,6 +14,7 @@ import torch
 import layerzero as lz
 from layerzero.cli import _print_warning, main
 from layerzero.cli.arguments import parse_call
+from layerzero.cli.commands import gate
 from layerzero.cli.commands.fit import SIZES, Pace, Sizes, fit
 from layerzero.cli.commands.styles import STYLES, Layer
 from layerzero.tune.harness import Ratio, Timings, in_turns
@@ -371,3 +372,7 @@ def test_in_turns_gives_each_way_the_same_number_of_rounds():
     timings = in_turns({name: way(name) for name in calls}, 0.01, "cpu")
     assert len(timings.rounds["a"]) == len(timings.rounds["b"]) >= 7
     assert min(calls.values()) > 7
+
+
+def test_the_gate_finds_the_files_of_a_source_checkout():
+    assert (gate._ROOT / "docs" / "generate.py").is_file() and (gate._ROOT / "benchmarks" / "baselines").is_dir()

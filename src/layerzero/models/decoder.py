@@ -103,8 +103,7 @@ CONFIGS: Mapping[str, DecoderConfig] = {
 
 
 def parse_config(text: str) -> tuple[str, DecoderConfig]:
-    """Parses a name of CONFIGS with optional changes (tiny,layers=3), or
-    hidden=96,heads=6,kv_heads=3,..."""
+    """Parses a name of CONFIGS with changes (tiny,layers=3), or hidden=96,heads=6,..."""
     head, *rest = [part.strip() for part in text.split(",") if part.strip()] or [""]
     if head in CONFIGS:
         base, assignments = CONFIGS[head], rest
@@ -220,8 +219,7 @@ class PastKV(Protocol):
 
 
 class ConcatKV:
-    """Concatenates keys and values; every step is an lz.attention call of fewer queries than
-    keys."""
+    """Concatenates keys and values; a step is an lz.attention call of fewer queries than keys."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config, self.length = config, 0
@@ -237,8 +235,7 @@ class ConcatKV:
 
 
 class CachedKV:
-    """One lz.kv_cache per layer: "contiguous" is read by lz.attention, "paged" by
-    lz.paged_attention."""
+    """One lz.kv_cache per layer, read by lz.attention ("contiguous") or lz.paged_attention."""
 
     def __init__(self, config: DecoderConfig, kind: str, batch: int, capacity: int, dtype: torch.dtype,
                  device: str | torch.device = "cpu", page_size: int = 16) -> None:
@@ -337,8 +334,7 @@ def _chosen_parts(parts: Iterable[Part], fused: bool) -> Iterator[Stage | Glue]:
 
 
 class Decoder:
-    """`do` runs the ops, `tables` are the cosines and sines of rope. With `trace` every stage is
-    recorded."""
+    """`do` runs the ops, `tables` are cos and sin of rope. With `trace` every stage is recorded."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, do: OpCaller,
                  tables: tuple[Tensor, Tensor] | None = None,
@@ -435,8 +431,7 @@ _LAYER_WEIGHTS = ("ln1", "qkv", "out", "ln2", "in", "down")
 
 
 def _values(weights: Mapping[str, Tensor], at: str) -> dict[str, Any]:
-    """Returns the weights of a layer ("3."), or of the last norm (""), by the names that parts
-    use."""
+    """Returns the weights of a layer ("3.") or of the last norm ("") by their names in parts."""
     values = {}
     for name in _LAYER_WEIGHTS if at else ("norm",):
         values[f"{name}.weight"] = weights[at + name]

@@ -166,7 +166,7 @@ def _patch_modules(model: nn.Module, kinds: frozenset[str], named: bool, rows: C
             continue
         recipe, where, eager = recipe_of(module), _where(path), ""
         if recipe is not None and recipe.only_eager:
-            recipe, eager = None, recipe.eager
+            eager, recipe = recipe.eager, None
         if recipe is not None and recipe.kind == SAMPLING:
             continue
         if recipe is not None:

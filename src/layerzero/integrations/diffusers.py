@@ -147,7 +147,7 @@ def _replace_processor(module: nn.Module, copies: dict[int, Any], undo: ExitStac
     kind = type(processor).__name__
     if _ORIGINAL in getattr(processor, "__dict__", {}) or hasattr(type(processor), _STOCK):
         return kind, ""
-    ours = copies.get(id(processor))
+    ours: Any = copies.get(id(processor))
     if ours is None:
         why = _chosen_backend(processor) if hasattr(processor, "_attention_backend") else ""
         if not why:
@@ -218,7 +218,8 @@ def _refuse_context_parallel(name: str, model: nn.Module) -> None:
 
 def _replace_class(module: nn.Module, component: str, parts: frozenset[str], replaced: Counter[tuple[str, str, str]],
                    left: Counter[tuple[str, str, str]], undo: ExitStack) -> None:
-    stock: Any = getattr(type(module), _STOCK, type(module))
+    kind: Any = type(module)
+    stock: Any = getattr(kind, _STOCK, kind)
     if "attention" in parts and _calls_sdpa(stock) and (why := replaced_sdpa()):
         left[component, stock.__name__, why] += 1
         return
@@ -226,10 +227,10 @@ def _replace_class(module: nn.Module, component: str, parts: frozenset[str], rep
     if part not in parts:
         return
     why = _unfit(module, stock) or (_chosen_backend() if part == "attention" else "")
-    if why and type(module) is stock:
+    if why and kind is stock:
         left[component, stock.__name__, why] += 1
         return
-    if type(module) is stock:
+    if kind is stock:
         module.__class__ = served_class(stock)
         undo.callback(_restore_class, module, type(module), stock)
     replaced[component, stock.__name__, op] += 1

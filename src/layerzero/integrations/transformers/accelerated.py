@@ -261,7 +261,8 @@ class Reduce:
 
     def __call__(self, protocol: Any) -> Any:
         model = self._model()
-        make, args, state, *rest = type(model).__reduce_ex__(model, protocol)  # type: ignore[arg-type]
+        kind: Any = type(model)                # not the model, which would ask this object again
+        make, args, state, *rest = kind.__reduce_ex__(model, protocol)
         if isinstance(state, dict):
             state = {name: value for name, value in state.items()
                      if name not in (ACCELERATION, REDUCE) and not isinstance(value, Accelerated)}

@@ -20,7 +20,7 @@ from ...spec.errors import ConfigError
 from ...world import catalog
 from ..rewiring import replaced_sdpa
 from .masks import Pattern, pattern_of, plain_pattern
-from .replacements import OWNED, is_uncapped
+from .owned_config import OWNED, is_uncapped
 
 logger = logging.get_logger("transformers.layerzero")
 CAPTURING = "transformers.utils.output_capturing"       # the hooks by which transformers collects outputs

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from ...ops.formulas.moe import PLAIN, activate
 from .families import Code, NotRecognised, code_of, is_known, known
 from .implementations import DECODED, Implementations
+from .owned_config import is_uncapped
 from .recognise import Recogniser, rotates
-from .replacements import ROTATIONS, Recipe, is_uncapped, recipe_of, stock_of
+from .replacements import ROTATIONS, Recipe, recipe_of, stock_of
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
 

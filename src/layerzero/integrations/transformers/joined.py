@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from .decoders import Linear
 from .families import NotRecognised
@@ -42,7 +43,7 @@ class Joined:
     def _join(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         whole = torch.cat([p.detach() for p in parameters])
         # DLPack gives each part a storage that is no longer than itself; a view would have that of the whole.
-        parts = [torch.from_dlpack(part) for part in whole.split([len(p) for p in parameters])]
+        parts = [from_dlpack(part) for part in whole.split([len(p) for p in parameters])]
         for parameter, part in zip(parameters, parts):
             parameter.data = part
             self._placed.append((parameter, part.data_ptr()))

@@ -30,8 +30,9 @@ from ...select.policy import suggest
 from ...spec.errors import ConfigError, NoKernelFoundError
 from . import NAME, register
 from .implementations import Implementations, asking, eager_name, is_configuration
+from .owned_config import OWNED, is_uncapped
 from .recognise import NOWHERE, Recogniser
-from .replacements import KINDS, OWNED, SAMPLING, Recipe, is_uncapped, patched_class, recipe_of, restore, stock_of
+from .replacements import KINDS, SAMPLING, Recipe, patched_class, recipe_of, restore, stock_of
 from .report import PatchReport, Row
 
 _UNCAPPED = ("without the softcap that the model asks for: transformers' sdpa leaves it out, so results stay the same; "
@@ -165,7 +166,7 @@ def _patch_modules(model: nn.Module, kinds: frozenset[str], named: bool, rows: C
             continue
         recipe, where, eager = recipe_of(module), _where(path), ""
         if recipe is not None and recipe.only_eager:
-            recipe, eager = None, recipe.eager
+            eager, recipe = recipe.eager, None
         if recipe is not None and recipe.kind == SAMPLING:
             continue
         if recipe is not None:

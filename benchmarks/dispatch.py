@@ -34,7 +34,7 @@ import layerzero as lz
 from layerzero.dispatch import native
 from layerzero.dispatch.cache import Entry
 from layerzero.dispatch.dispatcher import Dispatcher, dispatchers
-from layerzero.select.key import fixed_by_key
+from layerzero.selection.key import fixed_by_key
 
 OUT = Path(__file__).parent / "results" / "local" / "dispatch.json"
 HEADS, SEQ, DIM, EPS = 1, 4, 16, 1e-6

@@ -43,11 +43,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import layerzero as lz
 from layerzero.operate.graphs import hits, since
 from layerzero.spec.call import Call
-from layerzero.tune import regret
-from layerzero.tune.harness import GraphWatch, Race
-from layerzero.tune.report import Tuned
-from layerzero.tune.tuner import tune
-from layerzero.tune.workload import calls_for
+from layerzero.tuning import regret
+from layerzero.tuning.harness import GraphWatch, Race
+from layerzero.tuning.report import Tuned
+from layerzero.tuning.tuner import tune
+from layerzero.tuning.workload import calls_for
 from layerzero.world import snapshot as worlds
 
 BF16 = torch.bfloat16

@@ -27,9 +27,9 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.backends import flashinfer
 from layerzero.machine.loading import is_importable
-from layerzero.tune.regret import replay
-from layerzero.tune.tuner import tune
-from layerzero.tune.workload import calls_for
+from layerzero.tuning.regret import replay
+from layerzero.tuning.tuner import tune
+from layerzero.tuning.workload import calls_for
 from layerzero.verify.kernel.contract import case_values, check_case
 from layerzero.world import context
 from layerzero.world import snapshot as worlds

@@ -40,8 +40,8 @@ from layerzero.operate.inspection import dispatcher_of
 from layerzero.perf.record import PerfView, kind_of
 from layerzero.spec.call import Call
 from layerzero.spec.event import Event, Learned, LearningStarted
-from layerzero.tune import regret
-from layerzero.tune.contest import eligible_plan
+from layerzero.tuning import regret
+from layerzero.tuning.contest import eligible_plan
 from layerzero.world import snapshot as worlds
 
 WITHIN_CALLS, MAX_REGRET, MAX_SHARE = 200, 0.03, 0.02

@@ -32,7 +32,7 @@ from shapes import SHAPES, WRITTEN, Shape
 import layerzero as lz
 from layerzero.dispatch.dispatcher import dispatchers
 from layerzero.machine.loading import LoadFailed
-from layerzero.tune.harness import Race, Ratio, stopwatch
+from layerzero.tuning.harness import Race, Ratio, stopwatch
 from layerzero.verify.kernel.contract import case_values, results_of
 
 OUT = Path(__file__).parent / "results" / "local" / "ops.json"

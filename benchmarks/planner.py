@@ -18,7 +18,7 @@ from rich.table import Table
 from layerzero.models.block import Block, Either, Glue, Part, Stage
 from layerzero.models.decoder import DecoderConfig, decoder_block, decoder_values
 from layerzero.plan.block import plan_block
-from layerzero.tune.harness import in_turns
+from layerzero.tuning.harness import in_turns
 
 MODELS = {
     "smollm2-135m": DecoderConfig(576, 9, 3, inner=1536),

@@ -31,9 +31,9 @@ from layerzero.cli.commands.workload import show_report
 from layerzero.dispatch import native
 from layerzero.perf.record import EAGER, MODES, Measurement, Rates
 from layerzero.spec.call import Call
-from layerzero.tune import regret
-from layerzero.tune.tuner import tune
-from layerzero.tune.workload import calls_for
+from layerzero.tuning import regret
+from layerzero.tuning.tuner import tune
+from layerzero.tuning.workload import calls_for
 from layerzero.world import snapshot as worlds
 
 QUICK = 25                                     # every so many of the calls

@@ -29,9 +29,9 @@ from layerzero.perf import shipped
 from layerzero.perf.record import place_of
 from layerzero.perf.store import SqliteStore
 from layerzero.spec.call import Call, TensorSpec
-from layerzero.tune.models import calls_of
-from layerzero.tune.tuner import survey, tune
-from layerzero.tune.workload import merge, standard
+from layerzero.tuning.models import calls_of
+from layerzero.tuning.tuner import survey, tune
+from layerzero.tuning.workload import merge, standard
 from layerzero.world import snapshot as worlds
 
 TABLES = shipped.FOLDER

@@ -32,7 +32,7 @@ from layerzero.backends.triton import KERNELS, codes, decode, gated, gemv, norm,
 from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
 from layerzero.spec.kernel import Kernel
-from layerzero.tune.harness import GraphWatch
+from layerzero.tuning.harness import GraphWatch
 from layerzero.verify.kernel.contract import check_case
 
 BF16 = torch.bfloat16

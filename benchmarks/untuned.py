@@ -34,9 +34,9 @@ from layerzero.operate import calls as written
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.perf.record import CAPTURED, EAGER
 from layerzero.spec.call import Call, TensorSpec
-from layerzero.tune.contest import mode_facts
-from layerzero.tune.harness import Race, stopwatch
-from layerzero.tune.tuner import resolve, survey
+from layerzero.tuning.contest import mode_facts
+from layerzero.tuning.harness import Race, stopwatch
+from layerzero.tuning.tuner import resolve, survey
 
 BEHIND = 0.97
 MOST_BYTES = 1 << 30

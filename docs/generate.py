@@ -25,7 +25,7 @@ import stub  # noqa: E402
 
 from layerzero.backends import CATALOG as BACKENDS  # noqa: E402
 from layerzero.dispatch.facts import range_text  # noqa: E402
-from layerzero.select.policy import LAYERS, SETTINGS  # noqa: E402
+from layerzero.selection.policy import LAYERS, SETTINGS  # noqa: E402
 from layerzero.spec import event as event_module  # noqa: E402
 from layerzero.spec.event import Event  # noqa: E402
 from layerzero.spec.kernel import Kernel  # noqa: E402

@@ -258,7 +258,7 @@ class Stub:
     def text(self, doc: str, extra: str = "") -> str:
         body = "\n\n".join(self.written)
         common = {"Any": "typing", "Literal": "typing", "overload": "typing", "Callable": "collections.abc",
-                  "Mapping": "collections.abc", "Tensor": "torch", "Layer": "layerzero.select.policy"}
+                  "Mapping": "collections.abc", "Tensor": "torch", "Layer": "layerzero.selection.policy"}
         for name, module in common.items():
             if re.search(rf"(?<![\w.\"'])@?{name}\b", stripped(body)):
                 self.imports.setdefault(name, imported(module, name, name))

@@ -126,10 +126,10 @@ def _keep(name: str, new: Path) -> None:
 def fuzz(name: str, flags: list[str]) -> None:
     import atheris
     with atheris.instrument_imports(include=[
-            "layerzero.spec", "layerzero.select", "layerzero.perf", "layerzero.plan",
+            "layerzero.spec", "layerzero.selection", "layerzero.perf", "layerzero.plan",
             "layerzero.verify.trace.definition", "layerzero.verify.trace.constraints",
             "layerzero.world.config", "layerzero.world.capabilities", "layerzero.world.certificates",
-            "layerzero.tune"]):
+            "layerzero.tuning"]):
         from targets import TARGETS
     from mutations import mutated
 

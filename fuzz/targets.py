@@ -32,12 +32,12 @@ from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfi
 from layerzero.plan.lower import lowered
 from layerzero.plan.table import Table, digest
 from layerzero.report.overview import read_regret
-from layerzero.select.policy import Policy, PolicyRule
+from layerzero.selection.policy import Policy, PolicyRule
 from layerzero.spec.call import Call, read_calls
 from layerzero.spec.device import Device, table_from_json
 from layerzero.spec.errors import DataError, LayerZeroError
 from layerzero.spec.expr import parse
-from layerzero.tune.workload import merge, read_recordings
+from layerzero.tuning.workload import merge, read_recordings
 from layerzero.verify.trace.constraints import solved, total_axis, violated
 from layerzero.verify.trace.definition import Definition, Solution, Trace, Workload
 from layerzero.world import capabilities, certificates

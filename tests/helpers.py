@@ -21,7 +21,7 @@ from layerzero.dispatch import facts as reading
 from layerzero.dispatch import native
 from layerzero.dispatch.dispatcher import dispatchers
 from layerzero.operate.inspection import dispatcher_of
-from layerzero.select.policy import Layer, Policy
+from layerzero.selection.policy import Layer, Policy
 from layerzero.spec.device import Device, generation_of
 from layerzero.spec.op import Op
 from layerzero.world import context, events, incidents

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 from .dispatch import dispatcher as _dispatch
@@ -41,13 +40,13 @@ _HOMES = {                                     # module -> names; "public=attrib
     "plan.bake": "compile=compile_model",
     "plan.dryrun": "dry_run",
     "plan.readiness": "readiness_check",
-    "select.policy": "PolicyRule",
+    "selection.policy": "PolicyRule",
     "spec.device": "Device",
     "spec.kernel": "Kernel",
     "spec.op": "Op Tolerance",
     "spec.plan": "Plan SelectionReport",
     "spec.reason": "Code Reason",
-    "tune.tuner": "tune",
+    "tuning.tuner": "tune",
     "world.events": "subscribe",
     "world.settings": "configure disabled get_locks load_config lock prefer reload unlock",
 }
@@ -125,20 +124,6 @@ def __getattr__(name: str) -> Any:
         return function
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
 
-
-# Two functions have the name of a subpackage. Importing that would take the name here, so both are
-# imported before the name is set.
-def _forward(name: str) -> Callable[..., Any]:
-    importlib.import_module(f"layerzero.{name}")
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return _public(name)(*args, **kwargs)
-
-    forward.__name__ = forward.__qualname__ = name
-    return forward
-
-
-select, tune = _forward("select"), _forward("tune")
 
 _torch_face.install(_OPS, _builtin)
 if os.environ.get("LAYERZERO_RECORD", "").strip():

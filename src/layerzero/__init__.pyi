@@ -36,8 +36,8 @@ from .plan.dryrun import DryRun
 from .plan.lockfile import Lockfile
 from .plan.readiness import Calls, OrPath
 from .plan.table import Table
-from .select.policy import Layer
-from .select.policy import PolicyRule as PolicyRule
+from .selection.policy import Layer
+from .selection.policy import PolicyRule as PolicyRule
 from .spec.call import Call
 from .spec.device import Device as Device
 from .spec.kernel import Kernel as Kernel
@@ -47,8 +47,8 @@ from .spec.plan import Plan as Plan
 from .spec.plan import SelectionReport as SelectionReport
 from .spec.reason import Code as Code
 from .spec.reason import Reason as Reason
-from .tune.report import TuneReport
-from .tune.tuner import Progress, Save
+from .tuning.report import TuneReport
+from .tuning.tuner import Progress, Save
 from .world.context import Override
 from .world.events import Sink
 

@@ -2,8 +2,8 @@
 
 from .machine.watchdog import run_isolated
 from .spec.call import Call, TensorSpec, read_calls, write_calls
-from .tune.regret import replay as regret
-from .tune.workload import calls_for
+from .tuning.regret import replay as regret
+from .tuning.workload import calls_for
 from .verify.kernel.probing import probe
 
 __all__ = ["Call", "TensorSpec", "calls_for", "probe", "read_calls", "regret", "run_isolated",

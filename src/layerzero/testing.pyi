@@ -12,8 +12,8 @@ from .spec.call import Call as Call
 from .spec.call import TensorSpec as TensorSpec
 from .spec.kernel import Kernel
 from .spec.reason import Reason
-from .tune.harness import Watch
-from .tune.regret import RegretReport
+from .tuning.harness import Watch
+from .tuning.regret import RegretReport
 
 __all__ = [
     "Call",

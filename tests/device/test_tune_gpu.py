@@ -10,9 +10,9 @@ import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.device import Device
-from layerzero.tune.harness import ColdWatch, GraphWatch, Race, WallWatch, cache_bytes, stopwatch
-from layerzero.tune.rates import measure_rates
-from layerzero.tune.tuner import tune
+from layerzero.tuning.harness import ColdWatch, GraphWatch, Race, WallWatch, cache_bytes, stopwatch
+from layerzero.tuning.rates import measure_rates
+from layerzero.tuning.tuner import tune
 from layerzero.world import snapshot as worlds
 
 __all__ = ["world"]

@@ -16,7 +16,7 @@ from layerzero.integrations.transformers import decode_step, joined
 from layerzero.integrations.transformers.accelerate import Gain, accelerate, unaccelerate
 from layerzero.integrations.transformers.patch import patch
 from layerzero.integrations.transformers.replacements import recipe_of
-from layerzero.tune.harness import Ratio
+from layerzero.tuning.harness import Ratio
 
 pytestmark = pytest.mark.integration
 

@@ -21,7 +21,7 @@ from layerzero.report import style
 from layerzero.report.overview import Overview, RejectedKernel, RejectReason, group_by_kind, read_regret
 from layerzero.report.page import render
 from layerzero.spec.call import Call
-from layerzero.tune import regret
+from layerzero.tuning import regret
 
 PYTHON = os.environ.get("BROWSER_PYTHON", sys.executable)
 BROWSER = Path(__file__).with_name("browser.py")

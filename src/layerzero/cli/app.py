@@ -13,7 +13,7 @@ from .. import __version__
 from ..dispatch import native
 from ..machine import hardware
 from ..operate import inspection
-from ..select.policy import suggest
+from ..selection.policy import suggest
 from ..spec.device import Device
 from ..spec.errors import ConfigError, NoKernelFoundError
 from ..spec.plan import Plan

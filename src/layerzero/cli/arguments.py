@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..select.policy import suggest
+from ..selection.policy import suggest
 from ..spec.errors import InvalidCall
 from ..spec.op import Op, Param
 

@@ -20,8 +20,8 @@ import torch
 
 from ..machine import faults, loading, locks, memory, watchdog
 from ..machine.faults import InputsChanged, PlanExhausted
-from ..select.key import KeyProgram, fixed_by_key
-from ..select.verdicts import compile_verdicts
+from ..selection.key import KeyProgram, fixed_by_key
+from ..selection.verdicts import compile_verdicts
 from ..spec import codegen
 from ..spec.errors import InvalidCall, LayerZeroError
 from ..spec.event import Adapted, Evicted, PlanMissed, Selected

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..machine.faults import SDPA_SWITCHES, sdpa_backends
-from ..select.key import KeyProgram, NumberField
+from ..selection.key import KeyProgram, NumberField
 from ..spec.expr import parse
 from ..spec.grid import bucket
 from ..spec.op import INT64, Op, Param

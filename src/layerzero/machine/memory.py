@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..select.policy import Policy
+from ..selection.policy import Policy
 
 FRESH_SECONDS = 0.25           # how long a reading is reused: a burst of misses queries once
 CHECK_SECONDS = 1.0            # between checks while less than PLENTY times the needed memory is free

@@ -14,8 +14,8 @@ from ..dispatch.background import compiling, jit, learning
 from ..dispatch.dispatcher import Dispatcher, dispatchers, public_function
 from ..dispatch.facts import check_types
 from ..machine import hardware, loading
-from ..select.policy import suggest
-from ..select.score import with_casts
+from ..selection.policy import suggest
+from ..selection.score import with_casts
 from ..spec import codegen
 from ..spec.codec import Record
 from ..spec.device import Device

@@ -22,7 +22,7 @@ from ..dispatch import native
 from ..machine import hardware
 from ..machine.loading import installed_version, satisfies
 from ..machine.memory import free_bytes, headroom
-from ..select.policy import REDACTIONS, PolicyRule
+from ..selection.policy import REDACTIONS, PolicyRule
 from ..spec.codec import Record, encode
 from ..spec.errors import LayerZeroError
 from ..spec.reason import Code

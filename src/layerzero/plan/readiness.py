@@ -18,7 +18,7 @@ from ..dispatch.background import compiling
 from ..machine.builds import build_of
 from ..operate import readiness as base
 from ..operate.readiness import FAIL, WARNING, Check, Finding, Readiness, first_line
-from ..select.engine import is_warm
+from ..selection.engine import is_warm
 from ..spec.call import Call, read_calls
 from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.op import Op

@@ -17,7 +17,7 @@ import torch
 
 from ..dispatch.facts import TENSOR_READERS
 from ..machine import hardware
-from ..select.key import OFF_CPU, NumberField
+from ..selection.key import OFF_CPU, NumberField
 from ..spec.call import Call
 from ..spec.errors import ConfigError, DataError, InvalidCall
 from ..spec.expr import parse

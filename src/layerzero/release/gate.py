@@ -15,7 +15,7 @@ import torch
 
 from ..machine import hardware
 from ..machine.loading import installed_version
-from ..select.policy import suggest
+from ..selection.policy import suggest
 from ..spec.codec import encode
 from ..spec.errors import ConfigError, DataError
 from ..spec.reading import read_json

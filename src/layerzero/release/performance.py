@@ -28,7 +28,7 @@ from ..operate.inspection import dispatcher_of
 from ..spec.codec import Check, Record
 from ..spec.errors import DataError
 from ..spec.reading import read_json
-from ..tune.harness import in_turns
+from ..tuning.harness import in_turns
 from ..verify.kernel.declarations import Checked, Finding
 from ..world import snapshot as worlds
 from ..world.settings import configure

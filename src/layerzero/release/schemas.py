@@ -26,7 +26,7 @@ from ..plan import lockfile, table
 from ..plan.solver import solve
 from ..spec.call import read_calls, write_calls
 from ..spec.errors import DataError, LayerZeroError
-from ..tune.workload import calls_for
+from ..tuning.workload import calls_for
 from ..verify.kernel.declarations import Checked, Finding
 from ..verify.trace.definition import Correctness, Environment, Evaluation, Performance, Trace, Workload
 from ..world import capabilities

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..machine.faults import FAULTS
 from ..machine.memory import free_bytes
 from ..operate.inspection import dispatcher_of
-from ..select.policy import PolicyRule
+from ..selection.policy import PolicyRule
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
 from ..spec.op import Op

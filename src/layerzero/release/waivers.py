@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..select.policy import suggest
+from ..selection.policy import suggest
 from ..spec.codec import Record
 from ..spec.errors import ConfigError
 from ..verify.kernel.declarations import Checked, Finding

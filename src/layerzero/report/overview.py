@@ -15,7 +15,7 @@ from typing import Any
 from ..perf.record import QUIET_SPREAD, Measurement, Rates
 from ..spec.errors import DataError
 from ..spec.reading import read_json
-from ..tune.harness import MARGIN
+from ..tuning.harness import MARGIN
 
 FIRST_LOOK = 3                                 # samples
 

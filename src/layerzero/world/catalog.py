@@ -18,7 +18,7 @@ from typing import Any
 from ..backends import CATALOG as BACKENDS
 from ..machine.loading import is_version_range, satisfies
 from ..ops import CATALOG as OPS
-from ..select.policy import Layer, PolicyRule
+from ..selection.policy import Layer, PolicyRule
 from ..spec.errors import RegistrationError
 from ..spec.event import BackendUnavailable, Event
 from ..spec.kernel import Kernel

@@ -16,8 +16,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ..select.conditions import parse_when
-from ..select.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, suggest, validate_setting
+from ..selection.conditions import parse_when
+from ..selection.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, suggest, validate_setting
 from ..spec import paths
 from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.paths import cache_dir as cache_dir

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..machine import locks
-from ..select.policy import Layer, PolicyRule
+from ..selection.policy import Layer, PolicyRule
 from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.reason import FOREIGN_ERRORS, shown
 from .config import programmatic_layer

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ..machine import faults, loading, locks
-from ..select.engine import kind_to_compile
+from ..selection.engine import kind_to_compile
 from ..spec.errors import (
     BackendNotAvailableError,
     CudaGraphUnsafeError,

@@ -25,7 +25,7 @@ from ..machine.state import machine_id, state_of
 from ..perf.batch import Batch
 from ..perf.interface import CorruptStore, Store, StoreError
 from ..perf.record import Measurement, PerfView, Rates, environment_id, place_of
-from ..select.policy import Policy
+from ..selection.policy import Policy
 from ..spec.device import Device
 from ..spec.errors import ConfigError
 from ..spec.event import Event, StoreRecovered, StoreTrouble

@@ -24,8 +24,8 @@ from ..perf.fleet import FleetStore
 from ..perf.interface import CorruptStore, Store, StoreError
 from ..perf.record import PerfView
 from ..perf.shipped import Table
-from ..select.engine import Shipped
-from ..select.policy import Policy
+from ..selection.engine import Shipped
+from ..selection.policy import Policy
 from ..spec.device import Device
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.event import Event, StoreTrouble

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..select.policy import Layer, PolicyRule, suggest
+from ..selection.policy import Layer, PolicyRule, suggest
 from ..spec.errors import ConfigError
 from ..spec.reason import shown
 from . import config, context

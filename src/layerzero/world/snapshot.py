@@ -23,10 +23,10 @@ import torch
 
 from ..machine import hardware, loading, locks, memory
 from ..perf.record import PerfView, place_of
-from ..select.engine import Roster, Shipped, Surroundings, make_roster, select
-from ..select.key import OFF_CPU, KeyProgram, compile_key
-from ..select.policy import Layer, Policy
-from ..select.score import rates_of
+from ..selection.engine import Roster, Shipped, Surroundings, make_roster, select
+from ..selection.key import OFF_CPU, KeyProgram, compile_key
+from ..selection.policy import Layer, Policy
+from ..selection.score import rates_of
 from ..spec.device import Device
 from ..spec.errors import RegistrationError
 from ..spec.event import Event, HealthChanged, PolicyRejected, WorldPublished

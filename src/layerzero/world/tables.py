@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..select.engine import Demands, Roster, Surroundings, select
-from ..select.policy import Policy
+from ..selection.engine import Demands, Roster, Surroundings, select
+from ..selection.policy import Policy
 from ..spec.op import Op
 from ..spec.plan import Plan, Step
 from ..spec.reason import Code, Reason

@@ -8,9 +8,9 @@ from helpers import ATTENTION, call_facts, nvidia, policy, qkv
 
 import layerzero as lz
 from layerzero.backends import flash_attn, torch_sdpa
-from layerzero.select.engine import Surroundings, make_roster, select
-from layerzero.select.policy import PolicyRule
-from layerzero.select.score import rates_of
+from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.policy import PolicyRule
+from layerzero.selection.score import rates_of
 from layerzero.spec.device import Device, Generation, GPUGeneration, generation_of, table_from_json
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import generations

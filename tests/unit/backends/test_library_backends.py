@@ -24,9 +24,9 @@ from layerzero.machine import loading
 from layerzero.ops.formulas.paged import page_table_from_csr
 from layerzero.perf.record import Measurement, PerfView, kind_of
 from layerzero.perf.store import SqliteStore
-from layerzero.select.engine import Surroundings, make_roster, select
-from layerzero.select.policy import Policy
-from layerzero.select.score import rates_of
+from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.policy import Policy
+from layerzero.selection.score import rates_of
 from layerzero.spec.device import Device
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Code

@@ -17,7 +17,7 @@ from layerzero.cli.arguments import parse_call
 from layerzero.cli.commands import gate
 from layerzero.cli.commands.fit import SIZES, Pace, Sizes, fit
 from layerzero.cli.commands.styles import STYLES, Layer
-from layerzero.tune.harness import Ratio, Timings, in_turns
+from layerzero.tuning.harness import Ratio, Timings, in_turns
 
 DECODE = ("q=1x8x1x64", "k=1x2x256x64", "v=1x2x256x64")
 CPU = ("--device", "cpu")

@@ -13,7 +13,7 @@ from helpers import ATTENTION, Fake, normed, of, path_of, qkv, register, rows
 import layerzero as lz
 from layerzero.dispatch.background import learning
 from layerzero.dispatch.dispatcher import dispatchers
-from layerzero.select.policy import Layer
+from layerzero.selection.policy import Layer
 from layerzero.spec.event import WorldPublished
 from layerzero.world import context, events, incidents
 from layerzero.world import snapshot as worlds

@@ -17,7 +17,7 @@ import layerzero as lz
 from layerzero.dispatch import dispatcher as dispatch
 from layerzero.dispatch import facts as reading
 from layerzero.operate.inspection import dispatcher_of
-from layerzero.select.key import compile_key
+from layerzero.selection.key import compile_key
 from layerzero.spec.errors import InvalidCall
 from layerzero.spec.grid import bucket, bucket_bottom, bucket_label, bucket_top
 from layerzero.spec.rules import at_least, at_most

@@ -16,7 +16,7 @@ import layerzero as lz
 from layerzero.dispatch import native, protection
 from layerzero.dispatch.background import exploring, learning
 from layerzero.dispatch.dispatcher import dispatchers
-from layerzero.select import trial
+from layerzero.selection import trial
 from layerzero.spec.event import Fallback, Learned, LearningStarted, WorldPublished
 from layerzero.spec.rules import contiguous
 from layerzero.world import snapshot as worlds

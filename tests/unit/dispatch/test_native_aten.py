@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layerzero as lz
 from layerzero.dispatch.binding import as_operator_call
 from layerzero.machine.loading import satisfies
-from layerzero.select.policy import Layer
+from layerzero.selection.policy import Layer
 from layerzero.spec.errors import InvalidCall, NamedKernelRefused
 from layerzero.spec.kernel import ByFact, Const, direct
 from layerzero.world import snapshot as worlds

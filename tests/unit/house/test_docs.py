@@ -69,7 +69,7 @@ def test_a_policy_page_without_its_marks_is_an_error(generate, tmp_path, monkeyp
 
 
 def test_every_code_op_kernel_setting_and_event_has_its_row(generate):
-    from layerzero.select.policy import SETTINGS
+    from layerzero.selection.policy import SETTINGS
     from layerzero.spec.event import Event
     from layerzero.spec.reason import Code
     from layerzero.world.catalog import builtin_ops

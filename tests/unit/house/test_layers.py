@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "src" / "layerzero"
-RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "select": 2, "machine": 3, "world": 4, "dispatch": 5,
-        "models": 6, "operate": 6, "plan": 7, "tune": 7, "verify": 7, "integrations": 8, "report": 8, "release": 9,
+RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "selection": 2, "machine": 3, "world": 4, "dispatch": 5,
+        "models": 6, "operate": 6, "plan": 7, "tuning": 7, "verify": 7, "integrations": 8, "report": 8, "release": 9,
         "cli": 10, "__main__": 10, "": 10}     # "": __init__.py and the groups beside it, the public names
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
 # No operation and no library, shared by those that are: formulas, packed weights.
@@ -123,15 +123,15 @@ def test_no_circle():
 
 def test_every_room_was_read():
     seen = {parts_of(path)[0] for path in FILES}
-    assert {"spec", "ops", "backends", "select", "machine", "world", "dispatch", "operate", "cli"} <= seen
+    assert {"spec", "ops", "backends", "selection", "machine", "world", "dispatch", "operate", "cli"} <= seen
 
 
 @pytest.mark.parametrize(("parts", "source", "word"), [
     (("spec", "op"), "import torch", "pure data"),
     (("spec", "op"), "def f():\n    from torch import nn", "pure data"),
     (("spec", "op"), "from ..world import snapshot", "point down"),
-    (("ops", "attention"), "from ..select.policy import Policy", "point down"),
-    (("select", "engine"), "from ..backends import torch_sdpa", "point down"),
+    (("ops", "attention"), "from ..selection.policy import Policy", "point down"),
+    (("selection", "engine"), "from ..backends import torch_sdpa", "point down"),
     (("world", "snapshot"), "from .. import attention", "point down"),
     (("world", "snapshot"), "from ..cli.app import app", "point down"),
     (("ops", "attention"), "from .rms_norm import OP", "sibling"),
@@ -151,7 +151,7 @@ def test_a_fault_is_found(parts, source, word):
     (("ops", "attention"), "import torch\nfrom .formulas import attend\nfrom ..spec.op import Op"),
     (("backends", "reference"), "from ..ops.attention import OP\nimport flash_attn"),
     (("backends", "deep", "inner"), "from .other import f\nfrom ...spec.op import Op"),
-    (("world", "snapshot"), "from . import config\nfrom ..select.engine import select"),
+    (("world", "snapshot"), "from . import config\nfrom ..selection.engine import select"),
     (("cli", "block"), "from .. import attention\nfrom .show import table"),
     (("__init__",), "from .world import snapshot\nfrom .cli import main"),
 ])

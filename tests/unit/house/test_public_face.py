@@ -76,7 +76,7 @@ def test_the_top_stays_small():
 
 def test_functions_are_not_their_packages():
     """Also after everything below these packages was imported."""
-    code = ("import layerzero as lz, layerzero.testing, layerzero.tune.tuner, layerzero.select.engine\n"
+    code = ("import layerzero as lz, layerzero.testing, layerzero.tuning.tuner, layerzero.selection.engine\n"
             "import types; print([type(f) is types.FunctionType for f in (lz.select, lz.tune)])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[True, True]"

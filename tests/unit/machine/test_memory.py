@@ -10,8 +10,8 @@ from helpers import ATTENTION, RMS_NORM, Fake, call_facts, nvidia, path_of, poli
 
 import layerzero as lz
 from layerzero.machine.memory import free_bytes, headroom
-from layerzero.select.engine import Surroundings, make_roster, select
-from layerzero.select.score import rates_of
+from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.score import rates_of
 from layerzero.spec.event import Fallback, Selected
 from layerzero.spec.grid import bucket_bottom, bucket_top
 from layerzero.spec.reason import Code

@@ -17,8 +17,8 @@ from layerzero.machine import faults, hardware
 from layerzero.machine.builds import build_of
 from layerzero.operate import graphs
 from layerzero.operate.graphs import GraphKernelDisabled, HeldGraph
-from layerzero.select.engine import Surroundings, make_roster, select
-from layerzero.select.score import rates_of
+from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.score import rates_of
 from layerzero.spec.plan import Plan
 from layerzero.verify.kernel.capture import is_graph_safe, validate_graph_capture
 from layerzero.world import certificates

@@ -23,7 +23,7 @@ from layerzero.dispatch.dispatcher import dispatchers, public_function
 from layerzero.operate import calls as written
 from layerzero.operate import recording
 from layerzero.spec.call import TensorSpec, read_calls
-from layerzero.tune.workload import read_recordings
+from layerzero.tuning.workload import read_recordings
 from layerzero.world import config
 
 record = recording.recording

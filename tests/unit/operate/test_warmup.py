@@ -255,7 +255,7 @@ def test_the_ends_of_a_bucket_keep_what_is_equal_and_the_order_in_memory():
     q = torch.randn(2, 40, 4, 16).transpose(1, 2)
     values = found.order_arguments((q, q.clone(memory_format=torch.preserve_format), q), {"layout": "bhsd"})
     facts = found.facts(values, worlds.current())
-    from layerzero.select.engine import kind_to_compile
+    from layerzero.selection.engine import kind_to_compile
     made = list(sizes.at_bucket_ends(found, facts, values, kind_to_compile(found.op, facts)))
     assert [tuple(v[0].shape) for v in made] == [(2, 4, 33, 16), (2, 4, 48, 16)]
     assert all(v[1].shape == v[0].shape and v[0].transpose(1, 2).is_contiguous() for v in made)

@@ -12,7 +12,7 @@ from helpers import Fake, path_of, register
 import layerzero as lz
 from layerzero.models.positions import rope_tables, xpos_tables
 from layerzero.ops.formulas.rope import detect_style, rotate
-from layerzero.select.policy import Layer
+from layerzero.selection.policy import Layer
 from layerzero.verify.kernel.contract import check_case
 from layerzero.world import snapshot as worlds
 

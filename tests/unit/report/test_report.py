@@ -30,7 +30,7 @@ from layerzero.report.overview import (
 from layerzero.report.page import render
 from layerzero.spec.call import Call
 from layerzero.spec.errors import ConfigError, DataError
-from layerzero.tune import regret
+from layerzero.tuning import regret
 from layerzero.world import snapshot as worlds
 
 HOSTILE = "x\"'><script>window.injected=1</script><img src=http://evil.example/a.png onerror=alert(1)>"

@@ -18,7 +18,7 @@ import torch
 import layerzero as lz
 from layerzero.cli import main
 from layerzero.operate.inspection import dispatcher_of, generated_code
-from layerzero.select.verdicts import compile_verdicts
+from layerzero.selection.verdicts import compile_verdicts
 from layerzero.spec import codegen
 from layerzero.spec.rules import at_most
 

@@ -12,7 +12,7 @@ from layerzero.integrations import chat_template
 from layerzero.spec.errors import ConfigError, DataError, SpecError
 from layerzero.spec.reading import Limits, RustPanic, no_panic, parse_json, read_bytes, read_json, read_json_lines
 from layerzero.spec.reason import Code, Reason, shown
-from layerzero.tune.workload import read_recordings
+from layerzero.tuning.workload import read_recordings
 from layerzero.verify.trace.dataset import find_definitions
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerzero.select.conditions import parse_when
-from layerzero.select.policy import PolicyRule
+from layerzero.selection.conditions import parse_when
+from layerzero.selection.policy import PolicyRule
 from layerzero.spec.codec import decode
 from layerzero.spec.device import Device, Generation
 from layerzero.spec.errors import RegistrationError, SpecError

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from layerzero.select.policy import ACTIONS, SETTINGS, Layer, Policy, PolicyRule
+from layerzero.selection.policy import ACTIONS, SETTINGS, Layer, Policy, PolicyRule
 from layerzero.spec.errors import ConfigError
 from layerzero.world.config import (
     VARIABLES,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.select.policy import REDACTIONS, Policy, validate_setting
+from layerzero.selection.policy import REDACTIONS, Policy, validate_setting
 from layerzero.spec.event import (
     Fallback,
     KernelRefused,

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from ...models.decoder import Trace
 from ...operate import inspection
 from ...spec.plan import Plan
-from ...tune.harness import Timings, in_turns
+from ...tuning.harness import Timings, in_turns
 from .. import show
 from .fit import SIZES, Fit, LeftOut, Sizes, Step, fit, probe
 from .styles import OPS, STYLE_NOTES, STYLES, Layer

@@ -16,7 +16,7 @@ from ...plan.solver import solve as solve_calls
 from ...plan.table import DEFAULT_PATH, Table
 from ...spec.call import Call
 from ...spec.errors import ConfigError, DataError, InvalidCall
-from ...tune.workload import calls_for
+from ...tuning.workload import calls_for
 from .. import show
 from ..options import CallsFile, DeviceKind, Json, Model, OpCases, check_calls_file
 

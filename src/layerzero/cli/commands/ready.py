@@ -11,7 +11,7 @@ from ...operate.readiness import OK, Check, Readiness, current_world
 from ...plan.readiness import readiness_check
 from ...spec.call import Call
 from ...spec.errors import ConfigError
-from ...tune.workload import calls_for
+from ...tuning.workload import calls_for
 from .. import show
 from ..options import Batch, CallsFile, Context, DeviceKind, Json, Model, Prompt, check_calls_file
 

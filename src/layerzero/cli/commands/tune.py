@@ -11,9 +11,9 @@ from ...machine import hardware
 from ...operate.inspection import dispatcher_of
 from ...spec.call import Call
 from ...spec.errors import ConfigError
-from ...tune import tuner
-from ...tune.report import Tuned, TuneReport, label
-from ...tune.workload import calls_for
+from ...tuning import tuner
+from ...tuning.report import Tuned, TuneReport, label
+from ...tuning.workload import calls_for
 from .. import show
 from ..arguments import parse_call
 from ..options import Batch, CallsFile, Context, DeviceKind, Json, Model, Prompt, check_calls_file

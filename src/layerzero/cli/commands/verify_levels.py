@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from ...machine import hardware
-from ...select.policy import suggest
+from ...selection.policy import suggest
 from ...spec.errors import ConfigError
 from ...spec.kernel import Kernel
 from ...verify.kernel.certify import LANES, Verdict, certify_all, publish

@@ -12,8 +12,8 @@ from ...operate.inspection import dispatcher_of
 from ...plan.table import Table
 from ...spec.call import Call
 from ...spec.errors import ConfigError
-from ...tune.report import label
-from ...tune.workload import calls_for
+from ...tuning.report import label
+from ...tuning.workload import calls_for
 from .. import show
 from ..arguments import parse_call
 from ..options import Batch, CallsFile, Context, DeviceKind, Json, Model, Prompt, check_calls_file

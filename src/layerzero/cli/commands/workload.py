@@ -20,8 +20,8 @@ from ...operate.recording import VARIABLE
 from ...perf.record import EAGER
 from ...spec.call import Call, write_calls
 from ...spec.errors import ConfigError
-from ...tune import regret as regrets
-from ...tune.workload import calls_for, read_recordings
+from ...tuning import regret as regrets
+from ...tuning.workload import calls_for, read_recordings
 from .. import show
 from ..options import Batch, CallsFile, Context, DeviceKind, Json, Model, OpCases, Prompt, check_calls_file
 

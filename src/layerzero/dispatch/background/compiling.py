@@ -27,8 +27,8 @@ from torch import Tensor
 from ...machine import faults, loading, locks
 from ...machine.memory import free_bytes
 from ...machine.process_lock import lock_path, process_lock
-from ...select.engine import kind_to_compile
-from ...select.trial import worth_trying
+from ...selection.engine import kind_to_compile
+from ...selection.trial import worth_trying
 from ...spec.codec import Record
 from ...spec.errors import DataError
 from ...spec.event import CompileQueued, CompileSkipped, WarmedUp

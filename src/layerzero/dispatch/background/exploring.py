@@ -1,7 +1,7 @@
 """One kind of call that is being learned, and what its entries run meanwhile: an `Exploring`, which has
 one kernel after the other serve the calls and times them.
 
-select/trial.py decides which kernel is next and which has won. This file has the clock, the CUDA events, the
+selection/trial.py decides which kernel is next and which has won. This file has the clock, the CUDA events, the
 account of what exploring costs, and what happens if a kernel throws. learning.py says which calls are explored.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from ...machine import faults, locks
 from ...perf.record import EAGER, Measurement, kind_of
-from ...select.trial import Budget, Ticket, Trial
+from ...selection.trial import Budget, Ticket, Trial
 from ...spec.errors import KernelExecutionError
 from ...spec.event import Fallback
 from ...spec.expr import parse

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...machine import faults
 from ...perf.record import free_integers
-from ...select.engine import kind_to_compile
+from ...selection.engine import kind_to_compile
 from ...spec.event import Fallback, WarmedUp
 from ...spec.kernel import Kernel
 from ...spec.op import Op

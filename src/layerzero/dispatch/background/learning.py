@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...machine import loading, locks
 from ...perf.record import EAGER, kind_of, mode_of
-from ...select.engine import is_warm
-from ...select.key import fixed_by_key
-from ...select.trial import worth_trying
+from ...selection.engine import is_warm
+from ...selection.key import fixed_by_key
+from ...selection.trial import worth_trying
 from ...spec.event import Learned, LearningStarted
 from ...spec.kernel import Kernel
 from ...spec.op import Op

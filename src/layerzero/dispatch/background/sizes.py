@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...select.engine import kind_to_compile
+from ...selection.engine import kind_to_compile
 from ...spec.errors import InvalidCall
 from ...spec.grid import bucket, bucket_bottom, bucket_top
 from ...spec.op import Op

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from ...machine.faults import FAULTS
-from ...select.key import KeyProgram, NumberField
-from ...select.policy import Layer
+from ...selection.key import KeyProgram, NumberField
+from ...selection.policy import Layer
 from ...spec import toolchain
 from ...spec.errors import ConfigError, DataError, RegistrationError
 from ...spec.expr import parse

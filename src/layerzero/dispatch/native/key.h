@@ -1,4 +1,4 @@
-// The key of a call, read straight from its arguments: what select/key.py says the cache must know.
+// The key of a call, read straight from its arguments: what selection/key.py says the cache must know.
 //
 // It follows the op's key program, which native/__init__.py encodes as plain tuples: nothing here knows any
 // particular op.

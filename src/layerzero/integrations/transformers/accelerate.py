@@ -29,7 +29,7 @@ from ...machine import faults
 from ...spec.codec import Record
 from ...spec.errors import ConfigError
 from ...spec.event import Fallback
-from ...tune.harness import Race, Ratio, stopwatch
+from ...tuning.harness import Race, Ratio, stopwatch
 from ...world import events
 from .accelerated import ACCELERATION, Accelerated, attach, detach
 from .decoders import recognise

@@ -26,7 +26,7 @@ from torch import nn
 
 from ...models.packing import forget_packed
 from ...operate.inspection import stats, which
-from ...select.policy import suggest
+from ...selection.policy import suggest
 from ...spec.errors import ConfigError, NoKernelFoundError
 from . import NAME, register
 from .implementations import Implementations, asking, eager_name, is_configuration

@@ -15,10 +15,10 @@ from ...machine import faults
 from ...operate import graphs
 from ...operate.inspection import dispatcher_of
 from ...plan.bake import bind
-from ...select.policy import PolicyRule
+from ...selection.policy import PolicyRule
 from ...spec.errors import LayerZeroError
-from ...tune.contest import eligible_plan
-from ...tune.harness import Race, cache_bytes, stopwatch
+from ...tuning.contest import eligible_plan
+from ...tuning.harness import Race, cache_bytes, stopwatch
 from ...world import context
 from ...world import snapshot as worlds
 

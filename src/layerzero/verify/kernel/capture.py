@@ -20,7 +20,7 @@ from ...machine import faults, hardware
 from ...machine.loading import LoadFailed
 from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, attempt, first_cause, problem_of, why_no_capture
 from ...operate.inspection import dispatcher_of
-from ...select.policy import suggest
+from ...selection.policy import suggest
 from ...spec.codec import Record
 from ...spec.errors import ConfigError
 from ...spec.kernel import Kernel

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...models.decoder import DecoderConfig
 from ...models.positions import rope_tables
 from ...operate.inspection import dispatcher_of
-from ...select.policy import PolicyRule, suggest
+from ...selection.policy import PolicyRule, suggest
 from ...spec.errors import ConfigError, NamedKernelRefused
 from ...spec.event import Fallback
 from ...world import context

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from ...select.policy import suggest
+from ...selection.policy import suggest
 from ...spec.errors import DataError
 from ...spec.event import FileRefused
 from ...world import events

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.machine import hardware
 from layerzero.perf.record import Measurement, PerfView, kind_of
-from layerzero.select.engine import Surroundings, make_roster, select
-from layerzero.select.policy import PolicyRule
-from layerzero.select.score import EAGER_OVER_ROOFLINE, calibration, guess_us, rates_of, roofline_us
+from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.policy import PolicyRule
+from layerzero.selection.score import EAGER_OVER_ROOFLINE, calibration, guess_us, rates_of, roofline_us
 from layerzero.spec.device import Device
 from layerzero.spec.plan import Plan, Transform
 from layerzero.spec.reason import Category, Code, Reason

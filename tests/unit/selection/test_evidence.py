@@ -8,9 +8,9 @@ from helpers import ATTENTION, call_facts, nvidia, policy, qkv
 
 import layerzero as lz
 from layerzero.perf.record import CAPTURED, COMPILED, EAGER, MODES, Measurement, PerfView, kind_of, mode_of
-from layerzero.select.engine import Shipped, Surroundings, make_roster, select
-from layerzero.select.policy import PolicyRule
-from layerzero.select.score import rates_of
+from layerzero.selection.engine import Shipped, Surroundings, make_roster, select
+from layerzero.selection.policy import PolicyRule
+from layerzero.selection.score import rates_of
 from layerzero.spec.rules import at_least
 from layerzero.world import catalog
 

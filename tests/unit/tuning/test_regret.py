@@ -12,8 +12,8 @@ from helpers import Fake, only, register
 import layerzero as lz
 from layerzero.cli import main
 from layerzero.spec.call import Call, TensorSpec, write_calls
-from layerzero.tune import regret as regrets
-from layerzero.tune.regret import NotReplayed, RegretReport, Replayed, fastest, quantile, ratio, regret
+from layerzero.tuning import regret as regrets
+from layerzero.tuning.regret import NotReplayed, RegretReport, Replayed, fastest, quantile, ratio, regret
 
 NORM = Call("rms_norm", {"x": TensorSpec((4, 64), "float32")}, count=3, name="here")
 

@@ -22,11 +22,11 @@ from layerzero.spec.call import Call, TensorSpec, write_calls
 from layerzero.spec.errors import ConfigError, DeviceLost
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import Rule, contiguous
-from layerzero.tune import tuner
-from layerzero.tune.contest import FIRST_ROUNDS, MIN_ROUNDS, apply_transforms, far_behind, is_settled
-from layerzero.tune.harness import GRAPH_MARGIN, MARGIN, Timings
-from layerzero.tune.rates import Reading
-from layerzero.tune.tuner import survey, tune
+from layerzero.tuning import tuner
+from layerzero.tuning.contest import FIRST_ROUNDS, MIN_ROUNDS, apply_transforms, far_behind, is_settled
+from layerzero.tuning.harness import GRAPH_MARGIN, MARGIN, Timings
+from layerzero.tuning.rates import Reading
+from layerzero.tuning.tuner import survey, tune
 from layerzero.world import snapshot as worlds
 
 ROOF = Rates(1e5, 1e4)

@@ -18,7 +18,7 @@ from ..dispatch.binding import permutation
 from ..dispatch.dispatcher import Dispatcher
 from ..machine import builds, faults, loading
 from ..perf.record import CAPTURED, COMPILED, EAGER, Measurement, Rates, kind_of, mode_of
-from ..select.key import fixed_by_key
+from ..selection.key import fixed_by_key
 from ..spec.call import Call
 from ..spec.errors import DeviceLost
 from ..spec.expr import parse

@@ -13,7 +13,7 @@ from ..dispatch.facts import read as read_facts
 from ..operate.calls import describe, make_values
 from ..operate.inspection import dispatcher_of
 from ..perf.record import kind_of
-from ..select.policy import suggest
+from ..selection.policy import suggest
 from ..spec.call import LIMITS, Call, TensorSpec, read_calls
 from ..spec.errors import ConfigError, DataError, InvalidCall, SpecError
 from ..spec.event import FileRefused

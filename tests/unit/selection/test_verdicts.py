@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.dispatch.facts import read
-from layerzero.select.verdicts import compile_verdicts
+from layerzero.selection.verdicts import compile_verdicts
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import AnyOf, Condition, Rule, When
 from layerzero.world import snapshot as world

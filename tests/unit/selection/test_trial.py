@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from layerzero.select import trial as trials
-from layerzero.select.trial import Budget, Trial, fewest_samples, interval, worth_trying
+from layerzero.selection import trial as trials
+from layerzero.selection.trial import Budget, Trial, fewest_samples, interval, worth_trying
 
 YES = lambda *_: True                          # noqa: E731
 

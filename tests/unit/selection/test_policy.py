@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerzero.select.conditions import Like, parse_when
-from layerzero.select.policy import (
+from layerzero.selection.conditions import Like, parse_when
+from layerzero.selection.policy import (
     ALWAYS,
     LAYERS,
     SETTINGS,

@@ -17,7 +17,7 @@ from random_calls import MAKERS, neighbour
 
 import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
-from layerzero.select.policy import LAYERS, SETTINGS, Layer, Policy, PolicyRule
+from layerzero.selection.policy import LAYERS, SETTINGS, Layer, Policy, PolicyRule
 from layerzero.spec.codec import decode
 from layerzero.spec.errors import InvalidCall
 from layerzero.spec.grid import bucket, bucket_bottom, bucket_label, bucket_top

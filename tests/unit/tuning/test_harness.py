@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from layerzero.tune import harness
-from layerzero.tune.harness import LONG_NS, MARGIN, SAMPLE_SECONDS, SURE, Race, Summary, Timings, WallWatch, quantile
-from layerzero.tune.rates import matmul_dtypes, measure_rates
+from layerzero.tuning import harness
+from layerzero.tuning.harness import LONG_NS, MARGIN, SAMPLE_SECONDS, SURE, Race, Summary, Timings, WallWatch, quantile
+from layerzero.tuning.rates import matmul_dtypes, measure_rates
 
 
 class Clock:

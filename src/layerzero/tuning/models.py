@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..select.policy import suggest
+from ..selection.policy import suggest
 from ..spec.call import MOST_VALUES, Call, Scalar, TensorSpec
 from ..spec.errors import ConfigError
 

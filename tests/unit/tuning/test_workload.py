@@ -10,8 +10,8 @@ import torch
 import layerzero as lz
 from layerzero.operate import calls as written
 from layerzero.spec.call import Call, TensorSpec, write_calls
-from layerzero.tune.models import MODELS, Level, Model, calls_of
-from layerzero.tune.workload import calls_for, cases_of, kind_key, merge, standard
+from layerzero.tuning.models import MODELS, Level, Model, calls_of
+from layerzero.tuning.workload import calls_for, cases_of, kind_key, merge, standard
 from layerzero.world import snapshot as worlds
 
 ASKED = ("llama-3-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "mistral-7b",

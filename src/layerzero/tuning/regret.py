@@ -23,7 +23,7 @@ from ..machine import faults, loading
 from ..operate.calls import make_values
 from ..operate.inspection import dispatcher_of
 from ..perf.record import COMPILED, EAGER, kind_of
-from ..select.key import fixed_by_key
+from ..selection.key import fixed_by_key
 from ..spec.call import Call
 from ..spec.codec import Record, encode
 from ..spec.errors import LayerZeroError

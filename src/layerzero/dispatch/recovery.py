@@ -125,7 +125,9 @@ def _timed_out(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None, faul
     return SelectionTimeoutError(
         f"lz.{dispatcher.op.name}: {name} {reason.message}, the call_timeout of the policy. It cannot be stopped "
         "and may be at work on the inputs still, so no other kernel was tried.\n  hint: leave these inputs alone "
-        "and call again with others; lz.testing.probe runs a kernel in a process of its own, where it can be stopped", [reason])
+        "and call again with others; lz.testing.probe runs a kernel in a process of its own, where it can be stopped",
+        [reason],
+    )
 
 
 def _guard_again(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None, failure: Failure) -> None:

@@ -69,7 +69,9 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     named = dict(zip(dispatcher.names, values))
     tensors = reading.check_types(dispatcher.op, named)
     if not tensors:
-        raise ConfigError(f"lz.tables.bind: lz.{dispatcher.op.name} was given no tensor; give the call as you would make it")
+        raise ConfigError(
+            f"lz.tables.bind: lz.{dispatcher.op.name} was given no tensor; give the call as you would make it"
+        )
     if casting.autocast(dispatcher.op, named, next(iter(tensors.values()))) is not None:
         raise ConfigError(
             f"lz.tables.bind: lz.{dispatcher.op.name} under autocast: cast the tensors, then bind outside of "

@@ -63,7 +63,12 @@ def check_table(table: Table, world: World) -> None:
         unknown = [] if op is None else unknown_facts(row, op)
         if op is None or unknown:
             reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(), "absent", row.op))
-        impossible = [t for step in row.steps for t in step.transforms if op is not None and not is_valid_transform(op, t)]
+        impossible = [
+            t
+            for step in row.steps
+            for t in step.transforms
+            if op is not None and not is_valid_transform(op, t)
+        ]
         if impossible:
             raise DataError(f"{table} is refused: no call of {row.op} can be changed that way: "
                             f"{str(impossible[0])[:120]!r}. "

@@ -375,7 +375,7 @@ def test_export_and_import_bring_back_everything(tmp_path):
     (lambda lines: [*lines[:4], lines[4][:30], *lines[5:]], r"x.jsonl:5: wanted one JSON value on the line"),
     (lambda lines: [*lines[:4], "[1]", *lines[5:]], "x.jsonl:5: wanted a JSON object"),
     (lambda lines: [*lines[:-1], lines[-1].replace('"median_us": ', '"median_us": -')], "median_us"),
-    (lambda lines: [*lines[:-1], lines[-1].replace('"median_us"', '"median"')], "unknown 'median'"),
+    (lambda lines: [*lines[:-1], lines[-1].replace('"median_us"', '"median"')], "unknown: median"),
     (lambda lines: [lines[0], lines[1].replace("here", "there"), *lines[2:]], "content its id says"),
     (lambda lines: [*lines[:-1], '{"surprise": 1}'], "surprise"),
 ])

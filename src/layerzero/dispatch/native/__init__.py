@@ -79,8 +79,16 @@ def module() -> Any:
         return None
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    compiled.setup(torch.Tensor, torch.nn.Parameter, context.current, context.override_for_call, Layer, capturing, FAULTS,
-                   raw_stream)
+    compiled.setup(
+        torch.Tensor,
+        torch.nn.Parameter,
+        context.current,
+        context.override_for_call,
+        Layer,
+        capturing,
+        FAULTS,
+        raw_stream,
+    )
     return compiled
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.dispatch import native
-from layerzero.dispatch.native.replays import Recorder
+from layerzero.dispatch.native.replays import LaunchRecorder
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec import replay
 from layerzero.world import incidents
@@ -160,12 +160,12 @@ class Bare:
             self.loop.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_int)
 
     def time(self, launches: list[replay.Launch]) -> float | None:
-        from layerzero.backends.cuda.compiler import CLUSTER_DIMENSION, Attribute, Config
+        from layerzero.backends.cuda.compiler import CLUSTER_DIMENSION, Attribute, LaunchConfig
         if self.loop is None or not launches:
             return None
         launch = launches[0]                   # repeated alone: a later one needs what it wrote
         attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(launch.cluster, 1, 1))
-        config = Config(*launch.grid, launch.threads, 1, 1, launch.shared,
+        config = LaunchConfig(*launch.grid, launch.threads, 1, 1, launch.shared,
                         torch.cuda.current_stream().cuda_stream)
         if launch.cluster > 1:
             config.attributes, config.attribute_count = ctypes.pointer(attribute), 1
@@ -191,7 +191,7 @@ def measured(row: Row, bare: Bare) -> dict[str, Any]:
         own = getattr(run, "fn", run)
         own(*row.args, **row.kwargs)
         values = dispatcher_of(op.name).order_arguments(row.args, row.kwargs)
-        recorder = Recorder(values)
+        recorder = LaunchRecorder(values)
         with replay.watching(recorder), recorder:
             out = own(*row.args, **row.kwargs)
         recorder.finish(out)

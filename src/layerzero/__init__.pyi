@@ -25,7 +25,7 @@ from .integrations.serve import Server
 from .integrations.transformers.accelerate import Acceleration
 from .models.kv_cache import KVCache
 from .models.sampling import Rows
-from .operate.inspection import Diagnosis, KernelInfo, Stats
+from .operate.inspection import DoctorReport, KernelInfo, Stats
 from .operate.readiness import Readiness
 from .operate.recording import Recorder
 from .operate.warmup import Progress as _warmup_Progress
@@ -244,13 +244,13 @@ def disabled() -> AbstractContextManager[Override]:
     """
 
 
-def doctor(deep: bool = False) -> Diagnosis:
+def doctor(deep: bool = False) -> DoctorReport:
     """Report what is installed, what is broken and what to do. `deep` imports each library in its own process.
 
     Args:
         deep (bool)
 
-    Returns: Diagnosis
+    Returns: DoctorReport
 
     Example:
         print(lz.doctor())

@@ -113,7 +113,7 @@ def ranks(tmp_path: Path) -> str:
     return str(path)
 
 
-def made(source: str, cluster: int, shared: int = 16) -> compiler.Compiled:
+def made(source: str, cluster: int, shared: int = 16) -> compiler.CompiledCuda:
     return compiler.kernel(source, "ranks", (("THREADS", 32),), 32, shared, cluster)
 
 
@@ -122,7 +122,7 @@ def wanted(blocks: int, cluster: int, add: int = 0) -> Tensor:
     return (block // cluster * cluster + cluster - 1) * 100 + block % cluster + add
 
 
-def launched(kernel: compiler.Compiled, blocks: int, add: int = 0, device: str = "cuda") -> Tensor:
+def launched(kernel: compiler.CompiledCuda, blocks: int, add: int = 0, device: str = "cuda") -> Tensor:
     out = torch.full((blocks * 32,), -1, dtype=torch.int32, device=device)
     kernel.launch((blocks, 1, 1), PARAMS, out, out.numel(), add)
     return out

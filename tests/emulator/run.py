@@ -64,7 +64,7 @@ def built(source: Path | str, **macros: int) -> Emulated:
     return _built(SOURCES / source, tuple(sorted(macros.items())))
 
 
-class Kernel(compiler.Compiled):
+class Kernel(compiler.CompiledCuda):
     """A kernel as backends.cuda.compiler.kernel returns it, for tensors on the CPU."""
 
     def __init__(self, source: str, name: str, macros: tuple[tuple[str, int], ...], threads: int, shared: int = 0,

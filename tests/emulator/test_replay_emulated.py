@@ -17,7 +17,7 @@ import layerzero as lz
 from layerzero.backends.cuda import compiler, decode, gemv, norm, planes, sampling
 from layerzero.dispatch import dispatcher as dispatch
 from layerzero.dispatch import native
-from layerzero.dispatch.native.replays import Recorder
+from layerzero.dispatch.native.replays import LaunchRecorder
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec import replay
 
@@ -216,13 +216,13 @@ def test_a_launch_that_the_driver_refuses(serve: Any, monkeypatch: pytest.Monkey
         return RuntimeError(compiler.describe_error(code, b"CUDA_ERROR_INVALID_VALUE",
                                                     b"invalid argument", "launching"))
 
-    launched = compiler.Compiled.launch
+    launched = compiler.CompiledCuda.launch
 
     def too_tall(self: Kernel, *args: Any, **kwargs: Any) -> None:
         """Recorded with a grid that the driver does not take."""
         launched(self, *args, **kwargs)
         watcher = replay.watcher()
-        assert isinstance(watcher, Recorder)
+        assert isinstance(watcher, LaunchRecorder)
         watcher.launches.append(dataclasses.replace(watcher.launches.pop(), grid=(1, 70000, 1)))
 
     monkeypatch.setattr(Kernel, "_launch_error", refused)
@@ -239,13 +239,13 @@ def test_a_launch_that_the_driver_refuses(serve: Any, monkeypatch: pytest.Monkey
 
 def test_a_hook_takes_launches_back_to_python(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[Any] = []
-    launched = compiler.Compiled.launch
+    launched = compiler.CompiledCuda.launch
 
     def hooked(self: Kernel, *args: Any, **kwargs: Any) -> None:
         watcher = replay.watcher()
         launched(self, *args, **kwargs)
         if watcher is not None:
-            assert isinstance(watcher, Recorder)
+            assert isinstance(watcher, LaunchRecorder)
             watcher.launches.append(dataclasses.replace(watcher.launches.pop(), hooks=(hooks,)))
 
     monkeypatch.setattr(Kernel, "launch", hooked)

@@ -19,7 +19,7 @@ from layerzero.integrations.hub import (
     Accepted,
     Hub,
     HubError,
-    Lock,
+    HubLock,
     LockViolation,
     NotAllowed,
     NoVariant,
@@ -339,7 +339,7 @@ def test_a_lockfile_is_the_same_after_reading(tmp_path):
     build(tmp_path / "r")
     path = locked(hub_of(tmp_path / "r"), tmp_path)
     assert lockfile.read(path).to_json() == json.loads(path.read_text())
-    assert Lock().to_json()["kernels"] == {}
+    assert HubLock().to_json()["kernels"] == {}
 
 
 def test_the_digest_of_the_metadata_counts_without_a_lockfile(tmp_path):

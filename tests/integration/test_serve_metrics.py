@@ -21,12 +21,12 @@ from helpers import world
 
 import layerzero as lz
 from layerzero.integrations import serve
-from layerzero.operate.readiness import Check, Readiness
+from layerzero.operate.readiness import Readiness, ReadinessCheck
 
 __all__ = ["world"]
 pytestmark = pytest.mark.usefixtures("world")
-READY = Readiness((Check("kernels", "ok", "some", "some"),))
-NOT_READY = Readiness((Check("database", "fail", "a file", "/home/me/perf.sqlite is damaged", "move it"),))
+READY = Readiness((ReadinessCheck("kernels", "ok", "some", "some"),))
+NOT_READY = Readiness((ReadinessCheck("database", "fail", "a file", "/home/me/perf.sqlite is damaged", "move it"),))
 
 
 @pytest.fixture

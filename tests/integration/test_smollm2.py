@@ -17,11 +17,11 @@ from typer.testing import CliRunner  # noqa: E402
 
 from layerzero.cli.commands.generate import generate  # noqa: E402
 from layerzero.cli.commands.ladder import TEXT, ladder  # noqa: E402
-from layerzero.integrations.gguf_model import Generation, packaged_model, read_gguf, rows_to_halves  # noqa: E402
+from layerzero.integrations.gguf_model import TextGeneration, packaged_model, read_gguf, rows_to_halves  # noqa: E402
 from layerzero.integrations.llama_peer import build_llama, trace_stages  # noqa: E402
 from layerzero.machine.hardware import probe  # noqa: E402
 from layerzero.spec.errors import ConfigError, DataError  # noqa: E402
-from layerzero.verify.model.ladder import Model, climb  # noqa: E402
+from layerzero.verify.model.ladder import LadderModel, climb  # noqa: E402
 
 pytestmark = pytest.mark.integration
 SAMPLES = ("Hello world", "In 1969, Apollo 11 landed: 21.5 kg!", "def f(a):\n    return a+1\n\n", "x=123456789;", "",
@@ -51,7 +51,7 @@ def stages(model, llama):
 def described(model, stages=None, **changes):
     config = replace(model.config, max_positions=512, **changes)
     against = {"truth": stages, "truth_name": "transformers in float32"} if stages else {}
-    return Model("SmolLM2", config, model.weights, torch.tensor([model.tokenize(TEXT)]), **against)
+    return LadderModel("SmolLM2", config, model.weights, torch.tensor([model.tokenize(TEXT)]), **against)
 
 
 def rows_to_pairs(weight, heads):
@@ -129,7 +129,7 @@ def test_tokens_are_those_of_transformers(model, monkeypatch):
 
 def test_greedy_text_is_that_of_transformers(model, llama):
     ids = model.tokenize(model.chat(("user", "What is the capital of France?")))
-    run = Generation(model, ids, max_tokens=12, watch=True)
+    run = TextGeneration(model, ids, max_tokens=12, watch=True)
     made = list(run.steps())
     text = torch.tensor([ids])
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_pieces_wait_for_whole_characters(model):
     rocket = model.tokenize("🚀é")
     assert len(rocket) > 2
 
-    class Said(Generation):
+    class Said(TextGeneration):
         def steps(self):
             yield from rocket
 
@@ -157,7 +157,7 @@ def test_pieces_wait_for_whole_characters(model):
 def test_drawn_text_follows_the_seed(model):
     ids = model.tokenize("Once upon a time")
     def drawn(seed):
-        return list(Generation(model, ids, max_tokens=6, temperature=1.0, seed=seed).steps())
+        return list(TextGeneration(model, ids, max_tokens=6, temperature=1.0, seed=seed).steps())
 
     assert drawn(1) == drawn(1) and len({tuple(drawn(seed)) for seed in range(3)}) > 1
 

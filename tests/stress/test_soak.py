@@ -18,7 +18,7 @@ from helpers import RMS_NORM, Fake, register
 import layerzero as lz
 from layerzero.cli import main
 from layerzero.release import soak_load
-from layerzero.release.soak import Part, Report, Sample, soak
+from layerzero.release.soak import SoakPart, SoakReport, SoakSample, soak
 from layerzero.release.soak_load import Case, Disturbances, Tally, call_and_check, cases_of, in_child, may_not_fork
 from layerzero.release.trend import LEAST_SAMPLES, theil_sen
 from layerzero.world import snapshot as worlds
@@ -119,7 +119,7 @@ def test_a_soak_goes_on_in_parts(tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             main([*words, "--minutes", str(minutes), *(["--out"] if parts == 1 else ["--resume"]), str(path)])
         assert not stop.value.code
-        found = Report.load(path)
+        found = SoakReport.load(path)
         assert len(found.parts) == parts and found.complete
     told = capsys.readouterr().out
     assert "in 2 parts" in told and "RSS (MiB)" in told and "no forks: not asked for" in told
@@ -145,7 +145,7 @@ def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
     finally:
         running.kill()
     assert running.returncode == 130, err
-    found = Report.load(path)
+    found = SoakReport.load(path)
     assert found.parts[0].interrupted and not found.complete and found.counts["calls"] > 0
     assert f"lz soak --resume {path} goes on" in out and "Traceback" not in err
     assert [p.name for p in tmp_path.iterdir()] == ["soak.json"]
@@ -153,15 +153,17 @@ def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
 
 def test_what_is_no_report_is_a_data_error(tmp_path):
     path = tmp_path / "soak.json"
-    good = Report(1.0, [Part("2026", "a CPU", "2.13", [Sample(1.0, 1.0, 1, 1, 1.0, 1.0, 1.0, 1)])]).to_json()
+    good = SoakReport(
+        1.0, [SoakPart("2026", "a CPU", "2.13", [SoakSample(1.0, 1.0, 1, 1, 1.0, 1.0, 1.0, 1)])]
+    ).to_json()
     for data in ("", "[]", "{}", json.dumps({**good, "schema": "layerzero.soak/9"}),
                  json.dumps({**good, "parts": [{}]}), json.dumps({**good, "target_seconds": "long"}),
                  json.dumps({**good, "parts": [{**good["parts"][0], "samples": [{"at": 1}]}]})):
         path.write_text(data)
         with pytest.raises(lz.errors.DataError, match=r"soak\.json"):
-            Report.load(path)
+            SoakReport.load(path)
     with pytest.raises(lz.errors.DataError, match="cannot read"):
-        Report.load(tmp_path / "none.json")
+        SoakReport.load(tmp_path / "none.json")
     with pytest.raises(lz.errors.ConfigError, match="seconds > 0"):
         soak(0.0)
     with pytest.raises(lz.errors.ConfigError, match="no operation is named nothing"):
@@ -195,8 +197,8 @@ def test_parts_have_levels_of_their_own():
 
 def report(rss, seconds=3600.0):
     step = seconds / 60
-    return Report(seconds, [Part("2026", "a CPU", "2.13", [
-        Sample(i * step, rss(i), 9, 4, 10.0, 20.0, 12.0, i) for i in range(60)], seconds=seconds)])
+    return SoakReport(seconds, [SoakPart("2026", "a CPU", "2.13", [
+        SoakSample(i * step, rss(i), 9, 4, 10.0, 20.0, 12.0, i) for i in range(60)], seconds=seconds)])
 
 
 def test_growth_beyond_the_bound_fails_and_warming_up_does_not():

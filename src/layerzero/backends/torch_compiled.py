@@ -49,7 +49,7 @@ def compiler() -> bool | Reason:
     return bool(shutil.which(name.split()[0])) or Reason(Code.COMPILER_MISSING, f"a C++ compiler ({name})")
 
 
-class Compiled:
+class CompiledReference:
     """The compiled reference of one op, by specialization."""
 
     def __init__(self, op: Op) -> None:
@@ -112,7 +112,7 @@ class Compiled:
 def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
     """Returns a loader as a global of this module, so that a descriptor can name it."""
     def load() -> Callable[..., Any]:
-        run = Compiled(op)
+        run = CompiledReference(op)
 
         @functools.wraps(op.reference)         # the signature is the reference's
         def call(*args: Any, **kwargs: Any) -> Any:

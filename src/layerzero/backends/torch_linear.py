@@ -140,8 +140,16 @@ def _mlp_prepacked() -> Callable[..., Any]:
                     bias_in, bias_up = bias_in.chunk(2)
             first, up = PACKED.get("onednn", pack, weight_in), PACKED.get("onednn", pack, weight_up)
         if first is None or down is None or (up is None and weight_up is not None):
-            return plain(x, weight_in, weight_down, activation, weight_up=weight_up, bias_in=bias_in,  # type: ignore[no-any-return]
-                         bias_up=bias_up, bias_down=bias_down)
+            return plain(
+                x,
+                weight_in,
+                weight_down,
+                activation,
+                weight_up=weight_up,
+                bias_in=bias_in,  # type: ignore[no-any-return]
+                bias_up=bias_up,
+                bias_down=bias_down,
+            )
         attr, algorithm = POST_OPS[activation]
         inner = product(x, first, bias_in, attr, no_scalars, algorithm)
         if up is not None:

@@ -180,8 +180,21 @@ def _flash_window() -> Callable[..., Any]:
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
             window_left: int = -1, window_right: int = -1, dropout_p: float = 0.0) -> Tensor:
-        return flash(query, key, value, None, None, query.shape[1], key.shape[1], dropout_p, is_causal, False,  # type: ignore[no-any-return]
-                     scale=scale, window_size_left=window_left, window_size_right=window_right)[0]
+        return flash(
+            query,
+            key,
+            value,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            dropout_p,
+            is_causal,
+            False,  # type: ignore[no-any-return]
+            scale=scale,
+            window_size_left=window_left,
+            window_size_right=window_right,
+        )[0]
 
     return run
 

@@ -222,7 +222,7 @@ class PublicCalls:
 
 
 @dataclass
-class Generation:
+class TextGeneration:
     """Generates one text: iterate over `steps()` for ids or `pieces()` for text; `watch` fills `kernels`."""
 
     model: GGUFModel

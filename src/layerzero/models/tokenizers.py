@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..ops.formulas import prefix, tokenizer_identity
-from ..ops.formulas.prefix import Counts
+from ..ops.formulas.prefix import PrefixCounts
 from ..ops.formulas.tokenizer_identity import TokenizerHandle
 from ..ops.formulas.tokenizer_schema import LIMITS
 from ..spec.errors import ConfigError, DataError
@@ -59,7 +59,7 @@ def _from_ranks(source: Any, pattern: str | None, special_tokens: Mapping[str, i
     return handle
 
 
-def prefix_memories() -> dict[str, Counts]:
+def prefix_memories() -> dict[str, PrefixCounts]:
     """Returns by tokenizer id how often a cached prefix was used, and how much is cached."""
     return prefix.memories()
 

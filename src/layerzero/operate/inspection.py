@@ -203,7 +203,7 @@ class DoctorCheck:
 
 
 @dataclass(frozen=True)
-class Diagnosis(Record, json="ok checks versions devices"):
+class DoctorReport(Record, json="ok checks versions devices"):
     checks: tuple[DoctorCheck, ...]
     devices: tuple[Device, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class Diagnosis(Record, json="ok checks versions devices"):
         return "\n".join(lines)
 
 
-def doctor(deep: bool = False) -> Diagnosis:
+def doctor(deep: bool = False) -> DoctorReport:
     """Report what is installed, what is broken and what to do. `deep` imports each library in its own process."""
     checks: list[DoctorCheck] = []
     try:
@@ -232,7 +232,9 @@ def doctor(deep: bool = False) -> Diagnosis:
     try:
         world = worlds.current()
     except ConfigError as e:
-        return Diagnosis((*checks, DoctorCheck("configuration", False, str(e), "nothing of it was applied")), devices)
+        return DoctorReport(
+            (*checks, DoctorCheck("configuration", False, str(e), "nothing of it was applied")), devices
+        )
     checks.append(DoctorCheck("configuration", True, f"policy {world.policy.hash}, "
                               f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
     state = native.status()
@@ -277,7 +279,7 @@ def doctor(deep: bool = False) -> Diagnosis:
         checks.append(DoctorCheck("compiling in the background", True, str(compiles),
                                   "another kernel serves meanwhile"))
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "layerzero": _version()}
-    return Diagnosis(tuple(checks), devices, versions)
+    return DoctorReport(tuple(checks), devices, versions)
 
 
 def _version() -> str:
@@ -290,8 +292,8 @@ class Stats(Record):
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]
-    learning: learning.Status
-    compiling: compiling.Status = field(default_factory=compiling.Status)
+    learning: learning.LearnStatus
+    compiling: compiling.CompileStatus = field(default_factory=compiling.CompileStatus)
 
 
 def stats() -> Stats:

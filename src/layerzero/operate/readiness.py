@@ -37,7 +37,7 @@ LITTLE_MEMORY = 0.05                           # of all memory: with less free, 
 READ_SECONDS = 2.0                             # for a database that another process writes
 
 
-class Finding(NamedTuple):
+class ReadinessFinding(NamedTuple):
     """One thing that is wrong, or may be."""
 
     state: str
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Check(Record):
+class ReadinessCheck(Record):
     """One line of the report."""
 
     name: str
@@ -57,7 +57,7 @@ class Check(Record):
     details: tuple[str, ...] = ()              # each finding, where there are several
 
     @classmethod
-    def of(cls, name: str, want: str, findings: Iterable[Finding], otherwise: str) -> Check:
+    def of(cls, name: str, want: str, findings: Iterable[ReadinessFinding], otherwise: str) -> ReadinessCheck:
         """Return the verdict over all findings; without any it is ok, and `otherwise` says what is there."""
         ordered = sorted(dict.fromkeys(findings), key=lambda f: f.state != FAIL)
         if not ordered:
@@ -72,7 +72,7 @@ class Check(Record):
 class Readiness:
     """The whole report. It is true where nothing failed."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[ReadinessCheck, ...]
     device: str = ""
 
     @property
@@ -80,17 +80,17 @@ class Readiness:
         return not self.failed
 
     @property
-    def failed(self) -> tuple[Check, ...]:
+    def failed(self) -> tuple[ReadinessCheck, ...]:
         return tuple(c for c in self.checks if c.state == FAIL)
 
     @property
-    def warnings(self) -> tuple[Check, ...]:
+    def warnings(self) -> tuple[ReadinessCheck, ...]:
         return tuple(c for c in self.checks if c.state == WARNING)
 
     def __bool__(self) -> bool:
         return self.ok
 
-    def __getitem__(self, name: str) -> Check:
+    def __getitem__(self, name: str) -> ReadinessCheck:
         return next(c for c in self.checks if c.name == name)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Readiness:
 
 # policy
 
-def check_policy(world: World) -> Check:
+def check_policy(world: World) -> ReadinessCheck:
     settings = world.policy.settings
     findings = [f for layer in world.policy.layers for rule in layer.rules for f in _rule_findings(rule, world)]
     if world.policy_file is not None:
@@ -117,36 +117,48 @@ def check_policy(world: World) -> Check:
         try:
             config.load_policy_file(world.policy_file, ops)
         except LayerZeroError as e:
-            findings.append(Finding(FAIL, f"the policy file is broken, the one before is in force: {first_line(e)}",
-                                    "correct the policy file"))
+            findings.append(
+                ReadinessFinding(
+                    FAIL,
+                    f"the policy file is broken, the one before is in force: {first_line(e)}",
+                    "correct the policy file",
+                )
+            )
     if settings["disabled"]:
-        findings.append(Finding(WARNING, "disabled is set: every call goes to torch's default", "unset disabled"))
+        findings.append(
+            ReadinessFinding(WARNING, "disabled is set: every call goes to torch's default", "unset disabled")
+        )
     if settings["strict_mode"] and settings["allow_adaptation"]:
-        findings.append(Finding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins",
+        findings.append(ReadinessFinding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins",
                                 "unset one"))
     if settings["jit"] == "in_request":
-        findings.append(Finding(WARNING, "jit is in_request: a request waits while a kernel is compiled for it",
-                                "set jit to background, or warm up all calls"))
+        findings.append(
+            ReadinessFinding(
+                WARNING,
+                "jit is in_request: a request waits while a kernel is compiled for it",
+                "set jit to background, or warm up all calls",
+            )
+        )
     rules = sum(len(layer.rules) for layer in world.policy.layers)
-    return Check.of("policy", "a policy that loads and whose rules name kernels that are here", findings,
+    return ReadinessCheck.of("policy", "a policy that loads and whose rules name kernels that are here", findings,
                     f"policy {world.policy.hash}, {rules} rules, file: {world.policy_file or 'none'}")
 
 
-def _rule_findings(rule: PolicyRule, world: World) -> Iterator[Finding]:
+def _rule_findings(rule: PolicyRule, world: World) -> Iterator[ReadinessFinding]:
     for pattern in rule.kernels:
         if not any(fnmatchcase(k.id, pattern) and rule.applies_to(k.op.name) for k in world.catalog.kernels):
             state = FAIL if rule.action == "lock" else WARNING
-            yield Finding(state, f"'{rule}' ({rule.origin}) names {pattern}, which no kernel of such an op is",
+            yield ReadinessFinding(state, f"'{rule}' ({rule.origin}) names {pattern}, which no kernel of such an op is",
                           "correct the rule; lz list shows the kernels")
 
 
 # capabilities
 
-def check_capabilities(world: World, path: Path | str | None = None) -> Check:
+def check_capabilities(world: World, path: Path | str | None = None) -> ReadinessCheck:
     """Check the capabilities in force, and a file of them if one is to be used."""
     want = f"capabilities of schema {capabilities.SCHEMA} that fit the kernels here"
     data = capabilities.export(world.catalog)
-    findings: list[Finding] = []
+    findings: list[ReadinessFinding] = []
     digest = capabilities.capabilities_hash(data)
     text = f"{len(data['kernels'])} kernels, hash {digest[:16]}"
     try:
@@ -156,75 +168,95 @@ def check_capabilities(world: World, path: Path | str | None = None) -> Check:
             text = f"{path} is valid, hash {file_digest[:16]}; " + (
                 "it is in force" if file_digest == digest else f"in force are those with hash {digest[:16]}")
     except LayerZeroError as e:
-        findings = [Finding(FAIL, " ".join(str(e).split()), "correct the file, or export it again from this release")]
-    return Check.of("capabilities", want, findings, text)
+        findings = [
+            ReadinessFinding(FAIL, " ".join(str(e).split()), "correct the file, or export it again from this release")
+        ]
+    return ReadinessCheck.of("capabilities", want, findings, text)
 
 
 # database
 
-def check_database(world: World) -> Check:
+def check_database(world: World) -> ReadinessCheck:
     """Check the database of measurements. It is opened so that nothing is written, not even beside it."""
     want = "a database of measurements that can be read"
     where = perf_loading.location(world.policy)
     if where is None:
-        return Check("database", OK, want, "switched off: perfdb is off, nothing is kept")
+        return ReadinessCheck("database", OK, want, "switched off: perfdb is off, nothing is kept")
     if isinstance(where, str):                 # a server: the status of its loading; no second connection is made
         status = measurements.status()
-        return Check("database", OK if status.ok else FAIL, want, status.text, "" if status.ok else status.hint)
+        return ReadinessCheck(
+            "database", OK if status.ok else FAIL, want, status.text, "" if status.ok else status.hint
+        )
     if not where.exists():
-        return Check("database", OK, want, f"{where}: nothing was measured yet")
+        return ReadinessCheck("database", OK, want, f"{where}: nothing was measured yet")
     from ..perf import snapshot  # sqlite3 is not loaded without a database
     from ..perf.interface import StoreError
     try:
         summary = snapshot.summary(where, READ_SECONDS)
     except StoreError as e:
-        return Check("database", FAIL, want, str(e), "lz perf show says more; move the file away to begin anew")
-    findings = [Finding(WARNING, f"{where}: {summary.damaged} rows are damaged and count for nothing",
+        return ReadinessCheck(
+            "database", FAIL, want, str(e), "lz perf show says more; move the file away to begin anew"
+        )
+    findings = [ReadinessFinding(WARNING, f"{where}: {summary.damaged} rows are damaged and count for nothing",
                         "run lz tune again for them")] if summary.damaged else []
-    return Check.of("database", want, findings,
+    return ReadinessCheck.of("database", want, findings,
                     f"{where}: schema {summary.version}, {summary.rows} measurements, {summary.bytes >> 10} KiB")
 
 
 # memory
 
-def check_memory(world: World, kind: str, workspace: int = 0) -> Check:
+def check_memory(world: World, kind: str, workspace: int = 0) -> ReadinessCheck:
     """Check free memory; `workspace` is the most that the kernels chosen for the calls need."""
     want = f"room for {workspace:,} bytes of workspace and more than {LITTLE_MEMORY:.0%} of the memory free"
     if kind == "cuda" and not torch.cuda.is_initialized():
-        return Check("memory", OK, want, "not asked: this process has not started the GPU")
+        return ReadinessCheck("memory", OK, want, "not asked: this process has not started the GPU")
     total, free, available = world.device(kind).total_memory, free_bytes(kind), headroom(kind, world.policy)
     findings = []
     if workspace > available:
-        findings.append(Finding(FAIL, f"{workspace:,} bytes of workspace are needed, the headroom is {available:,}",
-                                "free memory, or raise memory_headroom"))
+        findings.append(
+            ReadinessFinding(
+                FAIL,
+                f"{workspace:,} bytes of workspace are needed, the headroom is {available:,}",
+                "free memory, or raise memory_headroom",
+            )
+        )
     if total and free < LITTLE_MEMORY * total:
-        findings.append(Finding(WARNING, f"{free:,} of {total:,} bytes are free", "free memory on the device"))
+        findings.append(ReadinessFinding(WARNING, f"{free:,} of {total:,} bytes are free", "free memory on the device"))
     headroom_setting = world.policy.setting("memory_headroom")
     if headroom_setting is not None and headroom_setting > free:
-        findings.append(Finding(WARNING, f"memory_headroom promises {headroom_setting:,} bytes, {free:,} are free",
-                                "lower memory_headroom, or unset it to follow what is free"))
-    return Check.of("memory", want, findings, f"{free:,} of {total:,} bytes free on {kind}, headroom {available:,}")
+        findings.append(
+            ReadinessFinding(
+                WARNING,
+                f"memory_headroom promises {headroom_setting:,} bytes, {free:,} are free",
+                "lower memory_headroom, or unset it to follow what is free",
+            )
+        )
+    return ReadinessCheck.of(
+        "memory", want, findings, f"{free:,} of {total:,} bytes free on {kind}, headroom {available:,}"
+    )
 
 
 # versions
 
-def check_versions(world: World) -> Check:
+def check_versions(world: World) -> ReadinessCheck:
     want = ", ".join(f"{name} {tested}" for name, tested in TESTED.items()) + ", libraries in their ranges"
     installed = {"python": platform.python_version(), "torch": torch.__version__}
-    findings = [Finding(WARNING, f"{name} {installed[name]} is outside {tested}, which is what was tested",
+    findings = [ReadinessFinding(WARNING, f"{name} {installed[name]} is outside {tested}, which is what was tested",
                         "run the release gate on it, or take a version of the range")
                 for name, tested in TESTED.items() if not satisfies(installed[name].partition("+")[0], tested)]
     findings += _requirement_findings()
     for kernel, reason in {**world.availability(), **world.unloadable}.items():
         if reason.code in (Code.VERSION_CONFLICT, Code.ABI_MISMATCH, Code.IMPORT_FAILED):
             backend = kernel.partition(".")[0]
-            findings.append(Finding(WARNING, f"{backend}: {reason.message}", "install the version its kernels take"))
+            findings.append(
+                ReadinessFinding(WARNING, f"{backend}: {reason.message}", "install the version its kernels take")
+            )
     ours = installed_version("layerzero") or "unknown"
-    return Check.of("versions", want, findings,
+    return ReadinessCheck.of("versions", want, findings,
                     f"layerzero {ours}, python {installed['python']}, torch {installed['torch']}")
 
 
-def _requirement_findings() -> Iterator[Finding]:
+def _requirement_findings() -> Iterator[ReadinessFinding]:
     """Compare the installed packages with the requirements in our own metadata."""
     from packaging.requirements import InvalidRequirement, Requirement
     try:
@@ -240,28 +272,28 @@ def _requirement_findings() -> Iterator[Finding]:
             continue
         version = installed_version(requirement.name)
         if version is None or not satisfies(version, str(requirement.specifier)):
-            yield Finding(FAIL,
+            yield ReadinessFinding(FAIL,
                           f"layerzero needs {requirement.name} {requirement.specifier}, {version or 'none'} is here",
                           f"pip install '{requirement.name}{requirement.specifier}'")
 
 
 # health
 
-def check_health(world: World) -> Check:
+def check_health(world: World) -> ReadinessCheck:
     """Check the breakers, kernels that failed to load, and the native call path."""
     findings = []
     for group, state in sorted(world.health.items()):
         if state.blocks is not None:
             is_final = state.state == "disabled"
             reason_text = state.reason.message if state.reason else f"{state.failures} faults"
-            findings.append(Finding(FAIL if is_final else WARNING, f"{group} is {state.state}: {reason_text}",
+            findings.append(ReadinessFinding(FAIL if is_final else WARNING, f"{group} is {state.state}: {reason_text}",
                                     "restart the process" if is_final else "it is tried again by itself"))
     for kernel, reason in sorted(world.unloadable.items()):
-        findings.append(Finding(WARNING, f"{kernel}: {reason.message}", reason.code.advice))
+        findings.append(ReadinessFinding(WARNING, f"{kernel}: {reason.message}", reason.code.advice))
     path = native.status()
     if path.hint and not path.ok:
-        findings.append(Finding(WARNING, f"native call path: {path.text}", path.hint))
-    return Check.of("health", "no kernel out of service, the native call path loaded", findings,
+        findings.append(ReadinessFinding(WARNING, f"native call path: {path.text}", path.hint))
+    return ReadinessCheck.of("health", "no kernel out of service, the native call path loaded", findings,
                     f"no breaker is open; native call path: {path.text}")
 
 
@@ -275,7 +307,7 @@ def identity(world: World) -> dict[str, str]:
             "capabilities": capabilities.capabilities_hash(capabilities.export(world.catalog))[:16]}
 
 
-def check_ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -> Check | None:
+def check_ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -> ReadinessCheck | None:
     """Compare this rank with the others; None if there is one process only.
 
     Each rank writes its identity into the store of the process group and reads those that are there. This is no
@@ -293,16 +325,16 @@ def check_ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -
         store.set(_key(rank), own_identity)
         identities = {r: store.get(_key(r)).decode() for r in range(size) if r == rank or store.check([_key(r)])}
     except (RuntimeError, ValueError) as e:    # DistStoreError is a RuntimeError: the rank with the store is gone
-        return Check("ranks", FAIL, want, f"the store of the process group does not answer: {first_line(e)}",
+        return ReadinessCheck("ranks", FAIL, want, f"the store of the process group does not answer: {first_line(e)}",
                      "restart the process group")
-    findings = [Finding(FAIL, f"rank {r}: {_difference(own_identity, line)}",
+    findings = [ReadinessFinding(FAIL, f"rank {r}: {_difference(own_identity, line)}",
                         "give every rank the same files and settings")
                 for r, line in sorted(identities.items()) if line != own_identity]
     missing = [r for r in range(size) if r not in identities]
     if missing:
-        findings.append(Finding(WARNING, f"{len(missing)} of {size} ranks have not been checked yet: "
+        findings.append(ReadinessFinding(WARNING, f"{len(missing)} of {size} ranks have not been checked yet: "
                                 f"{', '.join(map(str, missing[:8]))}", "check readiness on every rank"))
-    return Check.of("ranks", want, findings, f"{size} ranks, all alike")
+    return ReadinessCheck.of("ranks", want, findings, f"{size} ranks, all alike")
 
 
 def _key(rank: int) -> str:
@@ -321,7 +353,7 @@ def _difference(mine: str, theirs: str) -> str:
 # all of them
 
 def check_surroundings(world: World, kind: str, workspace: int = 0, capabilities_file: Path | str | None = None
-                       ) -> Iterator[Check]:
+                       ) -> Iterator[ReadinessCheck]:
     yield check_policy(world)
     yield check_capabilities(world, capabilities_file)
     yield check_database(world)
@@ -334,7 +366,7 @@ def check_surroundings(world: World, kind: str, workspace: int = 0, capabilities
 
 def without_world(error: LayerZeroError) -> Readiness:
     """Return the report where the policy cannot be read: nothing else can be checked."""
-    return Readiness((Check("policy", FAIL, "a policy that loads", " ".join(str(error).split()),
+    return Readiness((ReadinessCheck("policy", FAIL, "a policy that loads", " ".join(str(error).split()),
                             "correct the policy file or the LAYERZERO_* variables"),))
 
 

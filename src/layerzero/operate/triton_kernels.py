@@ -24,7 +24,7 @@ from ..spec.rules import Condition, device, plain_tensors
 from ..world import events
 
 if TYPE_CHECKING:
-    from ..backends.triton.launch import Compiled, Launcher
+    from ..backends.triton.launch import Launcher, LoadedSpecialization
 
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg"})
@@ -147,6 +147,6 @@ def _runner(id: str, fn: Any, launch: Callable[..., Any], grid: Grid, meta: Mapp
     return run
 
 
-def _emit_compiled(compiled: Compiled) -> None:
+def _emit_compiled(compiled: LoadedSpecialization) -> None:
     events.emit(TritonCompiled(kernel=compiled.function, cache=compiled.cache, seconds=compiled.seconds,
                                shared=compiled.shared))

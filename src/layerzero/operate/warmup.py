@@ -56,7 +56,7 @@ Source = Iterable[Call] | str | os.PathLike[str] | HasCompiledCalls
 
 
 @dataclass(frozen=True)
-class Outcome(Record):
+class WarmupOutcome(Record):
     """What became of one call."""
 
     call: Call
@@ -68,36 +68,36 @@ class Outcome(Record):
     left_out: Mapping[str, str] = field(default_factory=dict)      # faster kernels that failed -> why
 
 
-Progress = Callable[[Outcome], object]
+Progress = Callable[[WarmupOutcome], object]
 
 
 class WarmupReport:
     """The progress of a warm-up. It changes while calls wait in the background."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self._outcomes = [Outcome(call) for call in calls]
+        self._outcomes = [WarmupOutcome(call) for call in calls]
 
     @property
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[WarmupOutcome, ...]:
         return tuple(self._outcomes)
 
-    def _in(self, state: str) -> tuple[Outcome, ...]:
+    def _in(self, state: str) -> tuple[WarmupOutcome, ...]:
         return tuple(o for o in self._outcomes if o.state == state)
 
     @property
-    def ready(self) -> tuple[Outcome, ...]:
+    def ready(self) -> tuple[WarmupOutcome, ...]:
         return self._in("ready")
 
     @property
-    def waiting(self) -> tuple[Outcome, ...]:
+    def waiting(self) -> tuple[WarmupOutcome, ...]:
         return self._in("waiting")
 
     @property
-    def failed(self) -> tuple[Outcome, ...]:
+    def failed(self) -> tuple[WarmupOutcome, ...]:
         return self._in("failed")
 
     @property
-    def skipped(self) -> tuple[Outcome, ...]:
+    def skipped(self) -> tuple[WarmupOutcome, ...]:
         return self._in("skipped")
 
     @property
@@ -219,7 +219,7 @@ def _enqueue(urgent: Iterable[_Job | _Settling], rest: Sequence[_Job], most: int
             _thread = threading.Thread(target=_work, name="layerzero-warmup", daemon=True)
             _thread.start()
     for job in rest[room:]:
-        _finish(job, Outcome(job.call, "skipped", why=f"{most} calls wait already"))
+        _finish(job, WarmupOutcome(job.call, "skipped", why=f"{most} calls wait already"))
 
 
 def _work() -> None:
@@ -237,11 +237,11 @@ def _work() -> None:
         try:
             outcome = job.caller_context.copy().run(_warm, job)
         except faults.FAULTS as e:
-            outcome = Outcome(job.call, "failed", why=first_line(e))
+            outcome = WarmupOutcome(job.call, "failed", why=first_line(e))
         _finish(job, outcome)
 
 
-def _finish(job: _Job, outcome: Outcome) -> None:
+def _finish(job: _Job, outcome: WarmupOutcome) -> None:
     with _lock:
         if job.done:                           # cancelled meanwhile
             return
@@ -277,7 +277,7 @@ def _cancel(report: WarmupReport, settling: _Settling) -> None:
             queue.extend(remaining)  # type: ignore[arg-type]
         for i, outcome in enumerate(report._outcomes):
             if outcome.state == "waiting" and not (_current and _current.report is report and _current.index == i):
-                report._outcomes[i] = Outcome(outcome.call, "skipped", why="interrupted")
+                report._outcomes[i] = WarmupOutcome(outcome.call, "skipped", why="interrupted")
         _lock.notify_all()
 
 
@@ -309,7 +309,7 @@ def _call_once(job: _Job) -> None:
         dispatcher.public(**dict(zip(dispatcher.names, values)))
 
 
-def _warm(job: _Job) -> Outcome:
+def _warm(job: _Job) -> WarmupOutcome:
     began = time.perf_counter()
     left_out: dict[str, str] = {}
     with torch.set_grad_enabled(job.call.grad):
@@ -317,12 +317,14 @@ def _warm(job: _Job) -> Outcome:
             dispatcher, values = _make_call(job)
             facts = dispatcher.facts(values, worlds.current())
         except CANNOT_BE_MADE as e:
-            return Outcome(job.call, "failed", why=first_line(e))
+            return WarmupOutcome(job.call, "failed", why=first_line(e))
         meanwhile = _serve_now(dispatcher, values)
         while True:
             choice = _choice(dispatcher, facts, left_out)
             if choice is None:
-                return Outcome(job.call, "failed", why="no kernel can serve it; lz explain says why", left_out=left_out)
+                return WarmupOutcome(
+                    job.call, "failed", why="no kernel can serve it; lz explain says why", left_out=left_out
+                )
             kernel, step = choice
             if kernel.jit:
                 job.compiling = kernel.id, meanwhile
@@ -332,7 +334,7 @@ def _warm(job: _Job) -> Outcome:
                     continue
                 _call_once(job)
             took = time.perf_counter() - began
-            return Outcome(job.call, "ready", kernel.id, kernel.jit, took, left_out=left_out)
+            return WarmupOutcome(job.call, "ready", kernel.id, kernel.jit, took, left_out=left_out)
 
 
 def _serve_now(dispatcher: Dispatcher, values: tuple[Any, ...]) -> str:
@@ -374,7 +376,7 @@ def _after_fork() -> None:
     _rest.clear()
     for job in waiting:
         if not job.done:
-            job.report._outcomes[job.index] = Outcome(job.call, "skipped", why="left to the parent process")
+            job.report._outcomes[job.index] = WarmupOutcome(job.call, "skipped", why="left to the parent process")
 
 
 atexit.register(_close)

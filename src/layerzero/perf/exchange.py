@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..spec.errors import DataError
-from ..spec.reading import Limits, read_json_lines
+from ..spec.reading import FileLimits, read_json_lines
 from .record import Measurement, Rates, environment_id, is_cpu_place, is_text
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "layerzero.perf/2"
 SCHEMA_WITHOUT_MODE = "layerzero.perf/1"       # only its CPU rows are usable: see schema.py
-LIMITS = Limits(size=1 << 30)                  # of a file
+LIMITS = FileLimits(size=1 << 30)                  # of a file
 FileContent = tuple[list[Measurement], dict[str, dict[str, Any]], dict[str, tuple[Rates, float]]]
 
 

@@ -31,7 +31,7 @@ Satisfies = Callable[[str, str], bool]         # (version, range) -> is it insid
 
 
 @dataclass(frozen=True)
-class Table:
+class ShippedTable:
     """One file."""
 
     name: str
@@ -73,7 +73,7 @@ class Table:
         return {name: versions for name, versions in self.versions.items() if name not in ("torch", "driver")}
 
 
-def read(path: Path, ops: Mapping[str, Op]) -> Table:
+def read(path: Path, ops: Mapping[str, Op]) -> ShippedTable:
     """Reads such a file; DataError says what is wrong. Rows of unknown ops are skipped."""
     data = read_json(path, "a table of measurements that comes with the package")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or sorted(data) != sorted(_HEAD):
@@ -96,7 +96,7 @@ def read(path: Path, ops: Mapping[str, Op]) -> Table:
         rows = tuple(m.checked() for row in data["rows"] for m in _measurements(row, kernels, ops))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as e:
         raise DataError(f"{path.name}: a row is not as it should be: {type(e).__name__}: {e}") from e
-    return Table(path.stem, device, versions, str(data["date"]), str(data["command"]), rates, rows)
+    return ShippedTable(path.stem, device, versions, str(data["date"]), str(data["command"]), rates, rows)
 
 
 def _measurements(row: list[Any], kernels: list[str], ops: Mapping[str, Op]) -> Iterable[Measurement]:

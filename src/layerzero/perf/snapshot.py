@@ -14,7 +14,7 @@ from .schema import ALL_COLUMNS, VERSION, row_of
 from .store import SqliteStore
 
 
-class Summary(NamedTuple):
+class StoreSummary(NamedTuple):
     version: int
     rows: int
     damaged: int
@@ -40,11 +40,11 @@ def open_copy(path: Path, timeout: float = 5.0) -> Iterator[sqlite3.Connection]:
         yield copy
 
 
-def summary(path: Path, timeout: float = 5.0) -> Summary:
+def summary(path: Path, timeout: float = 5.0) -> StoreSummary:
     """Summarizes the file; every row is checked by its checksum."""
     with open_copy(path, timeout) as copy:
         rows = copy.execute(f"SELECT {ALL_COLUMNS}, crc FROM measurements").fetchall()
-        return Summary(VERSION, len(rows), sum(row_of(row) is None for row in rows), path.stat().st_size)
+        return StoreSummary(VERSION, len(rows), sum(row_of(row) is None for row in rows), path.stat().st_size)
 
 
 def groups(path: Path, timeout: float = 5.0) -> list[Group]:

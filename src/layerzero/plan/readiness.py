@@ -17,7 +17,7 @@ from typing import Any, TypeVar, Union
 from ..dispatch.background import compiling
 from ..machine.builds import build_of
 from ..operate import readiness as base
-from ..operate.readiness import FAIL, WARNING, Check, Finding, Readiness, first_line
+from ..operate.readiness import FAIL, WARNING, Readiness, ReadinessCheck, ReadinessFinding, first_line
 from ..selection.engine import is_warm
 from ..spec.call import Call, read_calls
 from ..spec.errors import ConfigError, LayerZeroError
@@ -83,14 +83,14 @@ def load_calls(calls: Calls) -> tuple[Call, ...]:
     return workload
 
 
-def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decision], list[Finding]]:
+def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decision], list[ReadinessFinding]]:
     decided, wrong = [], []
     for call in calls:
         name = f"{call.op} ({call.name})" if call.name else call.op
         try:
             op, facts = facts_of(call, world, kind)
         except LayerZeroError as e:
-            wrong.append(Finding(FAIL, f"{name}: {first_line(e)}", "correct the workload"))
+            wrong.append(ReadinessFinding(FAIL, f"{name}: {first_line(e)}", "correct the workload"))
             continue
         decided.append(Decision(name, op, facts, world.plan(op, facts, thorough=True),
                                 world.plan(op, facts, compiled=True)))
@@ -99,32 +99,34 @@ def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decisi
 
 # kernels
 
-def _kernels(decided: Sequence[Decision], wrong: Sequence[Finding], world: World, kind: str) -> Check:
+def _kernels(decided: Sequence[Decision], wrong: Sequence[ReadinessFinding], world: World, kind: str) -> ReadinessCheck:
     findings = [*wrong, *_required(world, kind)]
     for d in decided:
         if not d.plan.steps:
             why = "; ".join(dict.fromkeys(str(r) for no in d.plan.rejected for r in no.reasons)) or "there is none"
             hint = "run lz warmup" if d.compiled.steps else "lz explain says more; allow or install a kernel"
-            findings.append(Finding(FAIL, f"{d.name}: no kernel may serve it: {why[:400]}", hint))
+            findings.append(ReadinessFinding(FAIL, f"{d.name}: no kernel may serve it: {why[:400]}", hint))
         elif d.plan.steps[0].kernel.startswith("reference.") and len(world.kernels(d.op.name)) > 1:
-            findings.append(Finding(WARNING, f"{d.name}: only the reference formula serves it",
+            findings.append(ReadinessFinding(WARNING, f"{d.name}: only the reference formula serves it",
                                     "lz explain says why the others do not"))
     unbuilt = sorted(k for k, reason in world.availability().items() if reason.code is Code.NOT_BUILT)
     if unbuilt and kind == "cpu":
-        findings.append(Finding(WARNING, f"not compiled for this machine: {', '.join(unbuilt)}", "run: lz build"))
+        findings.append(
+            ReadinessFinding(WARNING, f"not compiled for this machine: {', '.join(unbuilt)}", "run: lz build")
+        )
     if decided or wrong:
         served = sorted({d.plan.kernel for d in decided if d.plan.kernel})
-        return Check.of("kernels", "a kernel that may serve each call, and those that policy locks", findings,
+        return ReadinessCheck.of("kernels", "a kernel that may serve each call, and those that policy locks", findings,
                         f"{len(decided)} calls, served by {', '.join(served)}")
     around = world.surroundings(kind, None)
     able = {op.name: world.roster(op, kind, around).viable for op in world.catalog.ops.values()}
-    findings += [Finding(FAIL, f"{op}: no kernel can run on {kind}", "lz list shows why")
+    findings += [ReadinessFinding(FAIL, f"{op}: no kernel can run on {kind}", "lz list shows why")
                  for op, kernels in able.items() if not kernels]
-    return Check.of("kernels", "a kernel for each op, and those that policy locks", findings,
+    return ReadinessCheck.of("kernels", "a kernel for each op, and those that policy locks", findings,
                     f"{len(able)} ops, {sum(map(len, able.values()))} kernels that can run on {kind}")
 
 
-def _required(world: World, kind: str) -> Iterator[Finding]:
+def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
     """Yield the locks of the policy whose kernels cannot run here."""
     around = world.surroundings(kind, None)
     for layer in world.policy.layers:
@@ -136,16 +138,19 @@ def _required(world: World, kind: str) -> Iterator[Finding]:
                 refused = {r.kernel: r.reasons for r in world.roster(op, kind, around).rejected}
                 if named and all(k.id in refused for k in named):
                     why = "; ".join(str(r) for r in refused[named[0].id])
-                    yield Finding(FAIL, f"{op.name} is locked to {', '.join(rule.kernels)} ({rule.origin}): {why}",
-                                  "install or build it, or take the lock away")
+                    yield ReadinessFinding(
+                        FAIL,
+                        f"{op.name} is locked to {', '.join(rule.kernels)} ({rule.origin}): {why}",
+                        "install or build it, or take the lock away",
+                    )
 
 
 # certificates
 
-def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Check:
+def _certificates(decided: Sequence[Decision], world: World, kind: str) -> ReadinessCheck:
     want = "a certificate for each kernel that serves"
     if not world.policy.setting("require_certificates"):
-        return Check("certificates", base.OK, "none: policy does not demand them", "not demanded")
+        return ReadinessCheck("certificates", base.OK, "none: policy does not demand them", "not demanded")
     if decided:
         ids = {d.plan.kernel or "" for d in decided}
         near = {r.kernel for d in decided for r in d.plan.rejected
@@ -158,18 +163,21 @@ def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Check
         near = able - ids
     near = {i for i in near if not i.startswith("reference.")}
     standing = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)], world.device(kind))
-    findings = [Finding(WARNING, f"{kernel}: {why}", "run lz verify for it") for kernel, reason in standing.items()
-                if (why := getattr(reason, "message", ""))]
+    findings = [
+        ReadinessFinding(WARNING, f"{kernel}: {why}", "run lz verify for it")
+        for kernel, reason in standing.items()
+        if (why := getattr(reason, "message", ""))
+    ]
     proven = {i for i in ids if i and not i.startswith("reference.")}
     if near and not proven:
-        findings.insert(0, Finding(FAIL, "no kernel here is proven: only the reference formulas serve",
+        findings.insert(0, ReadinessFinding(FAIL, "no kernel here is proven: only the reference formulas serve",
                                    "run lz verify"))
-    return Check.of("certificates", want, findings, f"{len(proven)} kernels, each with its certificate")
+    return ReadinessCheck.of("certificates", want, findings, f"{len(proven)} kernels, each with its certificate")
 
 
 # warm-up
 
-def _warm_up(decided: Sequence[Decision], world: World) -> Check:
+def _warm_up(decided: Sequence[Decision], world: World) -> ReadinessCheck:
     """Check that no request would wait for a compiler."""
     mode = world.policy.setting("jit")
     findings, warm = [], 0
@@ -188,17 +196,19 @@ def _warm_up(decided: Sequence[Decision], world: World) -> Check:
         text = f"{d.name}: {kernel.id} is not compiled in this process"
         text += ", this machine's caches have it" if before else " and in no cache of this machine"
         if waits:
-            findings.append(Finding(WARNING if before else FAIL, f"{text}; a request would wait for it",
+            findings.append(ReadinessFinding(WARNING if before else FAIL, f"{text}; a request would wait for it",
                                     "run lz warmup"))
         elif not before or mode == "never":
-            findings.append(Finding(WARNING, f"{text}; {d.plan.kernel or 'nothing'} serves meanwhile", "run lz warmup"))
-    return Check.of("warm-up", f"nothing to compile in a request (jit: {mode})", findings,
+            findings.append(
+                ReadinessFinding(WARNING, f"{text}; {d.plan.kernel or 'nothing'} serves meanwhile", "run lz warmup")
+            )
+    return ReadinessCheck.of("warm-up", f"nothing to compile in a request (jit: {mode})", findings,
                     f"{warm} calls are served by kernels compiled here" if warm else "no call waits for a compiler")
 
 
 # measurements
 
-def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Check:
+def _measurements(decided: Sequence[Decision], world: World, kind: str) -> ReadinessCheck:
     want = "times measured on this machine, of the kernels as they are built now"
     findings = []
     sources: dict[str, int] = {}
@@ -207,16 +217,16 @@ def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Check
             source = d.plan.steps[0].score.source
             sources[source] = sources.get(source, 0) + 1
             if source in (DEFAULT, PRIOR):
-                findings.append(Finding(WARNING, f"{d.name}: not measured; {d.plan.kernel} serves as {source}",
+                findings.append(ReadinessFinding(WARNING, f"{d.name}: not measured; {d.plan.kernel} serves as {source}",
                                         "run lz tune for these calls, or set learn"))
     stale = _stale(world, kind)
     if stale:
-        findings.append(Finding(WARNING, f"{stale} measurements of this device are of other builds or expired",
+        findings.append(ReadinessFinding(WARNING, f"{stale} measurements of this device are of other builds or expired",
                                 "run lz tune again; lz perf prune removes them"))
     shipped = measurements.shipped_status(world, world.device(kind))
     counted = ", ".join(f"{n} calls {source}" for source, n in sorted(sources.items()))
     in_use = counted or f"{len(world.perf)} in use"
-    return Check.of("measurements", want, findings, f"{in_use}; shipped: {shipped.text}")
+    return ReadinessCheck.of("measurements", want, findings, f"{in_use}; shipped: {shipped.text}")
 
 
 def _stale(world: World, kind: str) -> int:
@@ -239,7 +249,7 @@ def _stale(world: World, kind: str) -> int:
 
 # tables and lockfiles
 
-def _table(source: OrPath[Table], world: World) -> tuple[Table | None, Check | None]:
+def _table(source: OrPath[Table], world: World) -> tuple[Table | None, ReadinessCheck | None]:
     want = "a dispatch table that holds on this machine"
     in_force = world.table.table if world.table is not None else None
     table = in_force if source is None and isinstance(in_force, Table) else source
@@ -248,31 +258,40 @@ def _table(source: OrPath[Table], world: World) -> tuple[Table | None, Check | N
     try:
         loaded = table if isinstance(table, Table) else Table.load(table)
     except LayerZeroError as e:
-        return None, Check("table", FAIL, want, first_line(e), "make it again: lz solve")
+        return None, ReadinessCheck("table", FAIL, want, first_line(e), "make it again: lz solve")
     try:
         check_table(loaded, world)
     except LayerZeroError as e:
-        wrong = [Finding(FAIL, reason.message, "run lz solve on this machine") for reason in getattr(e, "reasons", ())]
-        return loaded, Check.of("table", want, wrong or [Finding(FAIL, first_line(e), "run lz solve")], "")
+        wrong = [
+            ReadinessFinding(FAIL, reason.message, "run lz solve on this machine")
+            for reason in getattr(e, "reasons", ())
+        ]
+        return loaded, ReadinessCheck.of(
+            "table", want, wrong or [ReadinessFinding(FAIL, first_line(e), "run lz solve")], ""
+        )
     state = "in force" if in_force is not None and in_force.id == loaded.id else "valid here"
-    return loaded, Check("table", base.OK, want, f"{loaded}; {state}")
+    return loaded, ReadinessCheck("table", base.OK, want, f"{loaded}; {state}")
 
 
-def _check_coverage(check: Check, table: Table | None, decided: Sequence[Decision]) -> Check:
+def _check_coverage(check: ReadinessCheck, table: Table | None, decided: Sequence[Decision]) -> ReadinessCheck:
     """Add the calls that the table has no row for to its check."""
     if check.state != base.OK or table is None:
         return check
-    missed = [Finding(WARNING, f"{d.name}: the table has no row for it", "run lz solve with these calls")
+    missed = [ReadinessFinding(WARNING, f"{d.name}: the table has no row for it", "run lz solve with these calls")
               for d in decided if table.find(d.op.name, d.facts) is None]
-    return Check.of(check.name, check.want, missed, check.got)
+    return ReadinessCheck.of(check.name, check.want, missed, check.got)
 
 
-def _lockfile(lock: OrPath[Lockfile]) -> Check:
+def _lockfile(lock: OrPath[Lockfile]) -> ReadinessCheck:
     want = "the kernels, versions and builds that the lockfile names"
     assert lock is not None
     try:
         violations = check_lockfile(lock)
     except LayerZeroError as e:
-        return Check("lockfile", FAIL, want, first_line(e), "make it again: lz lock")
-    return Check.of("lockfile", want, [Finding(FAIL, str(v), "install what it names, or make it again: lz lock")
-                                       for v in violations], "this machine holds to it")
+        return ReadinessCheck("lockfile", FAIL, want, first_line(e), "make it again: lz lock")
+    return ReadinessCheck.of(
+        "lockfile",
+        want,
+        [ReadinessFinding(FAIL, str(v), "install what it names, or make it again: lz lock") for v in violations],
+        "this machine holds to it",
+    )

@@ -43,7 +43,7 @@ Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
 
 
 @dataclass(frozen=True)
-class Timed(Record):
+class MeasuredSpeed(Record):
     """How many times faster than torch, and between which ratios the true one lies with 95 % confidence."""
 
     ratio: Positive
@@ -57,7 +57,7 @@ class Timed(Record):
         return {name: round(v, 4) if isinstance(v, float) else v for name, v in super().to_json().items()}
 
 
-Timer = Callable[[Sequence[str], str, float], Mapping[str, Timed]]     # calls, device, seconds for each
+Timer = Callable[[Sequence[str], str, float], Mapping[str, MeasuredSpeed]]     # calls, device, seconds for each
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Baseline(Record, header={"schema": SCHEMA}, whole=True, json="target devic
     device: str
     torch: str
     made: str
-    calls: Mapping[str, Timed]
+    calls: Mapping[str, MeasuredSpeed]
     threshold: Annotated[float, Check("a share between 0 and 1", lambda n: 0 < n < 1)] = THRESHOLD
 
     def least(self, call: str) -> float:
@@ -137,28 +137,28 @@ def compare(path: Path, target: str, device: str, seconds: float = SECONDS, firs
                   len(known), tuple(findings))
 
 
-def merged(runs: Sequence[Timed]) -> Timed:
+def merged(runs: Sequence[MeasuredSpeed]) -> MeasuredSpeed:
     """Merge the timings of several processes: their medians, and an interval that holds all their intervals."""
     def middle(values: Iterable[float]) -> float:
         return statistics.median(values)
 
-    return Timed(middle(r.ratio for r in runs), min(r.low for r in runs), max(r.high for r in runs),
+    return MeasuredSpeed(middle(r.ratio for r in runs), min(r.low for r in runs), max(r.high for r in runs),
                  middle(r.lz_us for r in runs), middle(r.torch_us for r in runs), sum(r.rounds for r in runs))
 
 
-def in_this_process(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, Timed]:
+def in_this_process(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, MeasuredSpeed]:
     with _conditions(device):
         return {name: time_call(CALLS[name], device, seconds) for name in calls}
 
 
-def in_new_process(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, Timed]:
+def in_new_process(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, MeasuredSpeed]:
     code = "import sys; from layerzero.release.performance import _print; _print(sys.argv[1:])"
     process = subprocess.run([sys.executable, "-c", code, device, str(seconds), *calls], capture_output=True, text=True,
                              timeout=600 + 10 * seconds * len(calls))
     if process.returncode:
         raise DataError(f"timing {', '.join(calls)} in a process of its own ended with {process.returncode}:\n"
                         f"{process.stderr.strip()[-2000:]}")
-    return {name: Timed(**row) for name, row in json.loads(process.stdout.splitlines()[-1]).items()}
+    return {name: MeasuredSpeed(**row) for name, row in json.loads(process.stdout.splitlines()[-1]).items()}
 
 
 def _print(words: Sequence[str]) -> None:
@@ -166,7 +166,7 @@ def _print(words: Sequence[str]) -> None:
     print(json.dumps({name: t.to_json() for name, t in in_this_process(calls, device, float(seconds)).items()}))
 
 
-def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> Timed:
+def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> MeasuredSpeed:
     """Time lz and torch in turns; return the median ratio of the rounds with a bootstrap interval."""
     with torch.no_grad():
         ours, torchs = make(device)
@@ -175,7 +175,9 @@ def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> Timed
     draws = torch.randint(len(ratios), (RESAMPLES, len(ratios)), generator=torch.Generator().manual_seed(0))
     medians = ratios[draws].quantile(0.5, dim=1)
     low, high = (float(medians.quantile(q)) for q in ((1 - SURE) / 2, (1 + SURE) / 2))
-    return Timed(float(ratios.quantile(0.5)), low, high, timings.median("lz"), timings.median("torch"), len(ratios))
+    return MeasuredSpeed(
+        float(ratios.quantile(0.5)), low, high, timings.median("lz"), timings.median("torch"), len(ratios)
+    )
 
 
 @contextmanager

@@ -38,7 +38,7 @@ _BY_NAME = "*"                                 # stands for names that are data:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """A kind of file: its version, how one is written, how it is read, and where its names are data."""
 
     version: str
@@ -82,13 +82,13 @@ def _trace(path: Path) -> None:
 
 
 def _baseline(path: Path) -> None:
-    timed = performance.Timed(1.0, 0.9, 1.1, 1.0, 1.0, 9)
+    timed = performance.MeasuredSpeed(1.0, 0.9, 1.1, 1.0, 1.0, 9)
     performance.Baseline("cpu-arm", "a CPU", "2.13", "2026-01-01", {"one": timed}).save(path)
 
 
 def _soak(path: Path) -> None:
-    samples = [soak.Sample(float(i), 1.0, 1, 1, 1.0, 1.0, 1.0, 1) for i in range(24)]
-    soak.Report(1.0, [soak.Part("2026-01-01", "a CPU", "2.13", samples, {"calls": 1}, [], 1.0)]).save(path)
+    samples = [soak.SoakSample(float(i), 1.0, 1, 1, 1.0, 1.0, 1.0, 1) for i in range(24)]
+    soak.SoakReport(1.0, [soak.SoakPart("2026-01-01", "a CPU", "2.13", samples, {"calls": 1}, [], 1.0)]).save(path)
 
 
 def _read_calls(path: Path) -> Any:
@@ -100,21 +100,44 @@ def _read_calls(path: Path) -> Any:
 
 _ROWS = {"opaque": ("rows[].when", "rows[].sizes", "rows[].choices[].transforms"),
          "optional": ("rows[].choices[].transforms", "rows[].choices[].workspace")}
-KINDS: Mapping[str, Kind] = {
-    "capabilities": Kind(capabilities.SCHEMA, _capabilities, capabilities.load, opaque=(
-        "kernels[].requires", "kernels[].less_work_when", "kernels[].variants")),
-    "table": Kind(table.SCHEMA, _table, table.Table.load, by_name=("stamp.builds",),
-                  opaque=(*_ROWS["opaque"], "jit", "stamp.device.isa", "stamp.builds"), optional=_ROWS["optional"]),
-    "lockfile": Kind(lockfile.SCHEMA, _lockfile, lockfile.load_lockfile, by_name=("kernels",), opaque=_ROWS["opaque"],
-                     optional=(*_ROWS["optional"], "kernels.*.certificate")),
-    "calls": Kind("", _calls, _read_calls, lines=True, opaque=("arguments",),
-                  optional=("case", "dtype", "count", "grad", "name")),
-    "perf export": Kind(exchange.SCHEMA, _perf_export, exchange.read_lines, lines=True, by_name=("data",),
-                        opaque=("data",)),
-    "trace": Kind("", _trace, Trace.load_lines, lines=True, opaque=(
-        "workload.axes", "workload.inputs", "evaluation.environment.libs")),
-    "baseline": Kind(performance.SCHEMA, _baseline, performance.Baseline.load, by_name=("calls",)),
-    "soak": Kind(soak.SCHEMA, _soak, soak.Report.load, opaque=("counts", "parts[].counts")),
+KINDS: Mapping[str, FileKind] = {
+    "capabilities": FileKind(
+        capabilities.SCHEMA,
+        _capabilities,
+        capabilities.load,
+        opaque=("kernels[].requires", "kernels[].less_work_when", "kernels[].variants"),
+    ),
+    "table": FileKind(
+        table.SCHEMA,
+        _table,
+        table.Table.load,
+        by_name=("stamp.builds",),
+        opaque=(*_ROWS["opaque"], "jit", "stamp.device.isa", "stamp.builds"),
+        optional=_ROWS["optional"],
+    ),
+    "lockfile": FileKind(
+        lockfile.SCHEMA,
+        _lockfile,
+        lockfile.load_lockfile,
+        by_name=("kernels",),
+        opaque=_ROWS["opaque"],
+        optional=(*_ROWS["optional"], "kernels.*.certificate"),
+    ),
+    "calls": FileKind(
+        "", _calls, _read_calls, lines=True, opaque=("arguments",), optional=("case", "dtype", "count", "grad", "name")
+    ),
+    "perf export": FileKind(
+        exchange.SCHEMA, _perf_export, exchange.read_lines, lines=True, by_name=("data",), opaque=("data",)
+    ),
+    "trace": FileKind(
+        "",
+        _trace,
+        Trace.load_lines,
+        lines=True,
+        opaque=("workload.axes", "workload.inputs", "evaluation.environment.libs"),
+    ),
+    "baseline": FileKind(performance.SCHEMA, _baseline, performance.Baseline.load, by_name=("calls",)),
+    "soak": FileKind(soak.SCHEMA, _soak, soak.SoakReport.load, opaque=("counts", "parts[].counts")),
 }
 
 
@@ -148,7 +171,7 @@ def check(record: Path | None) -> Iterator[Checked]:
     yield _database()
 
 
-def _problems(name: str, kind: Kind, folder: Path, known: Mapping[str, Any] | None) -> Iterator[str]:
+def _problems(name: str, kind: FileKind, folder: Path, known: Mapping[str, Any] | None) -> Iterator[str]:
     path = folder / "file"
     kind.write(path)
     kind.read(path)
@@ -178,7 +201,7 @@ def _problems(name: str, kind: Kind, folder: Path, known: Mapping[str, Any] | No
         yield f"{what} was read as if it were whole"
 
 
-def _structure_of(text: str, kind: Kind) -> list[str]:
+def _structure_of(text: str, kind: FileKind) -> list[str]:
     rows = [json.loads(line) for line in text.splitlines() if line.strip()] if kind.lines else [json.loads(text)]
     return sorted({place for row in rows for place in structure(row, kind.by_name, kind.opaque)}
                   - {""} - set(kind.optional))

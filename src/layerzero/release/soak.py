@@ -45,7 +45,7 @@ LEAST_JUDGED_HOURS = 0.1                       # a slope per hour of less time t
 
 
 @dataclass(frozen=True)
-class Sample(Record):
+class SoakSample(Record):
     """The process at one moment. Times are of the part, in seconds; latencies in microseconds."""
 
     at: float
@@ -66,13 +66,13 @@ class Sample(Record):
 
 
 @dataclass
-class Part(Record, whole=True):
+class SoakPart(Record, whole=True):
     """One process of a soak."""
 
     began: str
     device: str
     torch: str
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SoakSample] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -83,7 +83,7 @@ class Part(Record, whole=True):
         return {**super().to_json(), "seconds": round(self.seconds, 1)}
 
     @property
-    def judged(self) -> list[Sample]:
+    def judged(self) -> list[SoakSample]:
         """The samples after the warm-up."""
         return self.samples[int(len(self.samples) * WARM_UP):]
 
@@ -96,7 +96,7 @@ class Bound:
     unit: str
     most: float
     relative: bool
-    of: Callable[[Sample], float]
+    of: Callable[[SoakSample], float]
 
 
 BOUNDS: tuple[Bound, ...] = (
@@ -129,12 +129,12 @@ class Series(Record, json="name unit most first last passed judged trend",
 
 
 @dataclass
-class Report(Record, header={"schema": SCHEMA}, whole=True,
+class SoakReport(Record, header={"schema": SCHEMA}, whole=True,
              json="target_seconds seconds complete passed counts series failures parts"):
     """All parts of a soak so far."""
 
     target_seconds: float
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SoakPart] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -176,7 +176,7 @@ class Report(Record, header={"schema": SCHEMA}, whole=True,
         return {**super().to_json(), "seconds": round(self.seconds, 1)}
 
     @classmethod
-    def load(cls, path: Path) -> Report:
+    def load(cls, path: Path) -> SoakReport:
         return cls.from_json(read_json(path, "a report, such as lz soak --out writes"), str(path))
 
     def save(self, path: Path) -> None:
@@ -191,8 +191,8 @@ class Report(Record, header={"schema": SCHEMA}, whole=True,
 
 
 def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float = 0.02, forks: bool = True,
-         report: Report | None = None, out: Path | None = None, ops: tuple[str, ...] = (), seed: int = 0,
-         say: Callable[[Sample, Tally], None] | None = None) -> Report:
+         report: SoakReport | None = None, out: Path | None = None, ops: tuple[str, ...] = (), seed: int = 0,
+         say: Callable[[SoakSample, Tally], None] | None = None) -> SoakReport:
     """Run for so many seconds more and return the report with this part added.
 
     `rate`: the share of calls of the planted kernels that fail. KeyboardInterrupt ends the part early; the report
@@ -203,8 +203,8 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
     if threads < 1:
         raise ConfigError(f"a soak wants at least one thread, got {threads}")
     kind = hardware.probe(device).type
-    report = report if report is not None else Report(seconds)
-    part = Part(datetime.now(timezone.utc).isoformat(timespec="seconds"), hardware.probe(device).name,
+    report = report if report is not None else SoakReport(seconds)
+    part = SoakPart(datetime.now(timezone.utc).isoformat(timespec="seconds"), hardware.probe(device).name,
                 str(torch.__version__))
     report.parts.append(part)
     tally = Tally()
@@ -249,7 +249,7 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
     return report
 
 
-def _note(part: Part, tally: Tally, seconds: float, disturbances: Disturbances) -> None:
+def _note(part: SoakPart, tally: Tally, seconds: float, disturbances: Disturbances) -> None:
     for name in other_breakers():
         text = f"breakers of other kernels: {name} is out of service, and no fault was planted in it"
         if text not in tally.failures:
@@ -291,7 +291,7 @@ class Probe:
         self._ours: Callable[[], Any] = lambda: public(x, weight)
         self._torchs: Callable[[], Any] = lambda: torch.nn.functional.layer_norm(x, (256,), weight)
 
-    def sample(self, at: float, tally: Tally) -> Sample:
+    def sample(self, at: float, tally: Tally) -> SoakSample:
         """The process now. Ours and torch's take turns."""
         gc.collect()
         rss, fds, threads = rss_bytes() / 2**20, open_files(), native_threads()
@@ -309,7 +309,7 @@ class Probe:
                         self._wait()
                         times.append((time.perf_counter_ns() - began) / 1e3)
         ours.sort()
-        return Sample(at, rss, fds, threads, statistics.median(ours), ours[int(len(ours) * 0.99)],
+        return SoakSample(at, rss, fds, threads, statistics.median(ours), ours[int(len(ours) * 0.99)],
                       statistics.median(torchs), sum(tally.counts[kind] for kind in CALLS))
 
 

@@ -21,7 +21,7 @@ from ..world import certificates
 from ..world import snapshot as worlds
 from ..world.certificates import Certificate
 from . import performance, schemas
-from .soak import Report, soak
+from .soak import SoakReport, soak
 from .soak_load import WRONG
 
 QUICK_CASES = 2                                # of each kernel, at one dtype
@@ -49,7 +49,7 @@ class GateOptions:
 
 
 @dataclass(frozen=True)
-class Stage:
+class GateStage:
     says: str
     run: Callable[[GateOptions], Iterator[Checked]]
 
@@ -146,7 +146,7 @@ def _soak(options: GateOptions) -> Iterator[Checked]:
     yield from soak_checks(soak(seconds, device=options.device), seconds)
 
 
-def soak_checks(report: Report, seconds: float) -> Iterator[Checked]:
+def soak_checks(report: SoakReport, seconds: float) -> Iterator[Checked]:
     """Yield the findings of a soak as checks."""
     counts, texts = report.counts, report.failures
     findings = []
@@ -185,14 +185,14 @@ def readiness_checked(device: str) -> Checked:
                    time.perf_counter() - started)
 
 
-STAGES: Mapping[str, Stage] = {
-    "static": Stage("the declarations are complete and reachable", _static),
-    "models": Stage("models equal plain torch", _models),
-    "correctness": Stage("every kernel that can run here keeps its contract", _correctness),
-    "schema": Stage("the files lz writes are of the versions they say", _schema),
-    "performance": Stage("no call got slower against torch than the baseline allows", _performance),
-    "soak": Stage("nothing goes wrong or grows under faults, forks and changes", _soak),
-    "readiness": Stage("this machine could serve now", _readiness),
+STAGES: Mapping[str, GateStage] = {
+    "static": GateStage("the declarations are complete and reachable", _static),
+    "models": GateStage("models equal plain torch", _models),
+    "correctness": GateStage("every kernel that can run here keeps its contract", _correctness),
+    "schema": GateStage("the files lz writes are of the versions they say", _schema),
+    "performance": GateStage("no call got slower against torch than the baseline allows", _performance),
+    "soak": GateStage("nothing goes wrong or grows under faults, forks and changes", _soak),
+    "readiness": GateStage("this machine could serve now", _readiness),
 }
 
 

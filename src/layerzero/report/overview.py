@@ -21,7 +21,7 @@ FIRST_LOOK = 3                                 # samples
 
 
 @dataclass(frozen=True)
-class Candidate:
+class KernelTiming:
     """One kernel in one kind of call."""
 
     kernel: str
@@ -44,18 +44,18 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CallKind:
     """One kind of call and the kernels timed for it, fastest first."""
 
     op: str
     family: str                                # dtype and switches
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[KernelTiming, ...]
     flops: float = 0.0                         # of the winner's timed call, by the op's cost
     bytes: float = 0.0
     roofline_us: float | None = None           # None without measured ceilings, or without a known cost
 
     @property
-    def winner(self) -> Candidate:
+    def winner(self) -> KernelTiming:
         return self.candidates[0]
 
     @property
@@ -67,12 +67,12 @@ class Kind:
         return " ".join(filter(None, (self.op, self.family, self.sizes)))
 
     @property
-    def tied(self) -> tuple[Candidate, ...]:
+    def tied(self) -> tuple[KernelTiming, ...]:
         """Other candidates that tuning cannot tell from the winner."""
         return tuple(c for c in self.candidates[1:] if c.us <= self.winner.us * (1.0 + MARGIN))
 
     @property
-    def baseline(self) -> Candidate | None:
+    def baseline(self) -> KernelTiming | None:
         """The fastest of torch's own kernels."""
         return next((c for c in self.candidates if c.baseline), None)
 
@@ -99,7 +99,7 @@ class Kind:
     def bytes_per_s(self) -> float:
         return self.bytes / self.winner.us * 1e6
 
-    def candidate(self, kernel: str) -> Candidate | None:
+    def candidate(self, kernel: str) -> KernelTiming | None:
         """Return the timing of one kernel; None if it was not timed."""
         return next((c for c in self.candidates if c.kernel == kernel), None)
 
@@ -113,7 +113,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Gain:
+class GainSummary:
     """The gain over torch's own kernels, for several kinds of call."""
 
     mean: float                                # geometric
@@ -127,10 +127,10 @@ class MeasuredOp:
     """The measured kinds of call of one operation."""
 
     name: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[CallKind, ...]
 
     @property
-    def gain(self) -> Gain | None:
+    def gain(self) -> GainSummary | None:
         return summarize_gain(self.kinds)
 
     @property
@@ -219,7 +219,7 @@ class Overview:
     place: str
     created_at: str                            # date and time, as text
     facts: Mapping[str, str] = field(default_factory=dict)             # of the header: name -> text
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[CallKind, ...] = ()
     rates: Rates | None = None
     rejected: tuple[RejectedKernel, ...] = ()
     regret: RegretSummary | None = None
@@ -232,12 +232,12 @@ class Overview:
         return sum(len(kind.candidates) for kind in self.kinds)
 
     @property
-    def gain(self) -> Gain | None:
+    def gain(self) -> GainSummary | None:
         return summarize_gain(self.kinds)
 
     @property
     def measured_ops(self) -> list[MeasuredOp]:
-        groups: dict[str, list[Kind]] = {}
+        groups: dict[str, list[CallKind]] = {}
         for kind in self.kinds:
             groups.setdefault(kind.op, []).append(kind)
         return [MeasuredOp(op, tuple(kinds)) for op, kinds in groups.items()]
@@ -251,17 +251,17 @@ class Overview:
         return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 
 
-def summarize_gain(kinds: Iterable[Kind]) -> Gain | None:
+def summarize_gain(kinds: Iterable[CallKind]) -> GainSummary | None:
     """Summarize the kinds for which torch's own kernel was timed; None if there are none."""
     gains = [kind.gain for kind in kinds if kind.gain is not None]
     if not gains:
         return None
     mean = math.exp(math.fsum(map(math.log, gains)) / len(gains))
-    return Gain(mean, min(gains), max(gains), len(gains))
+    return GainSummary(mean, min(gains), max(gains), len(gains))
 
 
 def group_by_kind(measurements: Iterable[Measurement], rates: Rates | None,
-                  baselines: frozenset[str]) -> tuple[Kind, ...]:
+                  baselines: frozenset[str]) -> tuple[CallKind, ...]:
     """Group the measurements of one place by kind of call; `baselines` are torch's own kernels."""
     groups: dict[tuple[str, str], list[Measurement]] = {}
     for m in measurements:
@@ -269,14 +269,14 @@ def group_by_kind(measurements: Iterable[Measurement], rates: Rates | None,
     kinds = []
     for (op, _), rows in groups.items():
         rows.sort(key=lambda m: (m.median_us, m.kernel))
-        candidates = tuple(Candidate(m.kernel, m.median_us, m.spread, m.trust, m.samples, m.sizes,
+        candidates = tuple(KernelTiming(m.kernel, m.median_us, m.spread, m.trust, m.samples, m.sizes,
                                      m.kernel in baselines, m.compile_us) for m in rows)
         fastest = rows[0]
         roofline_us = None
         # The op's cost counts the forward pass only: gradients have no roofline.
         if rates is not None and (fastest.flops or fastest.bytes) and "grad" not in fastest.family.split():
             roofline_us = rates.roofline_us(fastest.flops, fastest.bytes)
-        kinds.append(Kind(op, fastest.family, candidates, fastest.flops, fastest.bytes, roofline_us))
+        kinds.append(CallKind(op, fastest.family, candidates, fastest.flops, fastest.bytes, roofline_us))
     return tuple(sorted(kinds, key=lambda k: (k.op, k.family, _size_order(k.sizes))))
 
 

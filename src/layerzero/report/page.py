@@ -5,7 +5,7 @@ from __future__ import annotations
 from string import ascii_uppercase
 
 from .formats import format_plural, format_ratio, format_time
-from .overview import Candidate, Kind, Overview
+from .overview import CallKind, KernelTiming, Overview
 from .roofline import plot, plotted
 from .style import STEPS, heat_step
 from .templating import FOLDER, render_template
@@ -30,11 +30,11 @@ def _letter(i: int) -> str:
     return ascii_uppercase[i] if i < 26 else f"{ascii_uppercase[i // 26 - 1]}{ascii_uppercase[i % 26]}"
 
 
-def _bar_width(candidate: Candidate, kind: Kind) -> str:
+def _bar_width(candidate: KernelTiming, kind: CallKind) -> str:
     return f"{100 * candidate.us / kind.candidates[-1].us:.2f}"
 
 
-def _notes(candidate: Candidate, kind: Kind) -> str:
+def _notes(candidate: KernelTiming, kind: CallKind) -> str:
     notes = [format_plural(candidate.samples, "sample")]
     if not candidate.first_look:               # a few samples say nothing of their spread
         notes = [f"spread {candidate.spread:.0%}", f"trust {candidate.trust:.2f}", *notes]
@@ -45,7 +45,7 @@ def _notes(candidate: Candidate, kind: Kind) -> str:
     return ", ".join(notes)
 
 
-def _verdict(kind: Kind) -> str:
+def _verdict(kind: CallKind) -> str:
     parts = [f"Fastest: {kind.winner.kernel}"]
     if kind.tied:
         parts.append(f"a tie with {', '.join(c.kernel for c in kind.tied)}")

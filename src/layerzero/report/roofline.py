@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from ..perf.record import Rates
 from .formats import PREFIXES, format_rate
 from .markup import Markup, element, join
-from .overview import Kind
+from .overview import CallKind
 
 WIDTH, HEIGHT = 480, 360
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 46
 RADIUS, CROWD = 8, 40                          # of a point; with more points than this it is smaller
 
 
-def plotted(kinds: Sequence[Kind]) -> list[Kind]:
+def plotted(kinds: Sequence[CallKind]) -> list[CallKind]:
     """Return the kinds that can be drawn: those with FLOPs, bytes and a roofline."""
     return [k for k in kinds if k.roofline_us is not None and k.flops > 0 and k.bytes > 0]
 
 
-def plot(kinds: Sequence[Kind], rates: Rates, letters: Mapping[str, str]) -> Markup:
+def plot(kinds: Sequence[CallKind], rates: Rates, letters: Mapping[str, str]) -> Markup:
     """Draw the winners under the measured ceilings; `letters` labels the points by operation."""
     peak, bandwidth = rates.flops_per_us * 1e6, rates.bytes_per_us * 1e6
     xs = [peak / bandwidth, *(kind.intensity for kind in kinds)]
@@ -84,7 +84,7 @@ def _tick(n: int) -> str:
     return f"{10.0 ** n:g}"
 
 
-def _point(kind: Kind, x: _Axis, y: _Axis, letters: Mapping[str, str], radius: int) -> Markup:
+def _point(kind: CallKind, x: _Axis, y: _Axis, letters: Mapping[str, str], radius: int) -> Markup:
     cx, cy = x.at(kind.intensity), y.at(kind.flops_per_s)
     title = (f"{kind.label}: {kind.winner.kernel}, {format_rate(kind.flops_per_s, 'FLOP')}, "
              f"{kind.intensity:.3g} FLOP per byte, {kind.roofline or 0:.0%} of the roofline")

@@ -379,7 +379,7 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
     return tuple(steps)
 
 
-class Timings(NamedTuple):
+class CandidateTimings(NamedTuple):
     """Times of the candidates, all from one source: those of two machines are not compared."""
 
     by_kernel: Mapping[str, Timing] = {}
@@ -401,10 +401,10 @@ def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, aro
 
 
 def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings, roofline: float,
-             default: Kernel | None) -> Timings:
+             default: Kernel | None) -> CandidateTimings:
     """The timings of the best source that has the default: measured here, shipped, neighbours."""
     if not around.perf and not around.shipped.view:
-        return Timings()
+        return CandidateTimings()
     kind, mode, place = kind_of(op, facts), mode_of(facts), around.place
     for near in (False, True):
         for view, table in ((around.perf, ""), (around.shipped.view, around.shipped.title)):
@@ -419,5 +419,5 @@ def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around:
             else:
                 times = _estimates(view, default.id, ids, kind, around, roofline, mode)
             if times and (default is None or default.id in times):
-                return Timings(times, table)
-    return Timings()
+                return CandidateTimings(times, table)
+    return CandidateTimings()

@@ -16,10 +16,10 @@ from typing import Any
 
 from .codec import At, Count, Record
 from .errors import SpecError
-from .reading import Limits, read_json_lines
+from .reading import FileLimits, read_json_lines
 
 MOST_VALUES = 65536                            # of an integer tensor that is stored with its values
-LIMITS = Limits(size=256 << 20)                # of a file of calls
+LIMITS = FileLimits(size=256 << 20)                # of a file of calls
 Scalar = bool | int | float | str | None
 
 

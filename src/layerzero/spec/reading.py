@@ -24,7 +24,7 @@ Path = Union[str, "os.PathLike[str]"]
 Error = Union[type[DataError], type[ConfigError]]
 
 
-class Limits(NamedTuple):
+class FileLimits(NamedTuple):
     """The largest file that is read. Every format here stays far below."""
 
     size: int = 64 * MIB                       # bytes of the file
@@ -33,7 +33,7 @@ class Limits(NamedTuple):
     digits: int = 40                           # of a whole number: any such number fits a float
 
 
-LIMITS = Limits()
+LIMITS = FileLimits()
 _SURROGATE = re.compile(r"\\u[dD][89abcdefABCDEF]")
 
 
@@ -76,22 +76,23 @@ def read_text(path: Path, expected: str, *, size: int = LIMITS.size, error: Erro
     return _decode(read_bytes(path, expected, size=size, error=error), str(path), expected, error)
 
 
-def read_json(path: Path, expected: str, *, limits: Limits = LIMITS, nan: bool = False, unique: bool = True,
+def read_json(path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False, unique: bool = True,
               error: Error = DataError) -> Any:
     """The JSON value in a file; see `parse_json`."""
     return parse_json(read_bytes(path, expected, size=limits.size, error=error), str(path), expected, limits=limits,
                       nan=nan, unique=unique, error=error)
 
 
-def read_json_lines(path: Path, expected: str, *, limits: Limits = LIMITS, nan: bool = False, error: Error = DataError
-                    ) -> Iterator[tuple[int, Any]]:
+def read_json_lines(
+    path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False, error: Error = DataError
+) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) for each line that is not blank; an error names the line."""
     for number, line in read_lines(path, expected, limits=limits, error=error):
         yield number, parse_json(line, f"{path}:{number}", "one JSON value on the line", limits=limits, nan=nan,
                                  error=error)
 
 
-def read_lines(path: Path, expected: str, *, limits: Limits = LIMITS, error: Error = DataError
+def read_lines(path: Path, expected: str, *, limits: FileLimits = LIMITS, error: Error = DataError
              ) -> Iterator[tuple[int, bytes]]:
     """Yield (line number, content) for each line that is not blank; only a line feed ends one."""
     size = number = 0
@@ -107,7 +108,7 @@ def read_lines(path: Path, expected: str, *, limits: Limits = LIMITS, error: Err
                 yield number, line
 
 
-def parse_json(content: bytes | str, origin: str, expected: str, *, limits: Limits = LIMITS, nan: bool = False,
+def parse_json(content: bytes | str, origin: str, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False,
                unique: bool = True, error: Error = DataError) -> Any:
     """The value of a JSON text.
 

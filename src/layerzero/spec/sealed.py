@@ -98,14 +98,14 @@ def replace_output(path: Path, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Store:
+class SealedFolder:
     """The folder `name` of the cache at `root`, with sealed files."""
 
     root: Path
     name: str
 
     @classmethod
-    def of(cls, path: Path, root: Path | None = None) -> tuple[Store, tuple[str, ...]]:
+    def of(cls, path: Path, root: Path | None = None) -> tuple[SealedFolder, tuple[str, ...]]:
         """The store of a file in the cache folder, and the parts of its path in that store."""
         root = cache_dir() if root is None else root
         name, *parts = path.relative_to(root).parts

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import ConfigError, DataError
-from .sealed import Store
+from .sealed import SealedFolder
 
 
-class Part(NamedTuple):
+class BuildPart(NamedTuple):
     """What is compiled, as messages name it: "the CPU kernels", "its own CPU kernels", "them"."""
 
     name: str
@@ -23,14 +23,14 @@ class Part(NamedTuple):
     pronoun: str
 
 
-def build(part: Part, path: Path, source: Path, target: str, force: bool, say: Callable[[str], None],
+def build(part: BuildPart, path: Path, source: Path, target: str, force: bool, say: Callable[[str], None],
           compile_: Callable[[list[str], Path], None]) -> Path:
     """Compile `source` into the library `path` of the cache folder, unless an intact one is there.
 
     `compile_(compiler, draft)` writes the file `draft`; `target` describes the machine in messages.
     Several processes may build at once.
     """
-    store, parts = Store.of(path)
+    store, parts = SealedFolder.of(path)
     if not force and store.is_intact(*parts):
         return path
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -52,7 +52,7 @@ def build(part: Part, path: Path, source: Path, target: str, force: bool, say: C
     return path
 
 
-def run_compiler(part: Part, command: list[str]) -> str:
+def run_compiler(part: BuildPart, command: list[str]) -> str:
     """Run a compiler command; returns its errors, or "". ConfigError if it cannot be run at all."""
     try:
         process = subprocess.run(command, capture_output=True, text=True)
@@ -65,5 +65,5 @@ def run_compiler(part: Part, command: list[str]) -> str:
     return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"
 
 
-def compile_error(part: Part, problem: str) -> ConfigError:
+def compile_error(part: BuildPart, problem: str) -> ConfigError:
     return ConfigError(f"{part.name} did not compile; LayerZero works without {part.pronoun}.\n  {problem}")

@@ -31,7 +31,7 @@ from ..world.incidents import blame, mark_unloadable
 from ..world.measurements import tighten_spread
 from ..world.snapshot import World
 from .harness import SURE, Contestant, Race, Timings, Watch
-from .report import Timed, Tuned
+from .report import TimedKernel, Tuned
 
 FIRST_ROUNDS, MIN_ROUNDS, MORE_ROUNDS = 3, 10, 5       # until the slowest leave, until a verdict, until the next
 CALL_SECONDS = 3.0                             # for the rounds of one kind of call, after the first ones
@@ -176,7 +176,7 @@ class Contest:
         roof = rates.get(rows[0].place) or self.world.perf.rates.get(rows[0].place)
         if self.call.grad or not (flops or nbytes):             # the contract counts the forward pass only
             roof = None
-        timed = {name: Timed(name, self.race.timings.summary(name), costs.median(name), self.compile_us[name],
+        timed = {name: TimedKernel(name, self.race.timings.summary(name), costs.median(name), self.compile_us[name],
                              name not in self.race.running) for name in ranked}
         return Tuned(
             self.call, kind.sizes_text, kind.family, best, chosen, mode=self.mode,

@@ -192,7 +192,7 @@ def _cache_size(file: Path) -> int:
 # statistics
 
 @dataclass(frozen=True)
-class Summary:
+class TimingSummary:
     """Statistics in microseconds. Mean, variance, p10 and p90 leave outliers out; median, p95 and p99 do not."""
 
     median: float
@@ -206,7 +206,7 @@ class Summary:
     outliers: int = 0                          # samples far beyond the interquartile range
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Summary:
+    def of(cls, samples: Sequence[float]) -> TimingSummary:
         everything = sorted(samples)
         q1, q3 = quantile(everything, 0.25), quantile(everything, 0.75)
         reach = OUTLIER_REACH * (q3 - q1)
@@ -256,8 +256,8 @@ class Timings:
     def median(self, name: str) -> float:
         return statistics.median(self.rounds[name])
 
-    def summary(self, name: str) -> Summary:
-        return Summary.of(self.rounds[name])
+    def summary(self, name: str) -> TimingSummary:
+        return TimingSummary.of(self.rounds[name])
 
     def gain(self, over: str, of: str) -> Ratio:
         """Return how many times faster `of` is than `over`."""

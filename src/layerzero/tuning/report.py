@@ -11,15 +11,15 @@ from ..spec.call import Call
 from ..spec.codec import Record
 from ..spec.plan import Rejected
 from ..spec.reason import Reason
-from .harness import Ratio, Summary
+from .harness import Ratio, TimingSummary
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedKernel:
     """One kernel in one kind of call, as it was timed."""
 
     kernel: str
-    summary: Summary
+    summary: TimingSummary
     cost_us: float                             # as selection counts it: with transforms of inputs
     compile_us: float = 0.0                    # of the first call
     dropped: bool = False                      # after the first rounds
@@ -42,7 +42,7 @@ class Tuned(Record, json="call label sizes family mode best chosen before sure t
     before: str                                # what selection chose before; "" for none
     sure: float                                # confidence that none but the ties is as fast, 0 to 1
     tied: tuple[str, ...]                      # others that cannot be told from the best
-    kernels: tuple[Timed, ...]                 # fastest first
+    kernels: tuple[TimedKernel, ...]                 # fastest first
     baseline: str = ""                         # torch's own kernel, if it could serve
     gain: Ratio | None = None                  # of the best over the baseline
     flops: float = 0.0
@@ -60,7 +60,7 @@ class Tuned(Record, json="call label sizes family mode best chosen before sure t
         return label(self.call, self.family, self.sizes) + mode
 
     @property
-    def winner(self) -> Timed:
+    def winner(self) -> TimedKernel:
         return next(timed for timed in self.kernels if timed.kernel == self.best)
 
     @property

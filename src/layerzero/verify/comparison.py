@@ -23,30 +23,36 @@ TINY = 1e-8                                    # added to |want| in relative err
 
 
 @dataclass(frozen=True)
-class Tolerance:
+class ElementTolerance:
     atol: float
     rtol: float
     hit_ratio: float = 1.0                     # share of values that must agree
     cosine: float = 0.999
 
 
-TOLERANCES: Mapping[str, Tolerance] = {
-    "float32": Tolerance(1e-5, 1e-5), "float16": Tolerance(1e-3, 1e-3), "bfloat16": Tolerance(8e-3, 1e-2),
-    "float8_e4m3fn": Tolerance(1e-1, 2e-1, 0.85, 0.95), "float8_e5m2": Tolerance(1e-1, 2e-1, 0.85, 0.95),
-    "float4_e2m1": Tolerance(1e-1, 2e-1, 0.85, 0.95)}
+TOLERANCES: Mapping[str, ElementTolerance] = {
+    "float32": ElementTolerance(1e-5, 1e-5),
+    "float16": ElementTolerance(1e-3, 1e-3),
+    "bfloat16": ElementTolerance(8e-3, 1e-2),
+    "float8_e4m3fn": ElementTolerance(1e-1, 2e-1, 0.85, 0.95),
+    "float8_e5m2": ElementTolerance(1e-1, 2e-1, 0.85, 0.95),
+    "float4_e2m1": ElementTolerance(1e-1, 2e-1, 0.85, 0.95),
+}
 _COARSEST_FIRST = ("float4_e2m1", "float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32")
 
 
-def tolerance_of(dtypes: Iterable[str], override: float | None = None) -> Tolerance:
+def tolerance_of(dtypes: Iterable[str], override: float | None = None) -> ElementTolerance:
     """Returns the tolerance of the coarsest floating dtype; `override` replaces its atol and
     rtol."""
     present = set(dtypes)
     tolerance = next((TOLERANCES[d] for d in _COARSEST_FIRST if d in present), TOLERANCES["float32"])
-    return tolerance if override is None else Tolerance(override, override, tolerance.hit_ratio, tolerance.cosine)
+    return (
+        tolerance if override is None else ElementTolerance(override, override, tolerance.hit_ratio, tolerance.cosine)
+    )
 
 
 @dataclass(frozen=True)
-class Place:
+class ElementDifference:
     """One element where two tensors differ."""
 
     index: tuple[int, ...]
@@ -73,11 +79,11 @@ class Metrics(Record):
     mse: float = 0.0
     hit_ratio: float = 1.0
     undefined: int = 0                         # elements that are NaN in the wanted tensor: not compared
-    worst: tuple[Place, ...] = ()
+    worst: tuple[ElementDifference, ...] = ()
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ComparisonVerdict:
     """The comparison of one output."""
 
     output: str
@@ -96,17 +102,19 @@ class Verdict:
         return f"{self.output}: {self.status}, {numbers}" + (f"; {self.detail}" if self.detail else "")
 
 
-def compare(output: str, got: Any, want: Any, tolerance: Tolerance, top: int = 5) -> Verdict:
+def compare(output: str, got: Any, want: Any, tolerance: ElementTolerance, top: int = 5) -> ComparisonVerdict:
     """Compares `got` with the expected `want`. Integers must be equal."""
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         got, want = torch.as_tensor(got), torch.as_tensor(want)
     if got.shape != want.shape:
-        return Verdict(output, "INCORRECT_SHAPE", detail=f"shape {tuple(got.shape)}, wanted {tuple(want.shape)}")
+        return ComparisonVerdict(
+            output, "INCORRECT_SHAPE", detail=f"shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+        )
     if got.dtype != want.dtype:
-        return Verdict(output, "INCORRECT_DTYPE", detail=f"{got.dtype}, wanted {want.dtype}")
+        return ComparisonVerdict(output, "INCORRECT_DTYPE", detail=f"{got.dtype}, wanted {want.dtype}")
     exact = not want.is_floating_point()
     a, b = got.detach().cpu().double(), want.detach().cpu().double()
-    limits = Tolerance(0.0, 0.0) if exact else tolerance
+    limits = ElementTolerance(0.0, 0.0) if exact else tolerance
     metrics = measure(a, b, limits, top)
     complaints = []
     if metrics.hit_ratio < limits.hit_ratio:
@@ -116,12 +124,12 @@ def compare(output: str, got: Any, want: Any, tolerance: Tolerance, top: int = 5
         complaints.append(f"cosine {metrics.cosine:.5f}, wanted {limits.cosine}")
     if complaints:
         places = "; ".join(map(str, metrics.worst))
-        return Verdict(output, "INCORRECT_NUMERICAL", metrics, f"{', '.join(complaints)}; worst at {places}")
+        return ComparisonVerdict(output, "INCORRECT_NUMERICAL", metrics, f"{', '.join(complaints)}; worst at {places}")
     note = f"{metrics.undefined} values are NaN in the wanted one" if metrics.undefined else ""
-    return Verdict(output, "passed", metrics, note)
+    return ComparisonVerdict(output, "passed", metrics, note)
 
 
-def measure(got: Tensor, want: Tensor, tolerance: Tolerance, top: int = 5) -> Metrics:
+def measure(got: Tensor, want: Tensor, tolerance: ElementTolerance, top: int = 5) -> Metrics:
     """Measures two float64 tensors of one shape."""
     defined = ~want.isnan()
     undefined = int((~defined).sum())
@@ -140,7 +148,7 @@ def measure(got: Tensor, want: Tensor, tolerance: Tolerance, top: int = 5) -> Me
     cosine = float(x @ y) / norms if norms else float(both_zero)
     count, n = int(defined.sum()), min(top, want.numel())
     places = worst_indices(torch.where(defined, got, 0.0), torch.where(defined, want, 0.0), n)
-    worst = [Place(i, float(got[i]), float(want[i])) for i in places]
+    worst = [ElementDifference(i, float(got[i]), float(want[i])) for i in places]
     return Metrics(
         float(gap.max()), float(gap.sum()) / count, float(relative.max()), float(relative.sum()) / count,
         min(cosine, 1.0), float((x - y).square().mean()) if x.numel() else 0.0,
@@ -148,7 +156,7 @@ def measure(got: Tensor, want: Tensor, tolerance: Tolerance, top: int = 5) -> Me
         tuple(p for p in worst if p.got != p.want))
 
 
-def overall(verdicts: Sequence[Verdict]) -> str:
+def overall(verdicts: Sequence[ComparisonVerdict]) -> str:
     """Returns the first status that is not passed, in the order of the schema's statuses."""
     statuses = {v.status for v in verdicts}
     return next((s for s in ("INCORRECT_SHAPE", "INCORRECT_DTYPE", "INCORRECT_NUMERICAL") if s in statuses), "passed")

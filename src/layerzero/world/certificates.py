@@ -28,7 +28,7 @@ from ..spec.op import Op
 from ..spec.paths import cache_dir
 from ..spec.reading import read_json
 from ..spec.reason import Code, Reason
-from ..spec.sealed import Store, replace_file, trusted_folder
+from ..spec.sealed import SealedFolder, replace_file, trusted_folder
 from . import events
 
 FORMAT = 1
@@ -87,8 +87,8 @@ def _contract_hash(op: Op) -> str:
     return hashlib.sha256(f"{declared}\n{source_digest(op.reference)}".encode()).hexdigest()[:16]
 
 
-def _store() -> Store:
-    return Store(cache_dir(), "certificates")
+def _store() -> SealedFolder:
+    return SealedFolder(cache_dir(), "certificates")
 
 
 def folder(device: Device) -> Path:

@@ -42,7 +42,7 @@ class Health:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BreakerLimits:
     """When a breaker opens: the policy's settings."""
 
     threshold: int = 3                         # consecutive faults; also the fewest that count as a rate
@@ -62,7 +62,7 @@ class Faults:
         self.last: Reason | None = None
         self._fault_calls: deque[int] = deque()  # the number of calls at each fault in the window
 
-    def add(self, calls: int, reason: Reason, limits: Limits) -> bool:
+    def add(self, calls: int, reason: Reason, limits: BreakerLimits) -> bool:
         """Counts a fault and returns whether the breaker must open."""
         calls = max(calls, self._fault_calls[-1] if self._fault_calls else 1)
         self.streak = self.streak + 1 if self._fault_calls and calls - self._fault_calls[-1] <= 1 else 1
@@ -73,7 +73,7 @@ class Faults:
         return self.streak >= limits.threshold or (
             len(self._fault_calls) >= limits.threshold and len(self._fault_calls) >= limits.rate * recent)
 
-    def among_last(self, calls: int, limits: Limits) -> int:
+    def among_last(self, calls: int, limits: BreakerLimits) -> int:
         """Returns how many of the last calls failed."""
         self._forget(calls, limits.window)
         return len(self._fault_calls)

@@ -216,9 +216,9 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
         refuse(kernel, facts, reason)          # it would return the same again
 
 
-def limits_of(world: World) -> health.Limits:
+def limits_of(world: World) -> health.BreakerLimits:
     setting = world.policy.setting
-    return health.Limits(setting("breaker_threshold"), setting("breaker_rate"), setting("breaker_window"))
+    return health.BreakerLimits(setting("breaker_threshold"), setting("breaker_rate"), setting("breaker_window"))
 
 
 def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:

@@ -273,39 +273,42 @@ if hasattr(os, "register_at_fork"):
 # status
 
 @dataclass(frozen=True)
-class Status:
+class StoreStatus:
     ok: bool
     text: str
     hint: str = ""
 
 
-def status() -> Status:
+def status() -> StoreStatus:
     """Returns for `lz doctor` where measurements are, how many are in use, and what is wrong."""
     world, trouble = worlds.current(), state.trouble
     if trouble is not None:
-        return Status(False, f"{trouble.store}: {trouble.problem}", trouble.action)
+        return StoreStatus(False, f"{trouble.store}: {trouble.problem}", trouble.action)
     target = location(world.policy)
     count = f"{len(world.perf)} measurements in use"
     if target is None:
-        return Status(True, f"{count}; perfdb is {OFF}, nothing is kept")
+        return StoreStatus(True, f"{count}; perfdb is {OFF}, nothing is kept")
     aside = sorted(target.parent.glob(f"{target.name}.corrupt-*")) if isinstance(target, Path) else []
     hint = f"a damaged file was set aside: {aside[-1]}; delete it once you have looked at it" if aside else ""
-    return Status(True, f"{count}, from {without_password(target)}", hint)
+    return StoreStatus(True, f"{count}, from {without_password(target)}", hint)
 
 
-def shipped_status(world: World, device: Device) -> Status:
+def shipped_status(world: World, device: Device) -> StoreStatus:
     """Returns for `lz doctor` which shipped measurements there are for this device, and whether
     they are used."""
     if not world.policy.setting("shipped_measurements"):
-        return Status(True, "switched off by the setting shipped_measurements")
+        return StoreStatus(True, "switched off by the setting shipped_measurements")
     table, refused = shipped_table(world.catalog, device)
     if table is None:
-        return Status(True, f"none for {device.name}: torch's own kernels are the default until something is measured",
-                      "run: lz tune --model NAME, or set learn")
+        return StoreStatus(
+            True,
+            f"none for {device.name}: torch's own kernels are the default until something is measured",
+            "run: lz tune --model NAME, or set learn",
+        )
     title = f"{table.title}: {table.kinds} kinds of call, by `{table.command}`"
     if refused:
-        return Status(True, f"do not count here: {refused} ({title})", "run: lz tune --model NAME, or set learn")
-    return Status(True, f"{title}; what is measured here takes their place")
+        return StoreStatus(True, f"do not count here: {refused} ({title})", "run: lz tune --model NAME, or set learn")
+    return StoreStatus(True, f"{title}; what is measured here takes their place")
 
 
 def environment(kind: str) -> dict[str, Any]:

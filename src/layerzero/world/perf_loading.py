@@ -23,7 +23,7 @@ from ..perf.batch import Batch
 from ..perf.fleet import FleetStore
 from ..perf.interface import CorruptStore, Store, StoreError
 from ..perf.record import PerfView
-from ..perf.shipped import Table
+from ..perf.shipped import ShippedTable
 from ..selection.engine import Shipped
 from ..selection.policy import Policy
 from ..spec.device import Device
@@ -221,7 +221,7 @@ def shipped_measurements(catalog: Catalog, device: Device, place: str) -> Shippe
     return Shipped(table.view(place, kernels), table.title)
 
 
-def shipped_table(catalog: Catalog, device: Device) -> tuple[Table | None, str]:
+def shipped_table(catalog: Catalog, device: Device) -> tuple[ShippedTable | None, str]:
     """Returns the table for this device model, and why it does not apply here ("" if it does)."""
     threads = torch.get_num_threads()
     matching = [table for table in tables(catalog) if table.is_for(device)]
@@ -229,7 +229,7 @@ def shipped_table(catalog: Catalog, device: Device) -> tuple[Table | None, str]:
     return min(refusals, key=lambda pair: bool(pair[1]), default=(None, ""))
 
 
-def tables(catalog: Catalog) -> tuple[Table, ...]:
+def tables(catalog: Catalog) -> tuple[ShippedTable, ...]:
     """Returns every table of the package. One that cannot be read is skipped with an event."""
     valid = []
     for path in sorted(files.FOLDER.glob("*.json")):

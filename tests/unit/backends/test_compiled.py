@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.backends import torch_compiled
-from layerzero.backends.torch_compiled import KERNELS, Compiled
+from layerzero.backends.torch_compiled import KERNELS, CompiledReference
 from layerzero.machine import loading
 from layerzero.spec.reason import Code
 
@@ -55,7 +55,7 @@ def test_the_signature_is_the_formulas():
 
 @needs_compiler
 def test_sizes_that_vary_compile_once_and_exact_ones_each_time():
-    run, weight = Compiled(lz.op("rms_norm")), torch.randn(64)
+    run, weight = CompiledReference(lz.op("rms_norm")), torch.randn(64)
     first = torch.randn(5, 64)
     run(first, weight)
     assert not hasattr(first, "_dynamo_weak_dynamic_indices")      # what is marked is an alias, not the caller's

@@ -15,7 +15,7 @@ from layerzero.backends.cuda import KERNELS, compiler
 from layerzero.machine import faults, loading
 from layerzero.spec.errors import ConfigError
 from layerzero.spec.reason import Code, Reason
-from layerzero.spec.sealed import Store
+from layerzero.spec.sealed import SealedFolder
 from layerzero.verify.kernel.contract import case_values
 
 needs_nvrtc = pytest.mark.skipif(compiler.ready() is not True, reason=f"{compiler.ready()} (or set CUDA_HOME)")
@@ -59,7 +59,7 @@ def test_what_was_compiled_is_read_from_disk(cache, source):
     [kept] = cache.glob("*.cubin")
     assert kept.read_bytes() == made and kept.name.startswith(f"scaled-{ARCH}-")
     marked = b"\x7fELF, as another process left it"
-    Store(cache.parent, cache.name).write(marked, kept.name)
+    SealedFolder(cache.parent, cache.name).write(marked, kept.name)
     assert compiler.cubin(source, MACROS, ARCH) == marked
     kept.write_bytes(b"\x7fELF, as nobody sealed it")
     assert compiler.cubin(source, MACROS, ARCH) == made, "compiled again"
@@ -227,7 +227,7 @@ def test_nvrtc_is_found_in_the_wheel_and_in_cuda_home(inside, monkeypatch, tmp_p
 # what a launch hands to the driver
 
 def test_structures_lie_in_memory_as_in_cuda_h():
-    launch, attribute = compiler.Config, compiler.Attribute
+    launch, attribute = compiler.LaunchConfig, compiler.Attribute
     assert compiler.ctypes.sizeof(launch) == 56 and compiler.ctypes.sizeof(attribute) == 72
     assert [getattr(launch, name).offset for name, *_ in launch._fields_] == [0, 4, 8, 12, 16, 20, 24, 32, 40, 48]
     assert (attribute.id.offset, attribute.cluster.offset) == (0, 8)

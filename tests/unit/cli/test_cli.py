@@ -16,7 +16,7 @@ from layerzero.cli import _print_warning, main
 from layerzero.cli.arguments import parse_call
 from layerzero.cli.commands import gate
 from layerzero.cli.commands.fit import SIZES, Pace, Sizes, fit
-from layerzero.cli.commands.styles import STYLES, Layer
+from layerzero.cli.commands.styles import STYLES, DecodeLayer
 from layerzero.tuning.harness import Ratio, Timings, in_turns
 
 DECODE = ("q=1x8x1x64", "k=1x2x256x64", "v=1x2x256x64")
@@ -341,7 +341,7 @@ def test_a_pass_has_as_many_multiplications_as_the_block_makes():
     from torch.utils.flop_counter import FlopCounterMode
 
     for step in (sizes := SIZES["cpu"][-1]).steps:
-        run = Layer(sizes, torch.float32, "cpu").bind_step(step, STYLES["model code"])
+        run = DecodeLayer(sizes, torch.float32, "cpu").bind_step(step, STYLES["model code"])
         with FlopCounterMode(display=False) as counter:
             run()
         products = counter.get_total_flops() / 2           # torch does not count the attention of a CPU

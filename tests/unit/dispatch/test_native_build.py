@@ -17,7 +17,7 @@ from helpers import RMS_NORM, rows
 import layerzero as lz
 from layerzero.dispatch import native
 from layerzero.spec.errors import ConfigError
-from layerzero.spec.sealed import Store
+from layerzero.spec.sealed import SealedFolder
 
 SOURCES = Path(lz.__file__).parents[1]
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -182,7 +182,7 @@ def test_a_library_that_does_not_load_is_reported_and_python_serves(tmp_path, mo
     for i, content in enumerate(contents):
         folder = tmp_path / str(i)
         monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(folder))
-        store, parts = Store.of(native.library_path())
+        store, parts = SealedFolder.of(native.library_path())
         store.write(content, *parts)
         if i in (0, 2):
             continue                           # looked at below, all at once

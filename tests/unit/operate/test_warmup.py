@@ -469,7 +469,7 @@ def test_a_call_that_cannot_be_made_does_not_stop_the_others(compiler, happened)
 def test_a_progress_function_hears_of_each_and_may_fail(compiler, caplog):
     heard: list[str] = []
 
-    def progress(outcome: warming.Outcome) -> None:
+    def progress(outcome: warming.WarmupOutcome) -> None:
         heard.append(outcome.state)
         raise ValueError("no terminal")
 

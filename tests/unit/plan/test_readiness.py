@@ -74,11 +74,11 @@ def test_the_report_is_json():
 
 
 def test_the_worst_finding_is_the_verdict_and_all_are_told():
-    found = readiness.Check.of("x", "y", [readiness.Finding("warning", "a", "do a"),
-                                          readiness.Finding("fail", "b", "do b")], "fine")
+    found = readiness.ReadinessCheck.of("x", "y", [readiness.ReadinessFinding("warning", "a", "do a"),
+                                          readiness.ReadinessFinding("fail", "b", "do b")], "fine")
     assert (found.state, found.got, found.hint) == ("fail", "b (and 1 more)", "do b; do a")
     assert found.details == ("fail: b", "warning: a")
-    assert readiness.Check.of("x", "y", [], "fine") == readiness.Check("x", "ok", "y", "fine")
+    assert readiness.ReadinessCheck.of("x", "y", [], "fine") == readiness.ReadinessCheck("x", "ok", "y", "fine")
 
 
 def test_calls_may_come_from_a_file(tmp_path):

@@ -17,13 +17,13 @@ import layerzero as lz
 from layerzero.cli import main
 from layerzero.cli.commands.gate import run
 from layerzero.machine import hardware
-from layerzero.operate.readiness import Check, Readiness
+from layerzero.operate.readiness import Readiness, ReadinessCheck
 from layerzero.ops.linear import OP as linear
 from layerzero.ops.rms_norm import OP as rms_norm
 from layerzero.release import performance, schemas, stages, targets
 from layerzero.release.gate import combine, run_gate, stages_of
-from layerzero.release.performance import CALLS, Baseline, Timed
-from layerzero.release.soak import Part, Report, Sample
+from layerzero.release.performance import CALLS, Baseline, MeasuredSpeed
+from layerzero.release.soak import SoakPart, SoakReport, SoakSample
 from layerzero.release.stages import GateOptions, readiness_checked, soak_checks
 from layerzero.release.waivers import Waiver, read_waivers
 from layerzero.spec.kernel import Kernel
@@ -262,11 +262,11 @@ def test_a_wrong_file_of_waivers_waives_nothing(tmp_path: Path, text: str, word:
 
 # Baselines.
 
-TIMED = Timed(2.0, 1.9, 2.1, 10.0, 20.0, 99)
+TIMED = MeasuredSpeed(2.0, 1.9, 2.1, 10.0, 20.0, 99)
 
 
 def always(ratio: float, **others: float) -> performance.Timer:
-    def timer(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, Timed]:
+    def timer(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, MeasuredSpeed]:
         return {name: replace(TIMED, ratio=r, low=r * 0.95, high=r * 1.05) for name in calls
                 for r in (others.get(name.replace(" ", "_"), ratio),)}
     return timer
@@ -393,10 +393,10 @@ def test_a_reader_that_takes_anything_is_a_finding(monkeypatch: pytest.MonkeyPat
     assert [f.problem for f in files.findings if "another version was read" in f.problem] and "checkout" in files.note
 
 
-def soaked(counts: dict[str, int], rss: Callable[[float], float]) -> Report:
-    samples = [Sample(60.0 * i, rss(i), 9, 4, 10.0, 20.0, 12.0, i) for i in range(60)]
+def soaked(counts: dict[str, int], rss: Callable[[float], float]) -> SoakReport:
+    samples = [SoakSample(60.0 * i, rss(i), 9, 4, 10.0, 20.0, 12.0, i) for i in range(60)]
     texts = [f"{kind}: lz.rope is off" for kind in counts if kind != "calls"]
-    return Report(3600.0, [Part("2026-01-01", "a CPU", "2.13", samples, counts, texts, 3600.0)])
+    return SoakReport(3600.0, [SoakPart("2026-01-01", "a CPU", "2.13", samples, counts, texts, 3600.0)])
 
 
 def test_what_a_soak_found_becomes_findings() -> None:
@@ -409,8 +409,13 @@ def test_what_a_soak_found_becomes_findings() -> None:
 
 def test_what_is_not_ready_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert readiness_checked("cpu").name == "ready"
-    report = Readiness((Check("table", "fail", "a table", "none", "lz solve"),
-                        Check("memory", "warning", "free memory", "little"), Check("x", "ok", "", "")))
+    report = Readiness(
+        (
+            ReadinessCheck("table", "fail", "a table", "none", "lz solve"),
+            ReadinessCheck("memory", "warning", "free memory", "little"),
+            ReadinessCheck("x", "ok", "", ""),
+        )
+    )
     monkeypatch.setattr(stages, "readiness_check", lambda device=None: report)
     found = readiness_checked("cpu")
     assert [str(f) for f in found.findings] == ["table: none; lz solve"] and found.note == "warnings: memory"

@@ -19,7 +19,7 @@ from layerzero.report import roofline, style
 from layerzero.report.formats import format_ratio, format_time
 from layerzero.report.markup import Markup, element, join
 from layerzero.report.overview import (
-    Kind,
+    CallKind,
     Overview,
     RejectedKernel,
     RejectReason,
@@ -368,7 +368,7 @@ def test_the_page_holds_what_was_measured_on_this_device(known, tmp_path, capsys
     report(tmp_path / "page.html", None, "cpu")
     page = Reader((tmp_path / "page.html").read_text("utf-8"))
     found = gather("cpu")
-    assert isinstance(found.kinds[0], Kind) and len(found.kinds) == 1
+    assert isinstance(found.kinds[0], CallKind) and len(found.kinds) == 1
     assert (found.kinds[0].winner.kernel, found.kinds[0].winner.us, found.hidden) == ("torch.rms_norm", 30.0, 1)
     assert [c.baseline for c in found.kinds[0].candidates] == [
         worlds.current().catalog.by_id[i].baseline for i in ("torch.rms_norm", "reference.rms_norm")]

@@ -10,7 +10,7 @@ import pytest
 import layerzero as lz
 from layerzero.integrations import chat_template
 from layerzero.spec.errors import ConfigError, DataError, SpecError
-from layerzero.spec.reading import Limits, RustPanic, no_panic, parse_json, read_bytes, read_json, read_json_lines
+from layerzero.spec.reading import FileLimits, RustPanic, no_panic, parse_json, read_bytes, read_json, read_json_lines
 from layerzero.spec.reason import Code, Reason, shown
 from layerzero.tuning.workload import read_recordings
 from layerzero.verify.trace.dataset import find_definitions
@@ -43,9 +43,9 @@ def test_a_file_has_a_size_and_a_line_too(tmp_path):
     with pytest.raises(ConfigError, match="at most 0 KiB; it is larger"):
         read_bytes(path, "a thing", size=1000, error=ConfigError)
     with pytest.raises(DataError, match="x:1: wanted lines"):
-        list(read_json_lines(path, "lines", limits=Limits(line=1000)))
+        list(read_json_lines(path, "lines", limits=FileLimits(line=1000)))
     with pytest.raises(DataError, match="it is larger"):
-        list(read_json_lines(path, "lines", limits=Limits(size=1000)))
+        list(read_json_lines(path, "lines", limits=FileLimits(size=1000)))
 
 
 def test_only_a_line_feed_ends_a_line(tmp_path):
@@ -56,7 +56,7 @@ def test_only_a_line_feed_ends_a_line(tmp_path):
 @pytest.mark.parametrize("path", ["no/such", ".", "a\0b", "\ud800", "/dev/zero"])
 def test_a_path_that_is_none(path):
     with pytest.raises(DataError, match="wanted a thing"):
-        read_json(path, "a thing", limits=Limits(size=1 << 16))
+        read_json(path, "a thing", limits=FileLimits(size=1 << 16))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO here")

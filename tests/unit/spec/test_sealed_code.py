@@ -29,7 +29,7 @@ from layerzero.machine import process_lock as filelock
 from layerzero.spec import sealed
 from layerzero.spec.errors import ConfigError
 from layerzero.spec.reason import Code, Reason
-from layerzero.spec.sealed import Store, UntrustedFile, trusted_folder
+from layerzero.spec.sealed import SealedFolder, UntrustedFile, trusted_folder
 from layerzero.world import certificates
 
 POSIX = hasattr(os, "geteuid")
@@ -46,8 +46,8 @@ def root(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def store(root) -> Store:
-    made = Store(root, "native")
+def store(root) -> SealedFolder:
+    made = SealedFolder(root, "native")
     made.write(b"content", "tag", "x.so")
     return made
 
@@ -55,7 +55,7 @@ def store(root) -> Store:
 @pytest.fixture
 def library(root, monkeypatch) -> Iterator[Path]:
     """A real compiled module, sealed where the fast path would be; loading it leaves a trace in sys.modules only."""
-    kept = Store.of(native.library_path())
+    kept = SealedFolder.of(native.library_path())
     kept[0].write(_some_module().read_bytes(), *kept[1])
     native.module.cache_clear()
     monkeypatch.setattr(native, "_problem", [])
@@ -80,7 +80,7 @@ def test_what_was_sealed_is_read_back(store):
 
 
 def test_what_is_not_there_is_not_there_and_asking_makes_nothing(root):
-    store = Store(root, "native")
+    store = SealedFolder(root, "native")
     assert store.problem("tag", "x.so") == "" and not store.is_intact("tag", "x.so")
     with pytest.raises(FileNotFoundError):
         store.read("tag", "x.so")
@@ -222,7 +222,7 @@ def test_a_read_only_cache_of_root_serves_other_users(request):
     """An administrator builds once; others have no key, and cannot write there."""
     own = Path(tempfile.mkdtemp(prefix="layerzero-shared-"))   # only root may enter the folders of pytest
     request.addfinalizer(lambda: shutil.rmtree(own))
-    store = Store(own, "native")
+    store = SealedFolder(own, "native")
     store.write(b"content", "tag", "x.so")
     for path in (own, *own.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -255,7 +255,7 @@ def test_the_umask_does_not_matter(root, umask):
     root.parent.chmod(0o755)
     before = os.umask(umask)
     try:
-        store = Store(root, "native")
+        store = SealedFolder(root, "native")
         store.write(b"content", "tag", "x.so")
         with store.draft("tag", "y.so") as draft:
             assert mode(draft.parent) == 0o700
@@ -375,16 +375,16 @@ def test_readers_see_the_old_or_the_new_file_while_others_replace_it(store):
 
 def test_what_is_loaded_is_the_file_that_was_checked(library, root, monkeypatch):
     """The path is given another file between check and load: the checked one is loaded all the same."""
-    store, parts = Store.of(library)
-    opened = Store.open
+    store, parts = SealedFolder.of(library)
+    opened = SealedFolder.open
 
-    def swap(self: Store, *given: str) -> tuple[int, bytes]:
+    def swap(self: SealedFolder, *given: str) -> tuple[int, bytes]:
         found = opened(self, *given)
         os.rename(library, library.with_suffix(".old"))
         library.write_bytes(b"\x7fELF, planted")
         return found
 
-    monkeypatch.setattr(Store, "open", swap)
+    monkeypatch.setattr(SealedFolder, "open", swap)
     name = _some_module().name.partition(".")[0]
     if not os.path.exists("/proc/self/fd"):
         with pytest.raises((ImportError, UntrustedFile)):
@@ -395,7 +395,7 @@ def test_what_is_loaded_is_the_file_that_was_checked(library, root, monkeypatch)
 
 
 def test_a_file_changed_while_it_is_loaded_is_told(library, monkeypatch):
-    store, parts = Store.of(library)
+    store, parts = SealedFolder.of(library)
     loader = sealed.importlib.machinery.ExtensionFileLoader
     monkeypatch.setattr(loader, "exec_module", lambda self, module: os.utime(library))
     with pytest.raises(UntrustedFile, match="was changed while it was loaded"):

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from layerzero.tuning import harness
-from layerzero.tuning.harness import LONG_NS, MARGIN, SAMPLE_SECONDS, SURE, Race, Summary, Timings, WallWatch, quantile
+from layerzero.tuning.harness import (
+    LONG_NS,
+    MARGIN,
+    SAMPLE_SECONDS,
+    SURE,
+    Race,
+    Timings,
+    TimingSummary,
+    WallWatch,
+    quantile,
+)
 from layerzero.tuning.rates import matmul_dtypes, measure_rates
 
 
@@ -110,7 +120,7 @@ def test_quantiles_lie_between_the_nearest_two():
 
 
 def test_a_summary_of_quiet_samples():
-    s = Summary.of([10.0 + 0.1 * i for i in range(11)])
+    s = TimingSummary.of([10.0 + 0.1 * i for i in range(11)])
     assert (s.median, s.samples, s.outliers) == (pytest.approx(10.5), 11, 0)
     assert (s.p10, s.p90, s.p95) == (pytest.approx(10.1), pytest.approx(10.9), pytest.approx(10.95))
     assert s.mean == pytest.approx(10.5) and s.variance == pytest.approx(0.11)
@@ -119,14 +129,14 @@ def test_a_summary_of_quiet_samples():
 
 def test_an_outlier_is_counted_and_shows_in_the_tail_alone():
     quiet = [10.0, 10.1, 10.2, 10.0, 10.1, 10.2, 10.0, 10.1, 10.2]
-    s, clean = Summary.of([*quiet, 900.0]), Summary.of(quiet)
+    s, clean = TimingSummary.of([*quiet, 900.0]), TimingSummary.of(quiet)
     assert s.outliers == 1 and s.p99 > 800.0
     assert (s.mean, s.p90, s.variance) == (clean.mean, clean.p90, clean.variance)
     assert s.spread == pytest.approx(clean.spread, rel=0.05)
 
 
 def test_one_sample_is_a_summary():
-    s = Summary.of([7.0])
+    s = TimingSummary.of([7.0])
     assert (s.median, s.p10, s.p99, s.variance, s.spread, s.samples) == (7.0, 7.0, 7.0, 0.0, 0.0, 1)
 
 

@@ -18,7 +18,7 @@ from helpers import RMS_NORM, Fake, register
 import layerzero as lz
 from layerzero.cli.commands.verify import command
 from layerzero.spec.errors import DataError, RegistrationError
-from layerzero.verify.comparison import TOLERANCES, Tolerance, compare, tolerance_of
+from layerzero.verify.comparison import TOLERANCES, ElementTolerance, compare, tolerance_of
 from layerzero.verify.trace import constraints, exports, solutions, traces
 from layerzero.verify.trace.answers import draws
 from layerzero.verify.trace.answers.lookup import answer, answers
@@ -27,7 +27,7 @@ from layerzero.verify.trace.dataset import find_definitions, find_workloads
 from layerzero.verify.trace.definition import BuildSpec, Definition, Solution, SourceFile, Trace, Workload
 from layerzero.verify.trace.inputs import generate
 from layerzero.verify.trace.readings import Unmapped, readings
-from layerzero.verify.trace.run import Report, verify
+from layerzero.verify.trace.run import DefinitionReport, verify
 from layerzero.verify.trace.scaling import CannotScale, scaled, too_large
 from layerzero.verify.trace.write_tests import write_tests
 
@@ -266,7 +266,7 @@ def test_shape_dtype_and_what_is_not_finite():
     told = compare("o", torch.zeros(2), torch.tensor([math.nan, 0.0]), limits)
     assert told.passed
     assert told.metrics.undefined == 1
-    assert not compare("o", torch.tensor([1, 2]), torch.tensor([1, 3]), Tolerance(9.0, 9.0)).passed    # integers
+    assert not compare("o", torch.tensor([1, 2]), torch.tensor([1, 3]), ElementTolerance(9.0, 9.0)).passed    # integers
 
 
 # answers
@@ -723,7 +723,7 @@ def test_the_command_writes_tests_and_refuses_two_questions(run, tmp_path):
 
 def test_a_report_is_plain_json(references):
     report = verify(NORM, references)
-    assert isinstance(report, Report)
+    assert isinstance(report, DefinitionReport)
     found = json.loads(json.dumps(report.to_json()))
     assert found["comparisons"][0]["outputs"]["output"]["hit_ratio"] == 1.0
     assert find_workloads(NORM) == ()

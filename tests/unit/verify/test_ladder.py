@@ -15,9 +15,9 @@ from layerzero.ops.formulas.common import attend
 from layerzero.ops.formulas.rope import gather_angles, rotate
 from layerzero.spec.errors import ConfigError
 from layerzero.verify.model.culprit import find
-from layerzero.verify.model.ladder import Model, climb, forward_routes, layer_routes, random_model, stage_routes
+from layerzero.verify.model.ladder import LadderModel, climb, forward_routes, layer_routes, random_model, stage_routes
 from layerzero.verify.model.plain import PlainTorch, rope_angles
-from layerzero.verify.model.route import Row
+from layerzero.verify.model.route import LadderRow
 from layerzero.verify.model.served import LzCaller, patterns_of, rope_tables_of
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -296,7 +296,7 @@ def trained_for(style, described_as):
         Decoder(c, wide, PlainTorch(), tuple(t.double() for t in rope_angles(c)), trace=trace)(model.tokens)
     truth = {stage: note.value for stage, note in trace.items()}
     c = replace(c, rope_style=described_as)
-    return Model("case study", c, model.weights, model.tokens, truth, "the trained model")
+    return LadderModel("case study", c, model.weights, model.tokens, truth, "the trained model")
 
 
 @pytest.mark.parametrize(("style", "other"), [("rotate_half", "interleaved"), ("interleaved", "rotate_half")])
@@ -442,7 +442,7 @@ def test_a_wrong_command_is_refused(options):
 def test_where_only_the_sum_of_all_is_off_nobody_is_accused():
     [route, _] = forward_routes(random_model("tiny", CONFIGS["tiny"]), "float32",
                                 trained_for_plain(random_model("tiny", CONFIGS["tiny"])))
-    route.extra = lambda trace: [Row("something made of all", 2.0, 1.0)]
+    route.extra = lambda trace: [LadderRow("something made of all", 2.0, 1.0)]
     culprit = find(route)
     assert (culprit.kernel, culprit.kind, culprit.stage) == ("", "unknown", "something made of all")
     assert "add up" in culprit.why and not any(s.fixed for s in culprit.swaps)

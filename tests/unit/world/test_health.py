@@ -19,9 +19,9 @@ from layerzero.world import incidents
 from layerzero.world import snapshot as worlds
 from layerzero.world.health import (
     MAX_COOLDOWN,
+    BreakerLimits,
     Faults,
     Health,
-    Limits,
     after_cooldown,
     after_failure,
     after_success,
@@ -36,7 +36,7 @@ BOOM = Reason(Code.KERNEL_FAILED, None, "RuntimeError: boom")
 
 def count(faults, calls, *, threshold=3, rate=0.05, window=200):
     """Was the last of the faults at these counts of calls one too many?"""
-    return [faults.add(n, BOOM, Limits(threshold, rate, window)) for n in calls][-1]
+    return [faults.add(n, BOOM, BreakerLimits(threshold, rate, window)) for n in calls][-1]
 
 
 def test_so_many_faults_in_a_row_are_too_many_however_long_it_worked():
@@ -62,9 +62,9 @@ def test_too_large_a_share_of_the_last_calls_is_too_many(calls, too_many):
 def test_faults_that_were_long_ago_are_forgotten_and_the_memory_of_them_is_bounded():
     faults = Faults()
     count(faults, [1, 3, 50])
-    assert faults.among_last(60, Limits()) == 3 and faults.among_last(220, Limits()) == 1
+    assert faults.among_last(60, BreakerLimits()) == 3 and faults.among_last(220, BreakerLimits()) == 1
     count(faults, range(300, 9000), threshold=10_000, rate=1.0)
-    assert faults.among_last(9000, Limits()) < 200
+    assert faults.among_last(9000, BreakerLimits()) < 200
 
 
 @pytest.mark.parametrize(("rate", "opens"), [(0.01, 0), (0.05, 1), (0.5, 1)])
@@ -73,7 +73,7 @@ def test_what_the_default_limits_do_about_a_flaky_kernel(rate, opens):
     opened = 0
     for seed in range(20):
         luck, faults = random.Random(seed), Faults()
-        opened += any(luck.random() < rate and faults.add(n, BOOM, Limits()) for n in range(1, 2001))
+        opened += any(luck.random() < rate and faults.add(n, BOOM, BreakerLimits()) for n in range(1, 2001))
     assert opened == 20 if opens else opened <= 3
 
 

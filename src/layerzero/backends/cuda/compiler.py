@@ -32,7 +32,7 @@ from ...spec.launch import LaunchLimits, LaunchRefused, block_problems, grid_pro
 from ...spec.paths import cache_dir
 from ...spec.reason import Code, Reason
 from ...spec.replay import Varying
-from ...spec.sealed import Store
+from ...spec.sealed import SealedFolder
 
 _log = logging.getLogger("layerzero")
 FOLDER = Path(__file__).parent
@@ -121,7 +121,7 @@ def cubin(source: str, macros: Macros, arch: str) -> bytes:
     digest = hashlib.sha256("\0".join((version, *options)).encode())
     for part in (text, *headers.values()):
         digest.update(hashlib.sha256(part).digest())
-    store, name = Store(cache_dir(), "cuda"), f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
+    store, name = SealedFolder(cache_dir(), "cuda"), f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
     with _compiling:                           # waiting threads find it on disk
         image = _read_cached(store, name)
         if image is None:
@@ -130,7 +130,7 @@ def cubin(source: str, macros: Macros, arch: str) -> bytes:
     return image
 
 
-def _read_cached(store: Store, name: str) -> bytes | None:
+def _read_cached(store: SealedFolder, name: str) -> bytes | None:
     """Returns the cached machine code; None if it is missing or its seal is broken."""
     try:
         return store.read(name)
@@ -141,7 +141,7 @@ def _read_cached(store: Store, name: str) -> bytes | None:
     return None
 
 
-def _write_cache(store: Store, name: str, image: bytes) -> None:
+def _write_cache(store: SealedFolder, name: str, image: bytes) -> None:
     try:
         store.write(image, name)
     except (OSError, DataError) as e:
@@ -197,7 +197,7 @@ class Attribute(Structure):
     _fields_ = (("id", c_int), ("pad", c_char * 4), ("cluster", c_uint * 3), ("rest", c_char * 52))
 
 
-class Config(Structure):
+class LaunchConfig(Structure):
     """CUlaunchConfig."""
 
     _fields_ = (("grid_x", c_uint), ("grid_y", c_uint), ("grid_z", c_uint), ("block_x", c_uint), ("block_y", c_uint),
@@ -304,13 +304,13 @@ class _Slot:
         self.call, self.function = driver().cuLaunchKernelEx, function
         self.params = (c_char_p * 1)()
         self.attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(cluster, 1, 1))
-        self.config = Config(block_x=threads, block_y=1, block_z=1, shared=shared)
+        self.config = LaunchConfig(block_x=threads, block_y=1, block_z=1, shared=shared)
         if cluster > 1:
             self.config.attributes, self.config.attribute_count = ctypes.pointer(self.attribute), 1
         self.place = byref(self.config)
 
 
-class Compiled:
+class CompiledCuda:
     """One kernel, compiled and loaded on each device on its first launch there."""
 
     def __init__(self, source: str, name: str, macros: Macros, threads: int, shared: int, cluster: int) -> None:
@@ -404,7 +404,7 @@ class Compiled:
 
 
 @lru_cache(maxsize=None)
-def kernel(source: str, name: str, macros: Macros, threads: int, shared: int = 0, cluster: int = 1) -> Compiled:
+def kernel(source: str, name: str, macros: Macros, threads: int, shared: int = 0, cluster: int = 1) -> CompiledCuda:
     """Returns the kernel `name` of `source` with these macros, for blocks of `threads` threads and
     `shared` bytes of shared memory, in clusters of `cluster` blocks along x."""
-    return Compiled(source, name, macros, threads, shared, cluster)
+    return CompiledCuda(source, name, macros, threads, shared, cluster)

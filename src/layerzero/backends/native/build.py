@@ -21,11 +21,11 @@ from ...spec import toolchain
 from ...spec.errors import ConfigError, DataError
 from ...spec.paths import cache_dir
 from ...spec.reason import Code, Reason
-from ...spec.sealed import Store
+from ...spec.sealed import SealedFolder
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cpp"
-PART = toolchain.Part("the CPU kernels", "its own CPU kernels", "them")
+PART = toolchain.BuildPart("the CPU kernels", "its own CPU kernels", "them")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-w")
 _STABLE_ABI = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -44,7 +44,7 @@ def library_path(environ: Mapping[str, str] | None = None) -> Path:
 def is_built() -> bool | Reason:
     """Returns whether the library is built, checked once per process."""
     try:
-        store, parts = Store.of(library_path())
+        store, parts = SealedFolder.of(library_path())
     except ConfigError:
         return False
     problem = store.problem(*parts)
@@ -65,7 +65,7 @@ def processor() -> str:
 @lru_cache(maxsize=None)
 def module() -> ModuleType:
     """Returns the compiled module; raises ImportError with a remedy if it is not built."""
-    store, parts = Store.of(library_path())
+    store, parts = SealedFolder.of(library_path())
     import torch  # noqa: F401  its OpenMP must be loaded first
 
     try:

@@ -35,7 +35,7 @@ INT32_END = 1 << 31
 
 
 @dataclass(frozen=True)
-class Compiled:
+class LoadedSpecialization:
     """A specialization that was loaded. `cache`: compiled, or found on disk or in memory."""
 
     function: str
@@ -45,7 +45,7 @@ class Compiled:
     num_warps: int
 
 
-class Counts(NamedTuple):
+class LaunchCounts(NamedTuple):
     """Statistics of one function: launches of loaded specializations, and specializations by their
     source."""
 
@@ -62,7 +62,7 @@ class _Ready(NamedTuple):
     compiled: Any                              # Triton's CompiledKernel
 
 
-listeners: list[Callable[[Compiled], None]] = []    # called with every loaded specialization
+listeners: list[Callable[[LoadedSpecialization], None]] = []    # called with every loaded specialization
 _listener_lock = threading.Lock()
 _limits: dict[int, LaunchLimits] = {}
 
@@ -90,8 +90,8 @@ class Launcher:
         self._runtime = _runtime_parameters(fn) if isinstance(fn, JITFunction) and torch.version.hip is None else -1
 
     @property
-    def counts(self) -> Counts:
-        return Counts(int(repr(self._hits)[6:-1]), self._made["compiled"], self._made["disk"])
+    def counts(self) -> LaunchCounts:
+        return LaunchCounts(int(repr(self._hits)[6:-1]), self._made["compiled"], self._made["disk"])
 
     def __call__(self, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any],
                  varying: tuple[Varying, ...] = ()) -> None:
@@ -159,7 +159,7 @@ class Launcher:
         compiled[(1, 1, 1)]                    # loads it without a launch
         cache = "memory" if not cache_hits else "disk" if cache_hits[-1] else "compiled"
         self._made[cache] += 1
-        event = Compiled(self.name, cache, time.perf_counter() - start, compiled.metadata.shared,
+        event = LoadedSpecialization(self.name, cache, time.perf_counter() - start, compiled.metadata.shared,
                          compiled.metadata.num_warps)
         for listener in listeners:
             listener(event)

@@ -20,8 +20,8 @@ from ...operate import inspection
 from ...spec.plan import Plan
 from ...tuning.harness import Timings, in_turns
 from .. import show
-from .fit import SIZES, Fit, LeftOut, Sizes, Step, fit, probe
-from .styles import OPS, STYLE_NOTES, STYLES, Layer
+from .fit import SIZES, Fit, LeftOut, ModelStep, Sizes, fit, probe
+from .styles import OPS, STYLE_NOTES, STYLES, DecodeLayer
 
 DTYPES = ("float32", "bfloat16")
 TIMES_TORCH = 2.0                              # our error may be this many times torch's
@@ -30,7 +30,7 @@ MEASUREMENT_SHARE = 0.1                        # of the time of a row, for one m
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedOp:
     """One operation of one step: its plan, and the kernels that ran by the counters."""
 
     plan: Plan
@@ -39,12 +39,12 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One step in one dtype."""
 
     dtype: str
-    step: Step
-    ops: dict[str, Served]
+    step: ModelStep
+    ops: dict[str, ServedOp]
     block: Timings
     torch_error: float                         # against the block in float64, relative
     lz_error: float
@@ -103,14 +103,14 @@ def run_demo(device: str, seconds: float, as_json: bool) -> int:
 # measuring
 
 def _measure_rows(chosen: Fit, device: str, end: float,
-                  advance: Callable[[str], None]) -> tuple[list[Row], list[LeftOut]]:
+                  advance: Callable[[str], None]) -> tuple[list[DemoRow], list[LeftOut]]:
     """Give each row an equal share of the time until `end`; a row that needs more is left out."""
-    rows: list[Row] = []
+    rows: list[DemoRow] = []
     left_out: list[LeftOut] = []
     block, exact = None, None
     for i, (dtype, step) in enumerate(chosen.rows):
         if block is None or exact is None or block.dtype is not getattr(torch, dtype):
-            block = Layer(chosen.sizes, getattr(torch, dtype), device)
+            block = DecodeLayer(chosen.sizes, getattr(torch, dtype), device)
             exact = block.to(torch.float64)
         share = (end - time.perf_counter()) / (len(chosen.rows) - i)
         try:
@@ -124,8 +124,8 @@ class _OutOfTime(Exception):
     pass
 
 
-def _measure_row(block: Layer, exact: Layer, dtype: str, step: Step, deadline: float,
-                 advance: Callable[[str], None]) -> Row:
+def _measure_row(block: DecodeLayer, exact: DecodeLayer, dtype: str, step: ModelStep, deadline: float,
+                 advance: Callable[[str], None]) -> DemoRow:
     seconds = min(MOST_SECONDS, MEASUREMENT_SHARE * (deadline - time.perf_counter()))
 
     def timed(functions: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
@@ -148,13 +148,13 @@ def _measure_row(block: Layer, exact: Layer, dtype: str, step: Step, deadline: f
         advance(f"{dtype}, {step.name}: {name}")
         counts = {k: n - before.get(name, {}).get(k, 0) for k, n in after[name].items()}
         functions = {style: partial(do.own[name], **arguments) for style, do in STYLES.items()}
-        ops[name] = Served(inspection.explain(name, **arguments), tuple(k for k, n in counts.items() if n),
+        ops[name] = ServedOp(inspection.explain(name, **arguments), tuple(k for k, n in counts.items() if n),
                            timed(functions, seconds))
     advance(f"{dtype}, {step.name}: block")
     blocks = {style: block.bind_step(step, do) for style, do in STYLES.items()}
     timings = timed(blocks, 2 * seconds)
     truth = exact.bind_step(step, STYLES["torch"])()
-    return Row(dtype, step, ops, timings, _relative_error(blocks["torch"](), truth), _relative_error(output, truth))
+    return DemoRow(dtype, step, ops, timings, _relative_error(blocks["torch"](), truth), _relative_error(output, truth))
 
 
 def _relative_error(output: torch.Tensor, truth: torch.Tensor) -> float:
@@ -163,7 +163,7 @@ def _relative_error(output: torch.Tensor, truth: torch.Tensor) -> float:
 
 # printing
 
-def _introduce(diagnosis: inspection.Diagnosis, sizes: Sizes, device: str) -> None:
+def _introduce(diagnosis: inspection.DoctorReport, sizes: Sizes, device: str) -> None:
     show.heading("This machine")
     show.devices(diagnosis.devices)
     path = next(c for c in diagnosis.checks if c.name == "native fast path")
@@ -177,7 +177,7 @@ def _introduce(diagnosis: inspection.Diagnosis, sizes: Sizes, device: str) -> No
     show.table(("way", "what it calls"), [("lz", "lz.rms_norm, lz.attention, lz.add_rms_norm"), *STYLE_NOTES.items()])
 
 
-def _report(rows: Sequence[Row]) -> None:
+def _report(rows: Sequence[DemoRow]) -> None:
     dtypes = tuple(dict.fromkeys(row.dtype for row in rows))
     steps = {dtype: ", ".join(row.step.name for row in rows if row.dtype == dtype) for dtype in dtypes}
     show.heading("The place of each kernel in the plans")
@@ -204,7 +204,7 @@ def _report(rows: Sequence[Row]) -> None:
               "rounds. Faster and slower are said where three quarters of the rounds agree.")
 
 
-def _gains(row: Row) -> list[tuple[str, ...]]:
+def _gains(row: DemoRow) -> list[tuple[str, ...]]:
     lines = []
     for name, timings in (*((op, s.timings) for op, s in row.ops.items()), ("whole block", row.block)):
         by = ", then ".join(row.ops[name].kernels) if name in row.ops else ""

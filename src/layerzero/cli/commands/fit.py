@@ -25,7 +25,7 @@ SAFETY = 2.0                                   # larger calls no longer fit the 
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """One step: `tokens` new tokens after `past` tokens in the KV cache."""
 
     name: str
@@ -44,10 +44,10 @@ class Sizes:
     context: int = 4096
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        return (Step(f"prefill {self.prompt}", self.prompt, 0),
-                Step(f"decode at {self.prompt}", 1, self.prompt - 1),
-                Step(f"decode at {self.context}", 1, self.context - 1))
+    def steps(self) -> tuple[ModelStep, ...]:
+        return (ModelStep(f"prefill {self.prompt}", self.prompt, 0),
+                ModelStep(f"decode at {self.prompt}", 1, self.prompt - 1),
+                ModelStep(f"decode at {self.context}", 1, self.context - 1))
 
     @property
     def parameters(self) -> int:
@@ -77,7 +77,7 @@ class Pace:
     rows: float
     attention: float
 
-    def seconds(self, sizes: Sizes, step: Step) -> float:
+    def seconds(self, sizes: Sizes, step: ModelStep) -> float:
         """Estimate one call of the block."""
         products = step.tokens * sizes.parameters
         attended = 2 * sizes.heads * sizes.head_dim * step.tokens * (step.past + step.tokens)
@@ -100,7 +100,7 @@ class LeftOut:
 @dataclass(frozen=True)
 class Fit:
     sizes: Sizes
-    rows: tuple[tuple[str, Step], ...]         # dtype and step
+    rows: tuple[tuple[str, ModelStep], ...]         # dtype and step
     left_out: tuple[LeftOut, ...]
 
 
@@ -139,7 +139,7 @@ def fit(candidates: Sequence[Sizes], paces: Mapping[str, Pace], seconds: float) 
     smallest; of the other dtypes, the steps that fit."""
     first = next(iter(paces))
 
-    def needs(dtype: str, sizes: Sizes, step: Step) -> float:
+    def needs(dtype: str, sizes: Sizes, step: ModelStep) -> float:
         return CALLS * SAFETY * paces[dtype].seconds(sizes, step)
 
     share = seconds / (len(paces) * len(candidates[0].steps))

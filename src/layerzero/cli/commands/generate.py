@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ...integrations.gguf_model import Generation, packaged_model, read_gguf
+from ...integrations.gguf_model import TextGeneration, packaged_model, read_gguf
 from ...machine import hardware
 from ...spec.errors import ConfigError
 from .. import show
@@ -37,7 +37,7 @@ def generate(
     kind = hardware.probe(device).type
     loaded = read_gguf(model or packaged_model())
     ids = loaded.tokenize(prompt if raw or not loaded.template else loaded.chat(("user", prompt)))
-    run = Generation(loaded, ids, max_tokens, temperature, top_p, seed, getattr(torch, dtype), kind, watch=explain)
+    run = TextGeneration(loaded, ids, max_tokens, temperature, top_p, seed, getattr(torch, dtype), kind, watch=explain)
     began, pieces = time.perf_counter(), []
     for piece in run.pieces():
         pieces.append(piece)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...integrations.hub import Explanation, Hub, HubError
+from ...integrations.hub import Hub, HubError, HubExplanation
 from ...integrations.hub.sources import cached
 from .. import show
 from ..options import Json
@@ -103,5 +103,5 @@ def _version(name: str) -> dict[str, Any]:
     return {} if not text else {"version": int(text)} if text.isdigit() and len(text) < 40 else {"revision": text}
 
 
-def _explain(hub: Hub, name: str) -> Explanation:
+def _explain(hub: Hub, name: str) -> HubExplanation:
     return hub.explain(name.partition("@")[0], **_version(name))

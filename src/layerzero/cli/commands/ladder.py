@@ -12,8 +12,8 @@ from ...integrations.gguf_model import packaged_model, read_gguf
 from ...integrations.llama_peer import build_llama, trace_stages
 from ...models.decoder import parse_config
 from ...spec.errors import ConfigError
-from ...verify.model.ladder import Model, Rung, climb
-from ...verify.model.route import Row
+from ...verify.model.ladder import LadderModel, Rung, climb
+from ...verify.model.route import LadderRow
 from .. import show
 
 TEXT = ("The quick brown fox jumps over the lazy dog. In 1969, Apollo 11 landed on the Moon; the crew brought back "
@@ -51,7 +51,7 @@ def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str 
     return 0 if passed else 1
 
 
-def _model(name: str, text: str, against: str) -> tuple[Model | None, str]:
+def _model(name: str, text: str, against: str) -> tuple[LadderModel | None, str]:
     """Return the real model, or None and the reason."""
     if against not in ("plain", "transformers"):
         raise ConfigError(f"--against must be plain or transformers, got {against!r}")
@@ -65,7 +65,7 @@ def _model(name: str, text: str, against: str) -> tuple[Model | None, str]:
         return None, f"random weights, for no real model is here: {e}"
     tokens = torch.tensor([loaded.tokenize(text)])
     config = dataclasses.replace(loaded.config, max_positions=min(loaded.config.max_positions, tokens.shape[1] + 64))
-    model = Model(loaded.name, config, loaded.weights, tokens)
+    model = LadderModel(loaded.name, config, loaded.weights, tokens)
     if against == "transformers":
         truth = trace_stages(build_llama(config, loaded.weights), config, tokens)
         model = model._replace(truth=truth, truth_name="transformers in float32")
@@ -92,7 +92,7 @@ def show_rung(rung: Rung, verbose: bool = False) -> None:
         show.text("  served by: " + "; ".join(f"{op}: {', '.join(kernels)}" for op, kernels in by_op.items()))
 
 
-def _table(name: str, rows: Sequence[Row]) -> None:
+def _table(name: str, rows: Sequence[LadderRow]) -> None:
     show.heading(name)
     show.table(("", "stage", "max_diff", "mean_diff", "allowed", "eager", "kernel"), [
         ("ok" if r.ok else "!!", r.what, f"{r.error:.3g}", f"{r.mean:.3g}" if r.mean else "", f"{r.allowed:.3g}",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...operate.readiness import OK, Check, Readiness, current_world
+from ...operate.readiness import OK, Readiness, ReadinessCheck, current_world
 from ...plan.readiness import readiness_check
 from ...spec.call import Call
 from ...spec.errors import ConfigError
@@ -61,5 +61,5 @@ def _show(report: Readiness) -> None:
     show.heading(str(report).splitlines()[0])
 
 
-def _result_text(c: Check) -> str:
+def _result_text(c: ReadinessCheck) -> str:
     return c.got if c.state == OK else f"{c.got} (wanted: {c.want})"

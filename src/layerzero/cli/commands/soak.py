@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...machine import hardware
-from ...release.soak import Report, Sample, soak
+from ...release.soak import SoakReport, SoakSample, soak
 from ...release.soak_load import WRONG, Tally
 from ...spec.errors import ConfigError
 from .. import show
@@ -44,12 +44,12 @@ def command(
     Exit code 1 if an answer was wrong, a call raised, or memory or latency grow; 130 if interrupted and good so far.
     """
     requested = hours * 3600 + minutes * 60
-    report = Report.load(resume) if resume is not None else None
+    report = SoakReport.load(resume) if resume is not None else None
     seconds = requested or (report.target_seconds - report.seconds if report is not None else 0.0)
     if report is None and not requested:
         raise ConfigError("lz soak wants --hours or --minutes, or --resume FILE; got none of them")
     if report is None:
-        report = Report(seconds)
+        report = SoakReport(seconds)
     elif requested:
         report.target_seconds = max(report.target_seconds, report.seconds + requested)
     path = out or resume or Path("soak.json")
@@ -68,18 +68,18 @@ def command(
     raise typer.Exit(1 if not report.passed else INTERRUPTED if interrupted else 0)
 
 
-def _run(report: Report, seconds: float, path: Path, quiet: bool, **options: Any) -> None:
+def _run(report: SoakReport, seconds: float, path: Path, quiet: bool, **options: Any) -> None:
     out, last_line = show.console(), [0.0]
 
     def wrong(tally: Tally) -> int:
         return sum(tally.counts[kind] for kind in WRONG)
 
-    def line(sample: Sample, tally: Tally) -> str:
+    def line(sample: SoakSample, tally: Tally) -> str:
         return (f"{sample.calls} calls, {wrong(tally)} failures, RSS {sample.rss_mib:.0f} MiB, "
                 f"p50 {sample.p50_us:.1f} us, p99 {sample.p99_us:.1f} us")
 
     if quiet or not out.is_terminal:
-        def say(sample: Sample, tally: Tally) -> None:
+        def say(sample: SoakSample, tally: Tally) -> None:
             if not quiet and (sample.at - last_line[0] >= LINE_SECONDS or sample.at >= seconds):
                 last_line[0] = sample.at
                 print(f"{sample.at / 60:6.1f} min  {line(sample, tally)}", flush=True)
@@ -93,7 +93,7 @@ def _run(report: Report, seconds: float, path: Path, quiet: bool, **options: Any
             task, completed=sample.at, description=line(sample, tally)))
 
 
-def show_report(report: Report) -> None:
+def show_report(report: SoakReport) -> None:
     """Print the counts, each series with its slope and its bound, and the failures."""
     counts = report.counts
     show.text(f"{report.seconds / 60:.1f} of {report.target_seconds / 60:.1f} minutes in {len(report.parts)} parts: "

@@ -14,7 +14,7 @@ from ... import add_rms_norm, attention, rms_norm
 from ...models.decoder import Decoder, Trace, Weights, cast, make_weights
 from ...models.positions import rope_tables
 from ...verify.model.plain import PlainTorch
-from .fit import Sizes, Step
+from .fit import ModelStep, Sizes
 
 OPS = ("rms_norm", "attention", "add_rms_norm")        # what the styles do differently
 
@@ -104,7 +104,7 @@ class _Context:
         return out.transpose(1, 2)
 
 
-class Layer:
+class DecodeLayer:
     """One layer with its weights, an input, and the keys and values of a context."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str, seed: int = 0) -> None:
@@ -117,14 +117,14 @@ class Layer:
         self.weights: Weights = cast(make_weights(sizes.config, seed), dtype, device)
         self.inputs: dict[str, Tensor] = cast(inputs, dtype, device)
 
-    def to(self, dtype: torch.dtype) -> Layer:
+    def to(self, dtype: torch.dtype) -> DecodeLayer:
         """Return the same layer in another dtype."""
-        twin = object.__new__(Layer)
+        twin = object.__new__(DecodeLayer)
         twin.sizes, twin.dtype, twin.device = self.sizes, dtype, self.device
         twin.weights, twin.inputs = cast(self.weights, dtype), cast(self.inputs, dtype)
         return twin
 
-    def bind_step(self, step: Step, do: Style, trace: Trace | None = None) -> Callable[[], Tensor]:
+    def bind_step(self, step: ModelStep, do: Style, trace: Trace | None = None) -> Callable[[], Tensor]:
         """Return a function that computes the step in one style; `trace` records every stage."""
         inputs = self.inputs
         tables = inputs["cos"], inputs["sin"]

@@ -17,7 +17,7 @@ from ...verify.trace.answers.references import References
 from ...verify.trace.dataset import find_definitions, find_workloads
 from ...verify.trace.definition import Definition
 from ...verify.trace.inputs import SIZES
-from ...verify.trace.run import Report, verify
+from ...verify.trace.run import DefinitionReport, verify
 from ...verify.trace.traces import write
 from ...verify.trace.write_tests import write_tests as write_test_files
 from .. import show
@@ -112,9 +112,9 @@ def _write_tests(folder: Path, definitions: Sequence[Definition], references: Re
 
 
 def _verify_all(definitions: Sequence[Definition], references: References, sizes: Sequence[str],
-                workloads: int, settings: dict[str, Any], verbose: bool) -> list[Report]:
+                workloads: int, settings: dict[str, Any], verbose: bool) -> list[DefinitionReport]:
     """Verify every definition; with `verbose` each report is printed as it comes."""
-    reports: list[Report] = []
+    reports: list[DefinitionReport] = []
     for definition in definitions:
         cases: list[dict[str, Any]] = [{"size": s} for s in sizes]
         cases += [{"workload": w} for w in find_workloads(definition)[:workloads]] if workloads else []
@@ -128,7 +128,7 @@ def _verify_all(definitions: Sequence[Definition], references: References, sizes
     return reports
 
 
-def _report_text(report: Report, case: dict[str, Any]) -> str:
+def _report_text(report: DefinitionReport, case: dict[str, Any]) -> str:
     if report.status != "passed":
         return str(report)
     against = [c.want for c in report.comparisons if c.got == "lz"]
@@ -141,7 +141,7 @@ def _report_text(report: Report, case: dict[str, Any]) -> str:
             f"{', '.join(dict.fromkeys(against))}{missing}")
 
 
-def _show_result(reports: Sequence[Report], written: Sequence[Path], as_json: bool) -> int:
+def _show_result(reports: Sequence[DefinitionReport], written: Sequence[Path], as_json: bool) -> int:
     counts = Counter(report.status for report in reports)
     if as_json:
         show.as_json({"counts": dict(counts), "reports": [r.to_json() for r in reports],

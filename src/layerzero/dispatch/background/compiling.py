@@ -58,7 +58,7 @@ MEMORY_SHARE = 0.1                             # of free memory that the inputs 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-class Binder(Caller, Protocol):
+class DispatcherLike(Caller, Protocol):
     """What is needed of a dispatcher here."""
 
     def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any: ...
@@ -97,8 +97,14 @@ def _own_cache(name: str) -> Path:
 _compile_lock = threading.RLock()              # held while something is compiled: a fork waits for it
 
 
-def compile_now(dispatcher: Binder, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...],
-                warmed: frozenset[Any] | None = None) -> str | None:
+def compile_now(
+    dispatcher: DispatcherLike,
+    kernel: Kernel,
+    step: Step,
+    facts: Mapping[str, Any],
+    values: tuple[Any, ...],
+    warmed: frozenset[Any] | None = None,
+) -> str | None:
     """Load and call the kernel for this kind of call; return None, or why it failed.
 
     `warmed` is what the world adds to its own `warmed` afterwards.
@@ -148,7 +154,7 @@ def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
     return any(os.path.isdir(folder) and os.listdir(folder) for folder in folders)
 
 
-def _run(dispatcher: Binder, run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:
+def _run(dispatcher: DispatcherLike, run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:
     out = jit.call(run, values, grad)
     wrong = wrong_result(dispatcher.op, dict(zip(dispatcher.names, values)), out)
     if wrong is not None:
@@ -222,7 +228,7 @@ def _why_not(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) 
 
 @dataclass(eq=False)
 class _Job:
-    dispatcher: Binder
+    dispatcher: DispatcherLike
     kernel: Kernel
     step: Step
     facts: Mapping[str, Any]
@@ -245,7 +251,7 @@ _thread: threading.Thread | None = None
 _closing = False
 
 
-def request_better(dispatcher: Binder, world: World, plan: Plan, override: Override | None,
+def request_better(dispatcher: DispatcherLike, world: World, plan: Plan, override: Override | None,
                    values: tuple[Any, ...]) -> None:
     """Request the kernels that would serve this call if they were compiled already.
 
@@ -281,7 +287,9 @@ def is_worth_it(kernel: Kernel, step: Step) -> bool:
         step.score.source == LESS_WORK and bool(kernel.package))
 
 
-def request(dispatcher: Binder, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...]) -> None:
+def request(
+    dispatcher: DispatcherLike, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...]
+) -> None:
     """Queue a compile for calls like this one, at most once for each kind and form. Returns at once."""
     warmed, token = jit.warmed_keys(kernel, facts, values), object()
     kind = kernel.id, kind_to_compile(kernel.op, facts)
@@ -395,7 +403,7 @@ def _own_stream(job: _Job) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Status(Record):
+class CompileStatus(Record):
     """What is compiled in the background, and what waits for it."""
 
     compiling: str = ""                        # kernel and kind of call
@@ -408,10 +416,12 @@ class Status(Record):
         return f"{self.compiling}, {self.seconds:.1f} s so far; {len(self.waiting)} wait"
 
 
-def status() -> Status:
+def status() -> CompileStatus:
     with _queue_lock:
         job, waiting = _current, tuple(j.label for j in _queue)
-    return Status("" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.began, waiting)
+    return CompileStatus(
+        "" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.began, waiting
+    )
 
 
 def wait(timeout: float | None = None) -> bool:

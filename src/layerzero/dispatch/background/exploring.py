@@ -73,7 +73,7 @@ class Account:
 account = Account()
 
 
-class Sample(NamedTuple):
+class TimedCall(NamedTuple):
     """A call that was timed; on CUDA its time is known once the device has done it."""
 
     ticket: Ticket
@@ -113,7 +113,7 @@ class LearnedKind:
         self.trial = Trial(base.kernel, base.score.total_us, default, zlib.crc32(repr(key).encode()))
         self.steps: dict[str, Step] = {}
         self.lock = locks.Lock()
-        self.done: deque[Sample] = deque()     # appended by any thread, read by the one that holds the lock
+        self.done: deque[TimedCall] = deque()     # appended by any thread, read by the one that holds the lock
         self.failed: deque[tuple[Ticket | None, str, str]] = deque()   # the sample, the kernel to drop, and why
         self.serving = base.kernel
         self.settled = False
@@ -168,7 +168,7 @@ class LearnedKind:
             self.done.popleft()
             self._count_sample(sample, us)
 
-    def _count_sample(self, sample: Sample, us: float) -> None:
+    def _count_sample(self, sample: TimedCall, us: float) -> None:
         ticket, trial = sample.ticket, self.trial
         in_a_row = self.disturbed[ticket.kernel] = self.disturbed.get(ticket.kernel, 0) + 1 if sample.disturbed else 0
         counts = not sample.prepared and in_a_row in (0, MAX_DISTURBED)
@@ -332,17 +332,17 @@ def _packed_weights() -> int:
     return len(PACKED)
 
 
-def _run_timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, Sample]:
+def _run_timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, TimedCall]:
     packed, worked = _packed_weights(), _cpu_time()
     start = _now()
     out = run(*values)
     took = _now() - start
-    return out, Sample(ticket, took * 1e6, (start - began) * 1e6, _packed_weights() != packed,
+    return out, TimedCall(ticket, took * 1e6, (start - began) * 1e6, _packed_weights() != packed,
                        (_cpu_time() - worked) * 1e6)
 
 
 def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
-                       began: float) -> tuple[Any, Sample]:
+                       began: float) -> tuple[Any, TimedCall]:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     packed = _packed_weights()
     begin.record()
@@ -352,4 +352,4 @@ def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket:
     end.record()
     behind = not begin.query()
     overhead = _now() - began - took
-    return out, Sample(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed, 0.0, (begin, end), behind)
+    return out, TimedCall(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed, 0.0, (begin, end), behind)

@@ -293,7 +293,7 @@ def _close(kind: LearnedKind) -> None:
 
 # status
 
-class Status(NamedTuple):
+class LearnStatus(NamedTuple):
     """What was learned, and what it cost; `share` is of the time since the first explored call."""
 
     learning: int
@@ -309,10 +309,10 @@ class Status(NamedTuple):
                 f"{self.explored} calls explored, which cost {self.seconds:.3f} s ({self.share:.2%} of the time)")
 
 
-def status() -> Status:
+def status() -> LearnStatus:
     lost, began = account.budget.lost_us / 1e6, account.began
     span = time.monotonic() - began if began is not None else 0.0
-    return Status(len(_kinds), _learned, _unclear, account.explored, lost, lost / span if span > 0 else 0.0)
+    return LearnStatus(len(_kinds), _learned, _unclear, account.explored, lost, lost / span if span > 0 else 0.0)
 
 
 def progress_of(op: Op, world: World, plan: Plan) -> Callable[[str], str]:

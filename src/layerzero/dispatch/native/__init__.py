@@ -31,14 +31,14 @@ from ...spec.expr import parse
 from ...spec.kernel import Const, Direct, LastSize
 from ...spec.op import INT64, Op, Param
 from ...spec.paths import cache_dir
-from ...spec.sealed import Store
+from ...spec.sealed import SealedFolder
 from ...world import context
 from ...world.context import Override
 from ..cache import Entry
 from ..hotpath import signature
 
 SOURCE = Path(__file__).with_name("fastpath.cpp")
-PART = toolchain.Part("the native fast path", "the native fast path", "it")
+PART = toolchain.BuildPart("the native fast path", "the native fast path", "it")
 HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
 _CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
@@ -67,7 +67,7 @@ def module() -> Any:
     if not is_enabled():
         return None
     try:
-        store, parts = Store.of(library_path())
+        store, parts = SealedFolder.of(library_path())
         compiled = store.import_library("layerzero.dispatch.native.fastpath", *parts)
     except FileNotFoundError:
         return None
@@ -96,21 +96,25 @@ _problem: list[str] = []
 
 
 @dataclass(frozen=True)
-class Status:
+class NativeStatus:
     ok: bool
     expected: bool                             # False: nothing is wrong if it is not loaded
     text: str
     hint: str = ""
 
 
-def status() -> Status:
+def status() -> NativeStatus:
     if module() is not None:
-        return Status(True, True, f"loaded for torch {torch.__version__}")
+        return NativeStatus(True, True, f"loaded for torch {torch.__version__}")
     if not is_enabled():
-        return Status(False, False, "switched off; calls go through pure Python")
+        return NativeStatus(False, False, "switched off; calls go through pure Python")
     if _problem:
-        return Status(False, True, f"{_problem[0]}; calls go through pure Python", "build it again: lz build --force")
-    return Status(False, False, "not built; calls go through pure Python (about 2 us instead of 0.2)", "run: lz build")
+        return NativeStatus(
+            False, True, f"{_problem[0]}; calls go through pure Python", "build it again: lz build --force"
+        )
+    return NativeStatus(
+        False, False, "not built; calls go through pure Python (about 2 us instead of 0.2)", "run: lz build"
+    )
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:

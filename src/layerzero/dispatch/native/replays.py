@@ -32,7 +32,7 @@ def record_calls(run: Callable[..., Any], recordings: Any) -> Callable[..., Any]
     def call(*values: Any) -> Any:
         if not recordings.is_worth_recording(*values) or _get_current_dispatch_mode() is not None:
             return run(*values)
-        recorder = Recorder(values)
+        recorder = LaunchRecorder(values)
         with replay.watching(recorder), recorder:
             out = run(*values)
         recording = recorder.finish(out)
@@ -43,7 +43,7 @@ def record_calls(run: Callable[..., Any], recordings: Any) -> Callable[..., Any]
     return call
 
 
-class Recorder(TorchDispatchMode):
+class LaunchRecorder(TorchDispatchMode):
     """Notes what one call does."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:

@@ -15,12 +15,27 @@ from .errors import (
     Unproven,
     UnsafePath,
 )
-from .hub import Explanation, Hub, Loaded
-from .lockfile import Lock
+from .hub import Hub, HubExplanation, Loaded
+from .lockfile import HubLock
 from .variants import Accepted, Rejected
 
 __all__ = [
-    "Accepted", "Content", "Explanation", "Hub", "HubError", "Loaded", "Lock", "LockViolation", "NamespaceClash",
-    "NoVariant", "NotAllowed", "NotHere", "Rejected", "SignatureRefused", "Tampered", "Unproven", "UnsafePath",
+    "Accepted",
+    "Content",
+    "Hub",
+    "HubError",
+    "HubExplanation",
+    "HubLock",
+    "Loaded",
+    "LockViolation",
+    "NamespaceClash",
+    "NoVariant",
+    "NotAllowed",
+    "NotHere",
+    "Rejected",
+    "SignatureRefused",
+    "Tampered",
+    "Unproven",
+    "UnsafePath",
     "unpack",
 ]

@@ -31,7 +31,7 @@ from ...world.catalog import builtin_ops
 from . import importing, lockfile, sources
 from .content import Content, copy_home, private_copy
 from .errors import HubError, LockViolation, NotAllowed, NotHere, NoVariant, SignatureRefused, Tampered, Unproven
-from .sources import Place
+from .sources import RepositoryVersion
 from .variants import Accepted, Verdict, judge
 
 KERNELS_VERSION = ">=0.17"
@@ -41,7 +41,7 @@ VALID, VERIFIED = "valid", "signature-valid"   # the verdict, and the file that 
 
 
 @dataclass(frozen=True)
-class Check:
+class RepositoryCheck:
     """One check of a repository; `error` is what loading it would raise."""
 
     name: str
@@ -50,12 +50,12 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class HubExplanation:
     """Whether a repository would be loaded here, and why."""
 
     name: str
     version: str
-    checks: tuple[Check, ...]
+    checks: tuple[RepositoryCheck, ...]
     verdicts: tuple[Verdict, ...] = ()
     variant: str = ""                          # the build that would be imported
     sha256: str = ""
@@ -102,7 +102,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _CheckedBuild:
-    place: Place
+    place: RepositoryVersion
     folder: Path                               # of the build in the repository
     content: Content
     metadata: Any
@@ -138,7 +138,7 @@ class Hub:
             sources.check_name(key.partition("@")[0])
 
     @cached_property
-    def locked(self) -> lockfile.Lock | None:
+    def locked(self) -> lockfile.HubLock | None:
         return None if self.lock is None else lockfile.read(Path(self.lock))
 
     @property
@@ -147,22 +147,22 @@ class Hub:
 
     # Checks
 
-    def explain(self, name: str, *, version: int | None = None, revision: str | None = None) -> Explanation:
+    def explain(self, name: str, *, version: int | None = None, revision: str | None = None) -> HubExplanation:
         """Return every check and every build with its verdict; runs none of the repository's code."""
         return self._check(name, sources.check_version(version, revision))[0]
 
-    def _check(self, name: str, version: str) -> tuple[Explanation, _CheckedBuild | None]:
+    def _check(self, name: str, version: str) -> tuple[HubExplanation, _CheckedBuild | None]:
         require_kernels()
         sources.check_name(name)
-        checks: list[Check] = []
+        checks: list[RepositoryCheck] = []
 
         def run(check: str, function: Callable[[], tuple[Any, str]]) -> Any:
             try:
                 result, text = function()
             except HubError as e:
-                checks.append(Check(check, str(e), e))
+                checks.append(RepositoryCheck(check, str(e), e))
                 return None
-            checks.append(Check(check, text))
+            checks.append(RepositoryCheck(check, text))
             return result
 
         verdicts: tuple[Verdict, ...] = ()
@@ -183,7 +183,7 @@ class Hub:
             run("digest", lambda: _check_digest(build))
             run("signature", lambda: self._check_signature(build))
         sha256 = build.content.sha256 if build is not None else ""
-        return Explanation(name, version, tuple(checks), verdicts, variant, sha256), build
+        return HubExplanation(name, version, tuple(checks), verdicts, variant, sha256), build
 
     def _pins(self, name: str) -> int:
         return sum(key.rpartition("@")[0] == name for key in (self.locked.pins if self.locked else ()))
@@ -198,7 +198,7 @@ class Hub:
         raise NotAllowed(f"{name} is not allowed to run here: {'wanted ' if allowed else 'nothing is yet'}"
                          f"{' or '.join(allowed)}. Read it first; then allow=({name!r},), or pin it: lz hub lock")
 
-    def _place(self, name: str, version: str) -> tuple[Place, str]:
+    def _place(self, name: str, version: str) -> tuple[RepositoryVersion, str]:
         folders = {key: Path(folder) for key, folder in self.folders.items()}
         place = sources.find(name, version, folders, self.cache_folder)
         return place, f"{place.build}{f', commit {place.commit}' if place.commit else ''}"
@@ -236,7 +236,7 @@ class Hub:
         module = importing.import_build(build.folder, dependencies, self.backend)
         return Loaded(name, explanation.version, explanation.variant, explanation.sha256, module, build.metadata.id)
 
-    def _copy(self, name: str, version: str) -> tuple[Explanation, _CheckedBuild]:
+    def _copy(self, name: str, version: str) -> tuple[HubExplanation, _CheckedBuild]:
         """Return a private copy that passed every check; checks that read files are repeated on the copy."""
         explanation, build = self._check(name, version)
         if explanation.errors:
@@ -303,7 +303,7 @@ class Hub:
 
     # Pinning
 
-    def lockfile(self, *names: str) -> lockfile.Lock:
+    def lockfile(self, *names: str) -> lockfile.HubLock:
         """Pin every build of `names` ("org/name@1", or org/name of a folder) as they are now."""
         require_kernels()
         pins = {}
@@ -319,8 +319,8 @@ class Hub:
             for build in builds.values():
                 _check_version(build, version)
                 _check_digest(build)
-            pins[f"{name}@{version}"] = lockfile.Pin(place.commit, {v: b.content.files for v, b in builds.items()})
-        return lockfile.Lock(pins)
+            pins[f"{name}@{version}"] = lockfile.HubPin(place.commit, {v: b.content.files for v, b in builds.items()})
+        return lockfile.HubLock(pins)
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ def _op(op: str | Op) -> Op:
     return known[op]
 
 
-def _choose_variant(place: Place, verdicts: tuple[Verdict, ...]) -> tuple[str, str]:
+def _choose_variant(place: RepositoryVersion, verdicts: tuple[Verdict, ...]) -> tuple[str, str]:
     first = next((v for v in verdicts if isinstance(v, Accepted)), None)
     if first is None:
         lines = "".join(f"\n  {v}" for v in verdicts)
@@ -395,7 +395,7 @@ def _choose_variant(place: Place, verdicts: tuple[Verdict, ...]) -> tuple[str, s
     return first.variant, str(first)
 
 
-def _read_build(place: Place, folder: Path) -> tuple[_CheckedBuild, str]:
+def _read_build(place: RepositoryVersion, folder: Path) -> tuple[_CheckedBuild, str]:
     content = Content.of(folder, place.root)
     return (_CheckedBuild(place, folder, content, importing.metadata_of(folder)),
             f"{len(content.files)}, sha256 {content.sha256[:16]}...")

@@ -22,7 +22,7 @@ import torch
 
 from ...machine.loading import LOAD_ERRORS, is_importable
 from ...spec.errors import DataError
-from ...spec.reading import Limits, no_panic, read_json
+from ...spec.reading import FileLimits, no_panic, read_json
 from ...spec.reason import FOREIGN_ERRORS
 from ...spec.sealed import replace_file
 from .content import Content
@@ -31,7 +31,7 @@ from .variants import compiled_files
 
 _importing = threading.RLock()                 # registrations are found by comparing before and after
 _REGISTERED = re.compile(r"^debug: registered at (.*):\d+$", re.MULTILINE)
-LIMITS = Limits(size=1 << 20)                  # of metadata.json
+LIMITS = FileLimits(size=1 << 20)                  # of metadata.json
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 

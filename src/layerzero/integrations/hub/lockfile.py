@@ -24,7 +24,7 @@ SCHEMA = "layerzero.hub.lock/1"
 
 
 @dataclass(frozen=True)
-class Pin(Record, whole=True):
+class HubPin(Record, whole=True):
     """One pinned version of a repository; without `variants` only the commit is pinned."""
 
     commit: str = ""                           # "" for a local folder, which has none
@@ -47,11 +47,11 @@ class Pin(Record, whole=True):
 
 
 @dataclass(frozen=True)
-class Lock(Record, json="pins", names={"pins": "kernels"}, header={"schema": SCHEMA}):
-    pins: Mapping[str, Pin] = field(default_factory=dict)      # "org/name@1"
+class HubLock(Record, json="pins", names={"pins": "kernels"}, header={"schema": SCHEMA}):
+    pins: Mapping[str, HubPin] = field(default_factory=dict)      # "org/name@1"
     path: str = SCHEMA
 
-    def pin(self, name: str, version: str) -> tuple[str, Pin]:
+    def pin(self, name: str, version: str) -> tuple[str, HubPin]:
         """Return the key and pin of a version; "" stands for the only pinned one."""
         known = [k for k in self.pins if k.rpartition("@")[0] == name]
         key = f"{name}@{version}" if version else known[0] if len(known) == 1 else ""
@@ -76,15 +76,15 @@ class Lock(Record, json="pins", names={"pins": "kernels"}, header={"schema": SCH
         write_json(path, self.to_json())
 
 
-def read(path: Path) -> Lock:
+def read(path: Path) -> HubLock:
     """Read a hub.lock or a kernels.lock."""
     data = read_json(path, "a lockfile, as lz hub lock or kernels lock writes it")
     if isinstance(data, list):
         return _read_kernels_lock(path, data)
-    return decode(Lock, data, str(path), path=str(path))
+    return decode(HubLock, data, str(path), path=str(path))
 
 
-def _read_kernels_lock(path: Path, data: list[Any]) -> Lock:
+def _read_kernels_lock(path: Path, data: list[Any]) -> HubLock:
     from kernels._rust import KernelLocks, KernelVersion
     try:
         locks = no_panic(KernelLocks.from_json)(json.dumps(data))
@@ -94,5 +94,5 @@ def _read_kernels_lock(path: Path, data: list[Any]) -> Lock:
     for kernel, lock in locks.items():
         version = kernel.version
         name = str(version.version) if isinstance(version, KernelVersion.Version) else version.revision
-        pins[f"{kernel.repo_id}@{name}"] = Pin(lock.commit)
-    return Lock(pins, str(path))
+        pins[f"{kernel.repo_id}@{name}"] = HubPin(lock.commit)
+    return HubLock(pins, str(path))

@@ -21,7 +21,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Place:
+class RepositoryVersion:
     """One version of a repository; its links may lead anywhere below `root`."""
 
     name: str
@@ -56,11 +56,11 @@ def default_cache() -> Path:
     return Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
 
 
-def find(name: str, version: str, folders: Mapping[str, Path], cache: Path) -> Place:
+def find(name: str, version: str, folders: Mapping[str, Path], cache: Path) -> RepositoryVersion:
     """Return the folder of this version, else of this name, else the snapshot in the cache."""
     folder = folders.get(f"{name}@{version}") or folders.get(name)
     if folder is not None:
-        return Place(name, version, _build_folder(folder, folder, f"the folder for {name}"), folder)
+        return RepositoryVersion(name, version, _build_folder(folder, folder, f"the folder for {name}"), folder)
     home = cache / f"kernels--{name.replace('/', '--')}"
     versions = [v for n, v, _ in cached(cache) if n == name]
     state = f"versions {', '.join(versions)} are there" if versions else "it is not there"
@@ -76,7 +76,7 @@ def find(name: str, version: str, folders: Mapping[str, Path], cache: Path) -> P
         raise NotHere(f"{name} version {version} is not in {cache} ({state}), and nothing is downloaded from here. "
                       f"Fetch it where there is a network, kernels.install_kernel({name!r}, {argument}), or name a "
                       "folder: Hub(folders={...})")
-    return Place(name, version, _build_folder(snapshot, home, f"{name} in {cache}"), home, commit)
+    return RepositoryVersion(name, version, _build_folder(snapshot, home, f"{name} in {cache}"), home, commit)
 
 
 def cached(cache: Path) -> Iterator[tuple[str, str, str]]:

@@ -47,7 +47,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _autocast = torch._C._is_any_autocast_enabled
 
 
-class Watch:
+class ModelWatch:
     """What must stay as it is: the modules, their weights and where these lie, and that nobody hooks into them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,7 +88,7 @@ class Accelerated:
     """Takes the place of `model.forward`."""
 
     def __init__(self, model: Any, parts: DecoderParts, capture: bool) -> None:
-        disturbed = Watch(model).disturbed() or ("a forward of its own" if "forward" in vars(model) else "")
+        disturbed = ModelWatch(model).disturbed() or ("a forward of its own" if "forward" in vars(model) else "")
         if disturbed:
             raise NotRecognised(f"the model has {disturbed}")
         self.model, self.parts = model, parts
@@ -98,7 +98,7 @@ class Accelerated:
         self.broken = ""                       # the fault that ended it
         self._steps: dict[int, DecodeStep] = {}
         self._captured = CapturedSteps(parts) if capture else None
-        self._watch = Watch(model)
+        self._watch = ModelWatch(model)
         self._result = parts.result or (BaseModelOutputWithPast if parts.head is None else CausalLMOutputWithPast)
         self._windows = [layer.window for layer in parts.layers]
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops.formulas.moe import PLAIN, activate
-from .families import Code, NotRecognised, code_of, is_known, known
+from .families import FunctionCode, NotRecognised, code_of, is_known, known
 from .implementations import DECODED, Implementations
 from .owned_config import is_uncapped
 from .recognise import Recogniser, rotates
@@ -209,7 +209,7 @@ def _first_position(positions: Any) -> int:
     return int(positions.offset)
 
 
-def _window(config: Any, code: Code, at: int) -> int | None:
+def _window(config: Any, code: FunctionCode, at: int) -> int | None:
     """How far the layer sees: as the model's masks have it."""
     if "layer_types" in code.names:
         kind = config.layer_types[at]
@@ -295,7 +295,7 @@ class _Reader:
             window=window,
             angles=angles if inner.turns(attention) else None)
 
-    def head_norms(self, attention: Any, code: Code) -> tuple[Norm | None, Norm | None]:
+    def head_norms(self, attention: Any, code: FunctionCode) -> tuple[Norm | None, Norm | None]:
         asked = next((n for n in ("qk_layernorm", "use_qk_norm") if n in code.names), None)
         if asked is not None and not getattr(attention, asked):
             return None, None
@@ -363,7 +363,7 @@ def _attention_of(layer: Any) -> Any:
     return _named_by(layer, code_of(layer), "self_attn", "attention", "attn", "self_attention")
 
 
-def _named_by(owner: Any, code: Code, *names: str) -> Any:
+def _named_by(owner: Any, code: FunctionCode, *names: str) -> Any:
     """The first of these attributes that the code of its owner speaks of."""
     found = next((n for n in names if n in code.names and hasattr(owner, n)), None)
     if found is None:

@@ -41,7 +41,7 @@ class NotRecognised(Exception):
 
 
 @dataclass(frozen=True)
-class Code:
+class FunctionCode:
     """What a function does: its parameters and its body, without annotations and documentation."""
 
     text: str
@@ -55,7 +55,7 @@ class Code:
         return self.turned_if is None or bool(eval(self.turned_if, given))     # an expression of its own source
 
 
-def known(module: Any, role: str) -> Code:
+def known(module: Any, role: str) -> FunctionCode:
     """The code of a module that does what a module of this role does in one of the families."""
     if not is_known(module, role):
         raise NotRecognised(f"{type(module).__name__} does not do what the {role} does in any family that is known")
@@ -72,7 +72,7 @@ def is_known(module: Any, role: str) -> bool:
     return code_of(module).text in _references().get(role, ())
 
 
-def code_of(module: nn.Module) -> Code:
+def code_of(module: nn.Module) -> FunctionCode:
     """Of its class's own forward, whether or not the module is patched."""
     kind: Any = stock_of(module)
     return _code(kind.forward)
@@ -100,18 +100,18 @@ def _class(folder: str, role: str) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _code(function: Any) -> Code:
+def _code(function: Any) -> FunctionCode:
     plain = inspect.unwrap(function)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(plain))).body[0]
     except (OSError, TypeError, SyntaxError):
-        return Code(f"no source: {plain!r}", frozenset(), None, None)
+        return FunctionCode(f"no source: {plain!r}", frozenset(), None, None)
     if not isinstance(tree, ast.FunctionDef):
-        return Code(f"no function: {plain!r}", frozenset(), None, None)
+        return FunctionCode(f"no function: {plain!r}", frozenset(), None, None)
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     parameters = [a.arg for a in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
     text = f"{parameters[1:]} {[ast.dump(node) for node in body]}"
-    return Code(text, frozenset(name for part in body for node in ast.walk(part) for name in _named(node)),
+    return FunctionCode(text, frozenset(name for part in body for node in ast.walk(part) for name in _named(node)),
                 _returned(body[-1], getattr(plain, "__globals__", {})), _turned_if(body))
 
 

@@ -33,7 +33,7 @@ from .implementations import Implementations, asking, eager_name, is_configurati
 from .owned_config import OWNED, is_uncapped
 from .recognise import NOWHERE, Recogniser
 from .replacements import KINDS, SAMPLING, Recipe, patched_class, recipe_of, restore, stock_of
-from .report import PatchReport, Row
+from .report import ModuleRow, PatchReport
 
 _UNCAPPED = ("without the softcap that the model asks for: transformers' sdpa leaves it out, so results stay the same; "
              "attn_implementation='layerzero' has it")
@@ -138,7 +138,7 @@ def apply(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable
     """lz.patch, and what it changed: undoing that leaves what was patched before. All of it is done, or nothing."""
     kinds = _kinds(only, skip)
     _check(model)
-    rows: Counter[Row] = Counter()
+    rows: Counter[ModuleRow] = Counter()
     changes = Changes()
     try:
         _patch_modules(model, kinds, only is not None, rows, changes)
@@ -157,7 +157,9 @@ def apply(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable
                        stats().calls), changes
 
 
-def _patch_modules(model: nn.Module, kinds: frozenset[str], named: bool, rows: Counter[Row], changes: Changes) -> None:
+def _patch_modules(
+    model: nn.Module, kinds: frozenset[str], named: bool, rows: Counter[ModuleRow], changes: Changes
+) -> None:
     recognise = Recogniser()
     heads = {id(m.get_output_embeddings()) for m in _transformers_models(model)}
     inside: set[int] = set()                   # what belongs to a module that was looked at as a whole
@@ -170,23 +172,23 @@ def _patch_modules(model: nn.Module, kinds: frozenset[str], named: bool, rows: C
         if recipe is not None and recipe.kind == SAMPLING:
             continue
         if recipe is not None:
-            rows[Row(where, recipe.kind, recipe.op, 0, "patched before")] += 1
+            rows[ModuleRow(where, recipe.kind, recipe.op, 0, "patched before")] += 1
         else:
             verdict = recognise(module)
             if isinstance(verdict, str):
-                rows[Row(where, stock_of(module).__name__, "", 0, verdict)] += 1
+                rows[ModuleRow(where, stock_of(module).__name__, "", 0, verdict)] += 1
             elif verdict is None:
                 if any(p is not None for p in module._parameters.values()):
-                    rows[Row(where, stock_of(module).__name__, "", 0, "nothing that lz computes here")] += 1
+                    rows[ModuleRow(where, stock_of(module).__name__, "", 0, "nothing that lz computes here")] += 1
             else:
                 recipe = replace(verdict, kind="lm_head") if id(module) in heads else verdict
                 if recipe.kind not in kinds:
                     continue
                 if recipe.kind == "rope" and not named and (vain := _vain_rope(module)):
-                    rows[Row(where, recipe.kind, "", 0, vain)] += 1
+                    rows[ModuleRow(where, recipe.kind, "", 0, vain)] += 1
                     continue
                 changes.follow(module, replace(recipe, eager=eager))
-                rows[Row(where, recipe.kind, recipe.op, 0)] += 1
+                rows[ModuleRow(where, recipe.kind, recipe.op, 0)] += 1
         if recipe is not None and recipe.kind == "mlp":
             inside |= {id(m) for m in module.modules()}
         if "parametrizations" in module._modules:
@@ -214,19 +216,19 @@ def _where(path: str) -> str:
     return re.sub(r"\b\d+\b", "*", path) or "(model)"
 
 
-def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[Row], changes: Changes) -> None:
+def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[ModuleRow], changes: Changes) -> None:
     for whole in _transformers_models(model):
         if not whole.can_generate():
             continue
         why = "patched before" if recipe_of(whole) is not None else "" if wanted else _STOCK_DRAW
         if not why:
             changes.follow(whole, Recipe(SAMPLING, "sample"))
-        rows[Row("generate()", SAMPLING, "" if why is _STOCK_DRAW else "sample", 0, why)] += 1
+        rows[ModuleRow("generate()", SAMPLING, "" if why is _STOCK_DRAW else "sample", 0, why)] += 1
 
 
 # Attention: sdpa by the interface of transformers, for this model alone; eager functions where they are called.
 
-def _patch_attention(model: nn.Module, rows: Counter[Row], changes: Changes) -> None:
+def _patch_attention(model: nn.Module, rows: Counter[ModuleRow], changes: Changes) -> None:
     paths = {path: m for path, m in model.named_modules() if asking(m)}
     if not paths:
         return
@@ -244,10 +246,10 @@ def _patch_attention(model: nn.Module, rows: Counter[Row], changes: Changes) -> 
     for path, module in paths.items():
         if _serves(module):
             why = _UNCAPPED if is_uncapped(module) else "patched before" if module in before else ""
-            rows[Row(_where(path), "attention", "attention", 0, why)] += 1
+            rows[ModuleRow(_where(path), "attention", "attention", 0, why)] += 1
         else:
             why = refused[module] or "its masks are made outside: patch the whole model"
-            rows[Row(_where(path), stock_of(module).__name__, "", 0, why)] += 1
+            rows[ModuleRow(_where(path), stock_of(module).__name__, "", 0, why)] += 1
 
 
 def _serves(module: nn.Module) -> bool:

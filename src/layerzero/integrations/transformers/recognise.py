@@ -273,7 +273,7 @@ def random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
     return made.to(device=like.device, dtype=like.dtype)
 
 
-class Trial:
+class ModuleTrial:
     """A module on random inputs, and recipes beside it; on the module's device, as exactly as memory allows."""
 
     def __init__(self, module: nn.Module, widest: torch.dtype) -> None:
@@ -312,7 +312,7 @@ class Trial:
 
 
 @contextmanager
-def trying(module: nn.Module, widest: torch.dtype = torch.float64) -> Iterator[Trial]:
+def trying(module: nn.Module, widest: torch.dtype = torch.float64) -> Iterator[ModuleTrial]:
     """In eval mode, without autocast, with gradients; everything is as it was afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     device = next(module.parameters(), NOWHERE).device
@@ -320,7 +320,7 @@ def trying(module: nn.Module, widest: torch.dtype = torch.float64) -> Iterator[T
         for m, _ in modes:
             m.training = False
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            yield Trial(module, widest)
+            yield ModuleTrial(module, widest)
     finally:
         for m, mode in modes:
             m.training = mode

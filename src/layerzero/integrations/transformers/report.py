@@ -17,7 +17,7 @@ from ...spec.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """Modules alike: their path with * for a number, what they are, who computes them now."""
 
     path: str
@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedCalls:
     """Calls of one op that one kernel served."""
 
     op: str
@@ -42,10 +42,10 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class ModelExplanation:
     """Which kernels served; `note` says whose calls these are."""
 
-    rows: tuple[Served, ...]
+    rows: tuple[ServedCalls, ...]
     note: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,18 +61,18 @@ class PatchReport:
     """Printed it is a table; `to_dict` is for machines; `explain` names the kernels."""
 
     model: str                                 # its class
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     changed: int                               # modules that this call patched
     notes: tuple[str, ...] = ()
     _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _before: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def patched(self) -> tuple[Row, ...]:
+    def patched(self) -> tuple[ModuleRow, ...]:
         return tuple(row for row in self.rows if row.patched)
 
     @property
-    def left(self) -> tuple[Row, ...]:
+    def left(self) -> tuple[ModuleRow, ...]:
         return tuple(row for row in self.rows if not row.patched)
 
     def counts(self) -> dict[str, int]:
@@ -93,28 +93,28 @@ class PatchReport:
         return "\n".join([f"{self.model}: {served}; {self.changed} modules changed",
                           *aligned(("module", "kind", "by", "count", "why"), cells), *self.notes])
 
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, *args: Any, **kwargs: Any) -> ModelExplanation:
         """The kernels that serve a call of the model with these arguments, which is made; without arguments, those
         that served since the model was patched."""
         if not args and not kwargs:
-            rows = [Served(op, kernel, n - self._before.get(op, {}).get(kernel, 0))
+            rows = [ServedCalls(op, kernel, n - self._before.get(op, {}).get(kernel, 0))
                     for op, kernels in stats().calls.items() for kernel, n in kernels.items()]
-            return Explanation(tuple(r for r in rows if r.calls > 0),
+            return ModelExplanation(tuple(r for r in rows if r.calls > 0),
                                "calls of this process since the model was patched, of other models too")
         model = self._model() if self._model is not None else None
         if model is None:
             raise ConfigError("explain wants to call the model, which is gone; keep it, or patch it again")
         with recording.recording() as recorder:
             model(*args, **kwargs)
-        found: dict[tuple[str, str], Served] = {}
+        found: dict[tuple[str, str], ServedCalls] = {}
         for call in recorder.calls:
             kernel = call.name.rpartition(" ")[2]
             sizes = next((f"{'x'.join(map(str, a.shape))} {a.dtype}" for a in call.arguments.values()
                           if isinstance(a, TensorSpec)), "")
             known = found.get((call.op, kernel))
-            found[call.op, kernel] = Served(call.op, kernel, call.count + (known.calls if known else 0),
+            found[call.op, kernel] = ServedCalls(call.op, kernel, call.count + (known.calls if known else 0),
                                             known.example if known else sizes)
-        return Explanation(tuple(found.values()), f"one call of {self.model}")
+        return ModelExplanation(tuple(found.values()), f"one call of {self.model}")
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

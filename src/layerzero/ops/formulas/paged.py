@@ -25,7 +25,7 @@ INTEGERS = ("int32", "int64")
 Part = tuple[Tensor, Tensor]                   # attention over some of the keys: output and log-sum-exp
 
 
-class Span(NamedTuple):
+class SequenceSpan(NamedTuple):
     """One sequence: its query rows [first, last) and its number of keys."""
 
     first: int
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 def read_spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor | None,
-               page_size: int, max_seqlen_q: int | None) -> list[Span]:
+               page_size: int, max_seqlen_q: int | None) -> list[SequenceSpan]:
     """Returns the sequences of a call, read on the host and checked."""
     lengths: list[int] = context_lens.tolist()
     starts: list[int] = list(range(tokens + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
@@ -44,7 +44,7 @@ def read_spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, 
         raise InvalidCall.of(op, Reason(
             Code.KV_METADATA_INVALID, f"from 0 to {capacity} ({block_table.shape[1]} pages of {page_size})", lengths[i],
             f"context_lens[{i}]"))
-    sequences = [Span(a, b, n) for a, b, n in zip(starts, starts[1:], lengths)]
+    sequences = [SequenceSpan(a, b, n) for a, b, n in zip(starts, starts[1:], lengths)]
     longest = max((s.last - s.first for s in sequences), default=0)
     if cu_seqlens_q is not None and (len(starts) != len(lengths) + 1 or starts[0] != 0 or starts[-1] != tokens
                                      or any(s.last < s.first for s in sequences)):
@@ -57,7 +57,7 @@ def read_spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, 
     return sequences
 
 
-def check_pages(op: str, pages: int, block_table: Tensor, sequences: list[Span], page_size: int) -> None:
+def check_pages(op: str, pages: int, block_table: Tensor, sequences: list[SequenceSpan], page_size: int) -> None:
     """Raises InvalidCall unless every used entry of the table is a page of the pool."""
     for i, s in enumerate(sequences):
         row = block_table[i, :-(-s.length // page_size)]

@@ -181,7 +181,7 @@ class _StoredText:
 
 
 @dataclass(frozen=True)
-class Counts:
+class PrefixCounts:
     """The statistics of a PrefixMemory."""
 
     hits: int                                  # calls that reused tokens
@@ -295,9 +295,9 @@ class PrefixMemory:
     def _all(self) -> list[tuple[tuple[Any, str], _StoredText]]:
         return [(key, entry) for key, entries in list(self._texts.items()) for entry in entries]
 
-    def counts(self) -> Counts:
+    def counts(self) -> PrefixCounts:
         stored = self._all()
-        return Counts(self._hits, self._misses, self._reused, len(stored), sum(len(e.text) for _, e in stored))
+        return PrefixCounts(self._hits, self._misses, self._reused, len(stored), sum(len(e.text) for _, e in stored))
 
 
 def _shift(spans: Sequence[Span], by: int) -> list[Span]:
@@ -334,7 +334,7 @@ def prefix_memory(identity: str, split_points: Callable[[], SplitPoints], eager:
     return memory
 
 
-def memories() -> dict[str, Counts]:
+def memories() -> dict[str, PrefixCounts]:
     return {identity: memory.counts() for identity, memory in list(_memories.items())}
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...spec.errors import DataError
-from ...spec.reading import Limits, parse_json
+from ...spec.reading import FileLimits, parse_json
 from ...spec.reason import shown
 
-LIMITS = Limits(size=256 << 20)                # files of large vocabularies have 40 MB
+LIMITS = FileLimits(size=256 << 20)                # files of large vocabularies have 40 MB
 _MAX_ID = 2 ** 31                              # exclusive, for ids and lengths
 _MEMBERS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors",
             "decoder": "decoders"}

@@ -30,7 +30,7 @@ from ...world import snapshot as worlds
 from ..kernel.contract import ROUNDINGS, call, formula, judge_result, results_of, upcast, worst_indices
 from ..kernel.diagnosis import CLASSES
 from ..kernel.guarded import poisoned_memory
-from .route import TIMES_EAGER, Route, Row, difference, max_abs
+from .route import TIMES_EAGER, LadderRow, Route, difference, max_abs
 from .served import LzCaller, without_kernels
 
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
@@ -105,7 +105,7 @@ def find(route: Route, named: str = "") -> Culprit:
                    row.worst or tuple(worst_indices(stage_value.value, want)), swaps, kernel_is_right)
 
 
-def _culprit_by_swaps(row: Row, swaps: Sequence[Swap], otherwise: str) -> Culprit:
+def _culprit_by_swaps(row: LadderRow, swaps: Sequence[Swap], otherwise: str) -> Culprit:
     """Returns the culprit by swaps alone, where no call computed the value."""
     fixed = [s.kernel for s in swaps if s.fixed]
     if len(fixed) != 1:
@@ -142,7 +142,7 @@ def _runs(route: Route, caller: LzCaller) -> list[Trace]:
         return [plain, route.run(caller)]
 
 
-def _failing_rows(route: Route, trace: Trace) -> Iterator[Row]:
+def _failing_rows(route: Route, trace: Trace) -> Iterator[LadderRow]:
     """Yields the stages that exceed their limit, in the order of computing."""
     return (row for row in (route.row(trace, stage) for stage in route.truth if stage in trace) if not row.ok)
 

@@ -25,7 +25,7 @@ from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from ..kernel.contract import worst_indices
 from .plain import PlainTorch, rope_angles
-from .route import LAYER, Row, allowed, difference
+from .route import LAYER, LadderRow, allowed, difference
 from .served import LzCaller, rope_tables_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,7 +52,7 @@ class Cell:
     dtype: str
     batch: int
     length: int
-    rows: tuple[Row, ...] = ()
+    rows: tuple[LadderRow, ...] = ()
     kernels: Mapping[tuple[str, str], int] = field(default_factory=dict)       # (op, kernel) -> calls
     problem: str = ""
     seconds: float = 0.0
@@ -105,7 +105,7 @@ def _cell(name: str, weights: Weights, dtype: str, batch: int, length: int, devi
         want, error = truth[what], difference(value, truth[what])
         bound = allowed(torch_dtype, want, eager[what], family.limit)
         worst = tuple(worst_indices(value, want)) if error > bound and value.shape == want.shape else ()
-        rows.append(Row(what, error, bound, eager=difference(eager[what], want), worst=worst))
+        rows.append(LadderRow(what, error, bound, eager=difference(eager[what], want), worst=worst))
     return Cell(name, dtype, batch, length, tuple(rows), counts, "", time.perf_counter() - started)
 
 

@@ -42,7 +42,7 @@ from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from .culprit import Culprit, find
 from .plain import PlainTorch, rope_angles
-from .route import GRADIENT, LAYER, LOGITS, TIMES_EAGER, Route, Row, allowed, rms_difference
+from .route import GRADIENT, LAYER, LOGITS, TIMES_EAGER, LadderRow, Route, allowed, rms_difference
 from .served import LzCaller, rope_tables_of
 from .training import rope_angles_float64, training_routes, values_of
 
@@ -64,7 +64,7 @@ EFFORTS: Mapping[str, Effort] = {
 }
 
 
-class Model(NamedTuple):
+class LadderModel(NamedTuple):
     """Weights in float32 and tokens for levels 3 and 4. `truth`: a trace of another library, by
     default plain torch; `fused`: as few calls as possible instead of one per stage."""
 
@@ -85,8 +85,8 @@ class Rung:
     name: str
     dtype: str
     status: str                                # passed | failed | not served
-    rows: tuple[Row, ...] = ()
-    tables: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)      # route -> its rows
+    rows: tuple[LadderRow, ...] = ()
+    tables: Mapping[str, tuple[LadderRow, ...]] = field(default_factory=dict)      # route -> its rows
     kernels: Mapping[tuple[str, str], int] = field(default_factory=dict)     # (op, kernel) -> calls
     named: str = ""
     served: int = 0                            # calls that `named` has served
@@ -100,7 +100,7 @@ class Rung:
         return self.status == "passed"
 
     @property
-    def worst(self) -> Row | None:
+    def worst(self) -> LadderRow | None:
         """The row nearest to its limit, or furthest beyond."""
         return max(self.rows, key=lambda row: (not row.ok, row.ratio), default=None)
 
@@ -127,7 +127,7 @@ class Rung:
 
 def climb(level: int, *, configs: Sequence[tuple[str, DecoderConfig]] = (), dtypes: Sequence[str] = (),
           effort: str = "quick", named: str = "", device: str = "cpu", seed: int = 0, steps: int = 0,
-          model: Model | None = None) -> Iterator[Rung]:
+          model: LadderModel | None = None) -> Iterator[Rung]:
     """Yields every rung of a level. Levels 3 and 4 run `model` if given, else random weights."""
     if level not in (2, 3, 4, 5):
         raise ConfigError(f"the ladder's levels here are 2 to 5, got {level}")
@@ -153,9 +153,11 @@ def climb(level: int, *, configs: Sequence[tuple[str, DecoderConfig]] = (), dtyp
                 yield judge(level, name if plan.seeds == 1 else f"{name}, seed {s}", dtype, routes, named)
 
 
-def random_model(name: str, config: DecoderConfig, seed: int = 0, seq: int = 24) -> Model:
+def random_model(name: str, config: DecoderConfig, seed: int = 0, seq: int = 24) -> LadderModel:
     gen = torch.Generator().manual_seed(seed + 1)
-    return Model(name, config, make_weights(config, seed), torch.randint(0, config.vocab, (2, seq), generator=gen))
+    return LadderModel(
+        name, config, make_weights(config, seed), torch.randint(0, config.vocab, (2, seq), generator=gen)
+    )
 
 
 def judge(level: int, name: str, dtype: str, routes: Sequence[Route], named: str = "",
@@ -163,7 +165,7 @@ def judge(level: int, name: str, dtype: str, routes: Sequence[Route], named: str
     """Runs the routes with lz, and finds the culprit of the first that fails."""
     counts: Counter[tuple[str, str]] = Counter()
     refused: dict[str, str] = {}
-    tables: dict[str, tuple[Row, ...]] = {}
+    tables: dict[str, tuple[LadderRow, ...]] = {}
     culprit, problem, served = None, "", 0
     for route in routes:
         caller = LzCaller(named)
@@ -279,7 +281,7 @@ def _unpack(trace: Trace, batch: int) -> Trace:
 
 # Levels 3 and 4.
 
-def _model_routes(level: int, model: Model, dtype: str, device: str) -> list[Route]:
+def _model_routes(level: int, model: LadderModel, dtype: str, device: str) -> list[Route]:
     truth = model.truth
     if truth is None:
         wide_weights = cast(cast(model.weights, getattr(torch, dtype), device), torch.float64)
@@ -288,14 +290,14 @@ def _model_routes(level: int, model: Model, dtype: str, device: str) -> list[Rou
     return (stage_routes if level == 3 else forward_routes)(model, dtype, truth, device)
 
 
-def _forward(model: Model, weights: Weights, do: Any, tables: Any, device: str) -> tuple[Tensor, Trace]:
+def _forward(model: LadderModel, weights: Weights, do: Any, tables: Any, device: str) -> tuple[Tensor, Trace]:
     trace: Trace = {}
     with torch.no_grad():
         logits = Decoder(model.config, weights, do, tables, fused=model.fused, trace=trace)(model.tokens.to(device))
     return logits, trace
 
 
-def stage_routes(model: Model, dtype: str, truth: Mapping[str, Tensor], device: str = "cpu") -> list[Route]:
+def stage_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor], device: str = "cpu") -> list[Route]:
     """Returns a route for each layer alone, from its input in `truth`."""
     c, kind = model.config, getattr(torch, dtype)
     weights = cast(model.weights, kind, device)
@@ -318,7 +320,7 @@ def stage_routes(model: Model, dtype: str, truth: Mapping[str, Tensor], device: 
     return [layer_route(i) for i in range(c.layers)]
 
 
-def forward_routes(model: Model, dtype: str, truth: Mapping[str, Tensor], device: str = "cpu") -> list[Route]:
+def forward_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor], device: str = "cpu") -> list[Route]:
     """Returns the routes of the whole model: all tokens at once, and a prompt with tokens after
     it."""
     c, kind = model.config, getattr(torch, dtype)
@@ -338,7 +340,7 @@ def forward_routes(model: Model, dtype: str, truth: Mapping[str, Tensor], device
                 run(model.tokens[:, a:b].to(device), past)
         return trace
 
-    def likeliest(trace: Trace) -> list[Row]:
+    def likeliest(trace: Trace) -> list[LadderRow]:
         got = torch.cat([note.value for stage, note in trace.items() if stage.endswith("logits")], 1)
         tolerance = allowed(kind, truth["logits"], eager.get("logits"), LOGITS, scaled=False)
         return likeliest_rows(got, truth["logits"].to(got.device), tolerance, eager.get("logits"))
@@ -355,7 +357,7 @@ def forward_routes(model: Model, dtype: str, truth: Mapping[str, Tensor], device
               [s for s in expected if s.endswith(" logits")], likeliest)]
 
 
-def likeliest_rows(got: Tensor, want: Tensor, tolerance: float, eager: Tensor | None) -> list[Row]:
+def likeliest_rows(got: Tensor, want: Tensor, tolerance: float, eager: Tensor | None) -> list[LadderRow]:
     """Returns rows for the top-1 of all positions and of each, and the mean KL divergence.
 
     In 16 bits the top-1 may differ where the best two are closer than twice the tolerance, and KL
@@ -369,11 +371,11 @@ def likeliest_rows(got: Tensor, want: Tensor, tolerance: float, eager: Tensor | 
     wrong_positions = tuple(tuple(int(i) for i in index) for index in wrong.nonzero()[:3].tolist())
     text = f"{int((~differs).sum())} of {differs.numel()} positions equal"
     bound = TIMES_EAGER * kl(eager, want) + 1e-6 if eager is not None else 1e-6
-    each = [Row(f"top-1 at {i}, {n}", float(differs[i, n]), float(too_close[i, n]),
+    each = [LadderRow(f"top-1 at {i}, {n}", float(differs[i, n]), float(too_close[i, n]),
                 text=f"{int(tokens[i, n])}, wanted {int(expected[i, n])}")
             for i in range(differs.shape[0]) for n in range(differs.shape[1])]
-    return [Row("top-1", float(wrong.sum()), 0.0, worst=wrong_positions, text=text),
-            Row("mean KL", kl(got, want), bound, eager=kl(eager, want) if eager is not None else None), *each]
+    return [LadderRow("top-1", float(wrong.sum()), 0.0, worst=wrong_positions, text=text),
+            LadderRow("mean KL", kl(got, want), bound, eager=kl(eager, want) if eager is not None else None), *each]
 
 
 def kl(got: Tensor, want: Tensor) -> float:
@@ -382,5 +384,5 @@ def kl(got: Tensor, want: Tensor) -> float:
     return max(float((p.exp() * (p - q)).sum(-1).mean()), 0.0)
 
 
-__all__ = ["EFFORTS", "Model", "Rung", "climb", "forward_routes", "judge", "kl", "layer_routes",
+__all__ = ["EFFORTS", "LadderModel", "Rung", "climb", "forward_routes", "judge", "kl", "layer_routes",
            "likeliest_rows", "random_model", "stage_routes", "training_routes"]

@@ -28,7 +28,7 @@ TIMES_EAGER = 2.0
 
 
 @dataclass(frozen=True)
-class Row(Record, json="what error allowed mean eager kernel worst text ok"):
+class LadderRow(Record, json="what error allowed mean eager kernel worst text ok"):
     """One line of a table: a difference and the allowed one."""
 
     what: str
@@ -100,7 +100,7 @@ class Route:
     limit: Callable[[str], float]
     eager: Mapping[str, Tensor] = field(default_factory=dict)
     shown: Sequence[str] | None = None
-    extra: Callable[[Trace], list[Row]] | None = None          # rows other than differences of stages
+    extra: Callable[[Trace], list[LadderRow]] | None = None          # rows other than differences of stages
     scaled: Callable[[str], bool] = lambda stage: not stage.endswith("logits")
     jumps: Callable[[str], bool] = lambda stage: False         # does it depend on a discontinuous gradient?
 
@@ -113,7 +113,7 @@ class Route:
         return allowed(self.dtype, self.truth[stage], self.eager.get(stage), self.limit(stage), self.scaled(stage),
                        self.jumps(stage))
 
-    def row(self, trace: Trace, stage: str) -> Row:
+    def row(self, trace: Trace, stage: str) -> LadderRow:
         value = trace[stage].value
         want = self.truth[stage].to(value.device)
         differ = self.measure(stage)
@@ -122,9 +122,9 @@ class Route:
         eager = differ(self.eager[stage], want) if stage in self.eager else None
         mean = float((value.double() - want.double()).abs().mean()) if same_shape else math.inf
         worst = tuple(worst_indices(value, want)) if error > bound and same_shape else ()
-        return Row(stage, error, bound, mean, eager, trace[stage].kernel, worst)
+        return LadderRow(stage, error, bound, mean, eager, trace[stage].kernel, worst)
 
-    def rows(self, trace: Trace) -> list[Row]:
+    def rows(self, trace: Trace) -> list[LadderRow]:
         stages = self.truth if self.shown is None else self.shown
         rows = [self.row(trace, stage) for stage in stages if stage in trace and stage in self.truth]
         return rows + (self.extra(trace) if self.extra is not None else [])

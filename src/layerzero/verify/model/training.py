@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...models.decoder import Decoder, DecoderConfig, StageValue, Trace, Weights, cast, make_weights, split_parameter
 from .plain import PlainTorch, rope_angles
-from .route import GRADIENT, TIMES_EAGER, Route, Row, difference
+from .route import GRADIENT, TIMES_EAGER, LadderRow, Route, difference
 from .served import rope_tables_of
 
 # steps -> allowed drift of (parameters, loss) after them
@@ -84,25 +84,35 @@ def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int
             train(PlainTorch(), optimizer, start, rope_angles(c, device), False))
         curve, eager_curve = truth.pop("losses"), eager.pop("losses", None)
         for form, fused in (("separate", False), ("fused", True)):
-            routes.append(Route(
-                f"{steps} steps of {optimizer}, {form}", kind,
-                lambda do, o=optimizer, f=fused: train(do, o, start, rope_tables_of(c, device), f),  # type: ignore[misc]
-                truth, limit, eager, extra=_curves(curve, eager_curve) if steps > max(DRIFT) else None,
-                scaled=lambda stage: False, jumps=lambda stage: c.jumps))
+            routes.append(
+                Route(
+                    f"{steps} steps of {optimizer}, {form}",
+                    kind,
+                    lambda do, o=optimizer, f=fused: train(do, o, start, rope_tables_of(c, device), f),  # type: ignore[misc]
+                    truth,
+                    limit,
+                    eager,
+                    extra=_curves(curve, eager_curve) if steps > max(DRIFT) else None,
+                    scaled=lambda stage: False,
+                    jumps=lambda stage: c.jumps,
+                )
+            )
     return routes
 
 
-def _curves(want: Tensor, eager: Tensor | None) -> Callable[[Trace], list[Row]]:
+def _curves(want: Tensor, eager: Tensor | None) -> Callable[[Trace], list[LadderRow]]:
     """Returns rows for runs longer than DRIFT: the loss curves stay close and have the same
     trend."""
     limit = CURVE if eager is None else max(CURVE, TIMES_EAGER * difference(eager, want))
 
-    def rows(trace: Trace) -> list[Row]:
+    def rows(trace: Trace) -> list[LadderRow]:
         got = trace["losses"].value
         tenth = max(len(want) // 10, 1)
         falls = [bool(t[-tenth:].mean() < t[:tenth].mean()) for t in (got, want)]
-        return [Row("loss curve", difference(got, want), limit),
-                Row("trend", float(falls[0] != falls[1]), 0.0, text=f"falls: {falls[0]}, plain torch: {falls[1]}")]
+        return [
+            LadderRow("loss curve", difference(got, want), limit),
+            LadderRow("trend", float(falls[0] != falls[1]), 0.0, text=f"falls: {falls[0]}, plain torch: {falls[1]}"),
+        ]
 
     return rows
 

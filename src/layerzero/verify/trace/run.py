@@ -17,7 +17,7 @@ from torch import Tensor
 from ...machine.faults import FAULTS
 from ...spec.codec import encode
 from ...spec.errors import DataError
-from ..comparison import Tolerance, Verdict, compare, overall, tolerance_of
+from ..comparison import ComparisonVerdict, ElementTolerance, compare, overall, tolerance_of
 from .answers import draws
 from .answers.answer import Answer, serving
 from .answers.lookup import answers
@@ -37,7 +37,7 @@ class Comparison:
 
     got: str
     want: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[ComparisonVerdict, ...]
 
     @property
     def status(self) -> str:
@@ -53,7 +53,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Report:
+class DefinitionReport:
     """What came of one definition at one size.
 
     passed: lz agrees with all that ran. failed: it disagrees, or raised. disputed: it agrees with the reference, but
@@ -98,12 +98,12 @@ class Report:
 
 
 def verify(definition: Definition, references: References, size: str = "small", *, device: str = "cpu", seed: int = 0,
-           tolerance: float | None = None, workload: Workload | None = None, as_is: bool = False) -> Report:
+           tolerance: float | None = None, workload: Workload | None = None, as_is: bool = False) -> DefinitionReport:
     """Verify one definition at one size, or for one workload. With `as_is`, a large one is not made smaller."""
     try:
         candidates = answers(definition)
     except Unmapped as e:
-        return Report(definition, "unmapped", detail=str(e))
+        return DefinitionReport(definition, "unmapped", detail=str(e))
     changes: Mapping[str, tuple[int, int]] = {}
     absent: dict[str, str] = {}
     used = definition
@@ -116,7 +116,7 @@ def verify(definition: Definition, references: References, size: str = "small", 
     try:
         inputs = generate(used, size, seed=seed, device=device, workload=workload)
     except DataError as e:
-        return Report(definition, "unproven", answer=str(candidates[0]), detail=str(e), absent=absent)
+        return DefinitionReport(definition, "unproven", answer=str(candidates[0]), detail=str(e), absent=absent)
     ran = references.run(used, inputs, device)
     if not ran.ok:
         absent["reference"] = ran.why
@@ -134,9 +134,15 @@ def workload_of(definition: Definition, inputs: Mapping[str, Any], seed: int, si
     return Workload(axes, specs, f"layerzero-{size}-seed{seed}-{sizes}" if sizes else f"layerzero-{size}-seed{seed}")
 
 
-def _judge(definition: Definition, candidates: Sequence[Answer], inputs: Mapping[str, Any], ran: Ran, limits: Tolerance,
-           device: str) -> Report:
-    first: Report | None = None
+def _judge(
+    definition: Definition,
+    candidates: Sequence[Answer],
+    inputs: Mapping[str, Any],
+    ran: Ran,
+    limits: ElementTolerance,
+    device: str,
+) -> DefinitionReport:
+    first: DefinitionReport | None = None
     for i, answer in enumerate(candidates):
         report = _verify_answer(definition, answer, inputs, ran, limits, device)
         if report.status in ("passed", "disputed", "unproven") or not ran.ok:
@@ -147,14 +153,15 @@ def _judge(definition: Definition, candidates: Sequence[Answer], inputs: Mapping
     return first
 
 
-def _verify_answer(definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran: Ran, limits: Tolerance,
-                   device: str) -> Report:
+def _verify_answer(
+    definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran: Ran, limits: ElementTolerance, device: str
+) -> DefinitionReport:
     try:
         with serving() as kernels:
             outputs = answer(inputs)
         latency = timed(answer, inputs)
     except FAULTS as e:
-        return Report(definition, "failed", answer=str(answer), detail=f"lz raised {type(e).__name__}: {e}")
+        return DefinitionReport(definition, "failed", answer=str(answer), detail=f"lz raised {type(e).__name__}: {e}")
     others: dict[str, Mapping[str, Tensor]] = {"reference": ran.outputs} if ran.ok else {}
     absent: dict[str, str] = {}
     for truth in truths(answer, device) if not answer.random else ():
@@ -175,12 +182,20 @@ def _verify_answer(definition: Definition, answer: Answer, inputs: Mapping[str, 
     ours = [c for c in comparisons if c.got == "lz"]
     status = ("unproven" if not ours else "failed" if not all(c.passed for c in ours)
               else "passed" if all(c.passed for c in comparisons) else "disputed")
-    return Report(definition, status, tuple(comparisons), answer=str(answer), kernels=tuple(dict.fromkeys(kernels)),
-                  absent=absent, latency_ms=latency, reference_ms=ran.ms)
+    return DefinitionReport(
+        definition,
+        status,
+        tuple(comparisons),
+        answer=str(answer),
+        kernels=tuple(dict.fromkeys(kernels)),
+        absent=absent,
+        latency_ms=latency,
+        reference_ms=ran.ms,
+    )
 
 
 def _compare_outputs(name: str, got: Mapping[str, Tensor], against: str, want: Mapping[str, Tensor],
-                     limits: Tolerance) -> Comparison:
+                     limits: ElementTolerance) -> Comparison:
     shared = [output for output in want if output in got]
     return Comparison(name, against, tuple(compare(o, got[o], want[o], limits) for o in shared))
 
@@ -194,7 +209,7 @@ def _compare_draws(answer: Answer, inputs: Mapping[str, Any], outputs: Mapping[s
                                                         draws.frequencies(answer, inputs)))]
     if ran.ok:
         zeros = torch.zeros_like(outputs[out].cpu()), torch.zeros_like(ran.outputs[out])
-        shaped = compare(out, *zeros, Tolerance(0, 0))
+        shaped = compare(out, *zeros, ElementTolerance(0, 0))
         comparisons.append(Comparison("lz", "reference (shape and dtype)", (shaped,)))
         possible = draws.possible(answer, inputs, ran.outputs[out])
         comparisons.append(Comparison("reference", "torch's filters", (possible,)))

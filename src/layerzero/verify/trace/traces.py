@@ -30,7 +30,7 @@ from .definition import (
     Trace,
     check_names,
 )
-from .run import Comparison, Report
+from .run import Comparison, DefinitionReport
 from .write_tests import as_docstring
 
 
@@ -57,7 +57,7 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
                     str(answers(definition)[reading]))
 
 
-def trace_of(report: Report, device: str = "cpu") -> Trace | None:
+def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
     """None for what says nothing of the definition itself: unmapped, unproven, or run on a smaller one."""
     if report.status in ("unmapped", "unproven") or report.scaled or report.workload is None:
         return None
@@ -77,7 +77,7 @@ def trace_of(report: Report, device: str = "cpu") -> Trace | None:
         correctness, performance))
 
 
-def _decisive(report: Report) -> Comparison | None:
+def _decisive(report: DefinitionReport) -> Comparison | None:
     """Of the comparisons of lz, the first that failed, else the first, which is the reference's where it ran."""
     ours = [c for c in report.comparisons if c.got == "lz"]
     return next((c for c in ours if not c.passed), ours[0] if ours else None)
@@ -88,7 +88,7 @@ def _plain(value: Any) -> bool:
     return not isinstance(value, float) or (value == value and abs(value) != float("inf"))
 
 
-def write(folder: str | Path, reports: Iterable[Report], device: str = "cpu") -> list[Path]:
+def write(folder: str | Path, reports: Iterable[DefinitionReport], device: str = "cpu") -> list[Path]:
     """Append the traces of these reports to a dataset, with their definitions and solutions where it lacks them."""
     root, written = Path(folder), []
     for report in reports:

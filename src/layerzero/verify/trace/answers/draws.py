@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comparison import Metrics, Place, Verdict
+from ...comparison import ComparisonVerdict, ElementDifference, Metrics
 from .answer import Answer, Inputs, lz
 
 DRAWS = 64                                     # evenly spaced numbers for one row
@@ -55,28 +55,32 @@ def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
     return filtered(drawn_from, probs=r["probs"], slack=slack, **filters)
 
 
-def possible(answer: Answer, x: Inputs, tokens: Tensor) -> Verdict:
+def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:
     """Is every token one that the filters leave?"""
     out = answer.roles["out"]
     weights = of(answer, x, ROUNDING)
     tokens = tokens.detach().cpu().long()
     if tokens.shape != weights.shape[:1]:
-        return Verdict(out, "INCORRECT_SHAPE", detail=f"shape {tuple(tokens.shape)}, wanted {tuple(weights.shape[:1])}")
+        return ComparisonVerdict(
+            out, "INCORRECT_SHAPE", detail=f"shape {tuple(tokens.shape)}, wanted {tuple(weights.shape[:1])}"
+        )
     inside = (tokens >= 0) & (tokens < weights.shape[1])
     good = inside & (weights.gather(1, tokens.clamp(0, weights.shape[1] - 1)[:, None])[:, 0] > 0)
     bad = (~good).nonzero().flatten().tolist()
     likeliest = weights.argmax(-1)
-    worst = tuple(Place((i,), float(tokens[i]), float(likeliest[i])) for i in bad[:5])
+    worst = tuple(ElementDifference((i,), float(tokens[i]), float(likeliest[i])) for i in bad[:5])
     share = float(good.double().mean()) if len(good) else 1.0
     if bad:
-        return Verdict(out, "INCORRECT_NUMERICAL", Metrics(hit_ratio=share, worst=worst),
+        return ComparisonVerdict(out, "INCORRECT_NUMERICAL", Metrics(hit_ratio=share, worst=worst),
                        f"{len(bad)} of {len(good)} tokens are none that the filters leave, first in row {bad[0]}: "
                        f"{int(tokens[bad[0]])}")
     single = int((weights > 0).sum(-1).eq(1).sum())
-    return Verdict(out, "passed", Metrics(hit_ratio=share), f"{len(good)} tokens possible, {single} of them certain")
+    return ComparisonVerdict(
+        out, "passed", Metrics(hit_ratio=share), f"{len(good)} tokens possible, {single} of them certain"
+    )
 
 
-def frequencies(answer: Answer, x: Inputs) -> Verdict:
+def frequencies(answer: Answer, x: Inputs) -> ComparisonVerdict:
     """lz.sample over evenly spaced numbers, on the first columns of each row."""
     r = answer.roles
     rows = x[r["rows"]][:, :COLUMNS].contiguous()
@@ -95,6 +99,10 @@ def frequencies(answer: Answer, x: Inputs) -> Verdict:
         worst, at = (gap, i) if gap > worst else (worst, at)
     metrics, allowed = Metrics(max_abs=worst), 1.0 / DRAWS + 1e-3
     if worst > allowed:
-        return Verdict(r["out"], "INCORRECT_NUMERICAL", metrics, f"cumulative frequencies in row {at} are {worst:.3g} "
-                       f"from the probabilities, allowed are {allowed:.3g}")
-    return Verdict(r["out"], "passed", metrics, f"frequencies within {worst:.3g} of the probabilities")
+        return ComparisonVerdict(
+            r["out"],
+            "INCORRECT_NUMERICAL",
+            metrics,
+            f"cumulative frequencies in row {at} are {worst:.3g} from the probabilities, allowed are {allowed:.3g}",
+        )
+    return ComparisonVerdict(r["out"], "passed", metrics, f"frequencies within {worst:.3g} of the probabilities")

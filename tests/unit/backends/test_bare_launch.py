@@ -194,6 +194,8 @@ def test_while_a_profiler_watches_python_launches(served: Callable[..., Tensor])
 
 def test_recording_does_not_import_dynamo() -> None:
     """Which takes seconds, and the first call of a signature is somebody's request."""
-    told = python("import sys, torch; from layerzero.dispatch.native.replays import Recorder\nr = Recorder(())\n"
-                  "with r: torch.empty(3)\nprint(len(r.allocations), 'torch._dynamo' in sys.modules)")
+    told = python(
+        "import sys, torch; from layerzero.dispatch.native.replays import LaunchRecorder\nr = LaunchRecorder(())\n"
+        "with r: torch.empty(3)\nprint(len(r.allocations), 'torch._dynamo' in sys.modules)"
+    )
     assert told.split() == ["1", "False"]

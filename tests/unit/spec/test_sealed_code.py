@@ -230,9 +230,9 @@ def test_a_read_only_cache_of_root_serves_other_users(request):
     code = f"""
 import os
 from pathlib import Path
-from layerzero.spec.sealed import Store
+from layerzero.spec.sealed import SealedFolder
 os.setuid({OTHER})                             # not before the imports: Python itself may be root's alone
-store = Store(Path({str(store.root)!r}), "native")
+store = SealedFolder(Path({str(store.root)!r}), "native")
 print(store.read("tag", "x.so"))
 """
     assert process(code) == "b'content'"

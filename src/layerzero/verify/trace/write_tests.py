@@ -52,7 +52,7 @@ import torch
 
 from layerzero.verify.trace.answers import draws
 from layerzero.verify.trace.answers.lookup import answers
-from layerzero.verify.comparison import Tolerance, compare
+from layerzero.verify.comparison import ElementTolerance, compare
 from layerzero.verify.trace.definition import Definition
 from layerzero.verify.trace.inputs import generate
 from layerzero.verify.trace.answers.truths import truths
@@ -65,7 +65,7 @@ SGLANG_AVAILABLE = importlib.util.find_spec("sgl_kernel") is not None and torch.
 
 NAME = {name!r}
 DEFINITION = Definition.load(Path(__file__).parent / "definitions" / {op_type!r} / {file!r})
-TOLERANCE = Tolerance(atol={atol:g}, rtol={rtol:g}, hit_ratio={hit_ratio:g}, cosine={cosine:g})
+TOLERANCE = ElementTolerance(atol={atol:g}, rtol={rtol:g}, hit_ratio={hit_ratio:g}, cosine={cosine:g})
 SIZES = ["small", pytest.param("medium", marks=pytest.mark.slow)]
 READING = {reading}                                   # which of answers(): what the schema leaves open
 UNMAPPED = {unmapped!r}

@@ -38,6 +38,7 @@ from .commands.warmup import warmup
 from .options import DeviceKind, Json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  context_settings={"help_option_names": ["-h", "--help"]},
                   help="LayerZero: which kernel serves a call on this machine, and why.")
 app.add_typer(perf.app, name="perf")
 app.add_typer(hub.app, name="hub")
@@ -53,7 +54,9 @@ On = Annotated[Path | None, typer.Option(
 
 
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
+def options(
+    version: Annotated[bool, typer.Option("--version", "-V", help="print the version and exit")] = False,
+) -> None:
     if version:
         show.text(f"layerzero {__version__}")
         raise typer.Exit()

@@ -203,7 +203,8 @@ def test_doctor(run):
 
 
 def test_version_and_help(run):
-    assert run("--version") == (0, f"layerzero {lz.__version__}\n", "")
+    assert run("--version") == run("-V") == (0, f"layerzero {lz.__version__}\n", "")
+    assert run("doctor", "-h") == run("doctor", "--help")
     code, out, _ = run("--help")
     assert code == 0
     assert all(word in out for word in ("doctor", "list", "kernels", "which", "explain", "config", "build", "demo"))

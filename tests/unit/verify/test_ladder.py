@@ -282,7 +282,8 @@ def test_two_wrong_kernels_and_no_single_swap_mends():
     culprit = climbed(4, "tiny").culprit
     assert (culprit.kernel, culprit.stage) == ("planted.norm", "0.ln1_out")
     assert not any(s.fixed for s in culprit.swaps)
-    assert {s.kernel: s.text for s in culprit.swaps}["planted.norm"] == "still diverges at 0.qkv"
+    # Memory that nobody wrote may hold an earlier, right result of the same size: then it shows at a later linear.
+    assert {s.kernel: s.text for s in culprit.swaps}["planted.norm"].startswith("still diverges at 0.")
 
 
 # The case study: kernels and layers agree with their own convention, the model was trained for the other.

@@ -30,7 +30,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class Model:
     """The sizes of a model, as its published configuration states them."""
 
     name: str
@@ -72,244 +72,70 @@ class ModelConfig:
     levels: tuple[Level, ...] = ()
 
 
-def _rows() -> tuple[ModelConfig, ...]:
-    llama = ModelConfig("", "decoder", head_dim=128)
+def _rows() -> tuple[Model, ...]:
+    llama = Model("", "decoder", head_dim=128)
     qwen = replace(llama, eps=1e-6, qk_norm=True, vocab=151936, kv_heads=8)
     gemma = replace(llama, eps=1e-6, norm_offset=1.0, norms=4, activation="geglu_tanh", head_dim=256)
-    deepseek = ModelConfig("", "decoder", eps=1e-6, kv_rank=512, rope_dim=64, head_dim=192, value_dim=128,
+    deepseek = Model("", "decoder", eps=1e-6, kv_rank=512, rope_dim=64, head_dim=192, value_dim=128,
                      rope="interleaved")
-    bert = ModelConfig("", "encoder", 12, 768, 12, 12, 64, 3072, norm="layer", activation="gelu", bias=True, rope="")
+    bert = Model("", "encoder", 12, 768, 12, 12, 64, 3072, norm="layer", activation="gelu", bias=True, rope="")
     return (
         replace(llama, name="llama-3-8b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
         replace(llama, name="llama-3.1-70b", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256),
-        replace(
-            llama,
-            name="llama-3.2-1b",
-            layers=16,
-            hidden=2048,
-            heads=32,
-            kv_heads=8,
-            head_dim=64,
-            ffn=8192,
-            vocab=128256,
-        ),
+        replace(llama, name="llama-3.2-1b", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192,
+                vocab=128256),
         replace(qwen, name="qwen3-0.6b", layers=28, hidden=1024, heads=16, ffn=3072),
         replace(qwen, name="qwen3-8b", layers=36, hidden=4096, heads=32, ffn=12288),
-        replace(
-            qwen,
-            name="qwen3-30b-a3b",
-            layers=48,
-            hidden=2048,
-            heads=32,
-            kv_heads=4,
-            experts=128,
-            experts_per_token=8,
-            expert_ffn=768,
-        ),
-        replace(
-            llama, name="mistral-7b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, window=4096
-        ),
-        replace(
-            gemma,
-            name="gemma-2-9b",
-            layers=42,
-            hidden=3584,
-            heads=16,
-            kv_heads=8,
-            ffn=14336,
-            vocab=256000,
-            window=4096,
-            full_layers=21,
-            softcap=50.0,
-        ),
-        replace(
-            gemma,
-            name="gemma-3-1b",
-            layers=26,
-            hidden=1152,
-            heads=4,
-            kv_heads=1,
-            ffn=6912,
-            vocab=262144,
-            window=512,
-            full_layers=4,
-            qk_norm=True,
-        ),
-        replace(
-            llama,
-            name="phi-3-mini",
-            layers=32,
-            hidden=3072,
-            heads=32,
-            kv_heads=32,
-            head_dim=96,
-            ffn=8192,
-            vocab=32064,
-            window=2047,
-        ),
-        replace(
-            llama, name="smollm2-135m", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=49152
-        ),
-        replace(
-            llama,
-            name="mixtral-8x7b",
-            layers=32,
-            hidden=4096,
-            heads=32,
-            kv_heads=8,
-            vocab=32000,
-            experts=8,
-            experts_per_token=2,
-            expert_ffn=14336,
-        ),
-        replace(
-            deepseek,
-            name="deepseek-v2-lite",
-            layers=27,
-            hidden=2048,
-            heads=16,
-            kv_heads=16,
-            ffn=10944,
-            vocab=102400,
-            experts=64,
-            experts_per_token=6,
-            expert_ffn=1408,
-            shared_experts=2,
-            dense_layers=1,
-            routing={"normalize": False},
-        ),
-        replace(
-            deepseek,
-            name="deepseek-v3",
-            layers=61,
-            hidden=7168,
-            heads=128,
-            kv_heads=128,
-            ffn=18432,
-            vocab=129280,
-            experts=256,
-            experts_per_token=8,
-            expert_ffn=2048,
-            shared_experts=1,
-            dense_layers=3,
-            q_rank=1536,
-            routing={"scoring": "sigmoid", "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
-        ),
-        ModelConfig(
-            "gpt2",
-            "decoder",
-            12,
-            768,
-            12,
-            12,
-            64,
-            3072,
-            50257,
-            norm="layer",
-            activation="gelu_tanh",
-            bias=True,
-            rope="",
-        ),
-        ModelConfig(
-            "t5-base",
-            "encoder-decoder",
-            12,
-            768,
-            12,
-            12,
-            64,
-            3072,
-            32128,
-            eps=1e-6,
-            activation="relu",
-            rope="",
-            scale=1.0,
-        ),
+        replace(qwen, name="qwen3-30b-a3b", layers=48, hidden=2048, heads=32, kv_heads=4, experts=128,
+                experts_per_token=8, expert_ffn=768),
+        replace(llama, name="mistral-7b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000,
+                window=4096),
+        replace(gemma, name="gemma-2-9b", layers=42, hidden=3584, heads=16, kv_heads=8, ffn=14336, vocab=256000,
+                window=4096, full_layers=21, softcap=50.0),
+        replace(gemma, name="gemma-3-1b", layers=26, hidden=1152, heads=4, kv_heads=1, ffn=6912, vocab=262144,
+                window=512, full_layers=4, qk_norm=True),
+        replace(llama, name="phi-3-mini", layers=32, hidden=3072, heads=32, kv_heads=32, head_dim=96, ffn=8192,
+                vocab=32064, window=2047),
+        replace(llama, name="smollm2-135m", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536,
+                vocab=49152),
+        replace(llama, name="mixtral-8x7b", layers=32, hidden=4096, heads=32, kv_heads=8, vocab=32000, experts=8,
+                experts_per_token=2, expert_ffn=14336),
+        replace(deepseek, name="deepseek-v2-lite", layers=27, hidden=2048, heads=16, kv_heads=16, ffn=10944,
+                vocab=102400, experts=64, experts_per_token=6, expert_ffn=1408, shared_experts=2, dense_layers=1,
+                routing={"normalize": False}),
+        replace(deepseek, name="deepseek-v3", layers=61, hidden=7168, heads=128, kv_heads=128, ffn=18432,
+                vocab=129280, experts=256, experts_per_token=8, expert_ffn=2048, shared_experts=1, dense_layers=3,
+                q_rank=1536, routing={"scoring": "sigmoid", "n_group": 8, "topk_group": 4,
+                                      "routed_scaling_factor": 2.5}),
+        Model("gpt2", "decoder", 12, 768, 12, 12, 64, 3072, 50257, norm="layer", activation="gelu_tanh", bias=True,
+              rope=""),
+        Model("t5-base", "encoder-decoder", 12, 768, 12, 12, 64, 3072, 32128, eps=1e-6, activation="relu", rope="",
+              scale=1.0),
         replace(bert, name="bert-base", vocab=30522, eps=1e-12),
         replace(bert, name="vit-base-16", tokens=197, vocab=1000, eps=1e-12),
-        ModelConfig(
-            "sd-1.5",
-            "unet",
-            activation="geglu",
-            rope="",
-            text_tokens=77,
-            text_width=768,
-            levels=(
-                Level(4096, 320, 8, 5, 5),
-                Level(1024, 640, 8, 5, 5),
-                Level(256, 1280, 8, 5, 5),
-                Level(64, 1280, 8, 1, 1),
-            ),
-        ),
-        ModelConfig(
-            "sdxl",
-            "unet",
-            activation="geglu",
-            rope="",
-            text_tokens=77,
-            text_width=2048,
-            levels=(Level(4096, 640, 10, 10, 5), Level(1024, 1280, 20, 60, 6)),
-        ),
-        ModelConfig(
-            "dit-xl-2",
-            "dit",
-            28,
-            1152,
-            16,
-            16,
-            72,
-            4608,
-            norm="layer",
-            eps=1e-6,
-            affine=False,
-            activation="gelu_tanh",
-            bias=True,
-            rope="",
-            tokens=256,
-        ),
-        ModelConfig(
-            "flux-1-dev",
-            "dit",
-            19,
-            3072,
-            24,
-            24,
-            128,
-            12288,
-            norm="layer",
-            eps=1e-6,
-            affine=False,
-            activation="gelu_tanh",
-            bias=True,
-            rope="interleaved",
-            qk_norm=True,
-            tokens=4096,
-            text_tokens=512,
-            single_layers=38,
-        ),
+        Model("sd-1.5", "unet", activation="geglu", rope="", text_tokens=77, text_width=768, levels=(
+            Level(4096, 320, 8, 5, 5), Level(1024, 640, 8, 5, 5), Level(256, 1280, 8, 5, 5), Level(64, 1280, 8, 1, 1))),
+        Model("sdxl", "unet", activation="geglu", rope="", text_tokens=77, text_width=2048, levels=(
+            Level(4096, 640, 10, 10, 5), Level(1024, 1280, 20, 60, 6))),
+        Model("dit-xl-2", "dit", 28, 1152, 16, 16, 72, 4608, norm="layer", eps=1e-6, affine=False,
+              activation="gelu_tanh", bias=True, rope="", tokens=256),
+        Model("flux-1-dev", "dit", 19, 3072, 24, 24, 128, 12288, norm="layer", eps=1e-6, affine=False,
+              activation="gelu_tanh", bias=True, rope="interleaved", qk_norm=True, tokens=4096, text_tokens=512,
+              single_layers=38),
     )
 
 
-MODELS: Mapping[str, ModelConfig] = {model.name: model for model in _rows()}
+MODELS: Mapping[str, Model] = {model.name: model for model in _rows()}
 
 
-def model_named(name: str) -> ModelConfig:
+def model_named(name: str) -> Model:
     if name not in MODELS:
         raise ConfigError(f"there is no model {name!r}{suggest(name, MODELS)}; known: {', '.join(MODELS)}")
     return MODELS[name]
 
 
-def calls_of(
-    model: str | ModelConfig,
-    *,
-    batch: int = 1,
-    prompt: int = 512,
-    context: int = 4096,
-    dtype: str = "bfloat16",
-    decode: bool = True,
-    prefill: bool = True,
-    scale: float = 1.0,
-) -> tuple[Call, ...]:
+def calls_of(model: str | Model, *, batch: int = 1, prompt: int = 512, context: int = 4096, dtype: str = "bfloat16",
+             decode: bool = True, prefill: bool = True, scale: float = 1.0) -> tuple[Call, ...]:
     """Return the calls of one prefill over `prompt` tokens, and of one decode step after `context` tokens.
 
     `scale` makes the model narrower (its heads, widths, vocabulary and experts, and the tokens of an image) and
@@ -333,7 +159,7 @@ def calls_of(
     return calls
 
 
-def _scale(model: ModelConfig, scale: float) -> ModelConfig:
+def _scale(model: Model, scale: float) -> Model:
     if scale == 1.0:
         return model
 
@@ -355,7 +181,7 @@ def _scale(model: ModelConfig, scale: float) -> ModelConfig:
 class _Step:
     """Collects the calls of one step: `tokens` new tokens in each row of the batch, which attend to `seen` in all."""
 
-    def __init__(self, model: ModelConfig, dtype: str, batch: int, tokens: int, seen: int, phase: str,
+    def __init__(self, model: Model, dtype: str, batch: int, tokens: int, seen: int, phase: str,
                  prompt: int = 0) -> None:
         self.model, self.dtype, self.batch, self.tokens, self.seen = model, dtype, batch, tokens, seen
         self.decoding, self.prompt = phase == "decode", prompt

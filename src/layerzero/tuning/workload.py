@@ -21,7 +21,7 @@ from ..spec.op import Op
 from ..spec.reading import parse_json, read_lines
 from ..world import events
 from ..world import snapshot as worlds
-from .models import MODELS, ModelConfig, calls_of
+from .models import MODELS, Model, calls_of
 
 STANDARD_DTYPES = ("float32", "bfloat16")
 
@@ -157,7 +157,7 @@ def standard(dtypes: Sequence[str] = STANDARD_DTYPES) -> tuple[Call, ...]:
         calls += calls_of("smollm2-135m", prompt=128, context=1024, dtype=dtype, scale=1 / 3)
         calls += calls_of("sdxl", dtype=dtype, scale=1 / 10)
         calls += calls_of("vit-base-16", dtype=dtype, scale=1 / 3)
-        local = ModelConfig("windowed", "decoder", 1, 128, 4, 2, 64, 128, 128, window=64)
+        local = Model("windowed", "decoder", 1, 128, 4, 2, 64, 128, 128, window=64)
         calls += [c for c in calls_of(local, prompt=256, decode=False, dtype=dtype) if c.op == "attention"]
     calls += calls_of("t5-base", prompt=64, context=128, dtype="float32", scale=1 / 4)
     calls += [c for c in calls_of("qwen3-30b-a3b", prompt=32, context=512, dtype="float32", scale=1 / 16)

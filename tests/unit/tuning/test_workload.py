@@ -10,7 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.operate import calls as written
 from layerzero.spec.call import Call, TensorSpec, write_calls
-from layerzero.tuning.models import MODELS, Level, ModelConfig, calls_of
+from layerzero.tuning.models import MODELS, Level, Model, calls_of
 from layerzero.tuning.workload import calls_for, cases_of, kind_key, merge, standard
 from layerzero.world import snapshot as worlds
 
@@ -135,7 +135,7 @@ def test_a_wrong_question_is_answered_with_what_to_do(arguments, said):
 
 
 def test_a_model_of_ones_own():
-    own = ModelConfig("mine", "unet", text_tokens=7, text_width=32, levels=(Level(16, 48, 2, 3, 1),), rope="",
+    own = Model("mine", "unet", text_tokens=7, text_width=32, levels=(Level(16, 48, 2, 3, 1),), rope="",
                 activation="geglu")
     assert Counter(c.op for c in calls_of(own)) == {"linear": 3, "attention": 2, "group_norm": 1, "layer_norm": 1,
                                                     "mlp": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
@@ -70,13 +71,13 @@ class Rejected(Record):
 _MEMBERS = "op kernel facts policy locked from_cache table missed transform_bytes steps rejected"
 
 
-class SelectionReport:
+class SelectionReport(ABC):
     """What was selected: for one call (`Plan`), or for a whole block (`BlockPlan`)."""
 
     @property
+    @abstractmethod
     def transform_cost_total(self) -> float:
         """Microseconds that copies and casts of the inputs are expected to take."""
-        raise NotImplementedError
 
     @property
     def fused_ops(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class JoinedLayer:
         self.parts, self.qkv, self.out = parts, Joined(parts.qkv), Joined((parts.out,))
         try:
             self.mlp = JoinedFeedForward(parts.mlp)
-        except BaseException:
+        except BaseException:                  # an interrupt too: the weights go back to where they were
             self.qkv.undo()
             raise
 

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from helpers import RMS_NORM, Fake, faults_of, health_of, normed, of, only, regi
 from torch.nn import Parameter
 
 import layerzero as lz
+from layerzero.backends.native import build as native_build
 from layerzero.cli import main
 from layerzero.dispatch.background import compiling, jit, sizes
 from layerzero.dispatch.facts import read
@@ -55,6 +57,8 @@ class Compiler(Fake):
 @pytest.fixture(autouse=True)
 def folders(monkeypatch, tmp_path):
     """A warm-up says in the environment where compiled code goes."""
+    with suppress(ImportError):                # our CPU kernels are loaded once, and from the folder they were built in
+        native_build.module()
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     for variable in compiling.CACHES:
         monkeypatch.setenv(variable, str(tmp_path))
